@@ -51,9 +51,11 @@ def application(explorer: Explorer) -> Starlette:
         return answer({"images": explorer.matches(explorer.text_feature(text), IMAGE, RESULTS)})
 
     def by_picture(request: Request) -> Response:
-        """The captions and pictures nearest to a picture of the set."""
-        query = explorer.picture_feature(request.path_params["number"])
-        return answer({f"{kind}s": explorer.matches(query, kind, RESULTS) for kind in (TEXT, IMAGE)})
+        """A picture of the set, and the captions and pictures nearest to it."""
+        number = request.path_params["number"]
+        query = explorer.picture_feature(number)
+        matches = {f"{kind}s": explorer.matches(query, kind, RESULTS) for kind in (TEXT, IMAGE)}
+        return answer({"sample": explorer.sample(number), **matches})
 
     routes = [
         Route("/model", describe),

@@ -13,16 +13,12 @@ from clipscale.tools.explore.settings import ExploreConfig
 def main(config: ExploreConfig) -> None:
     """Serve the page until it is interrupted. Raises UserError."""
     try:
-        import uvicorn
-
+        from clipscale.tools.explore.connections import server
         from clipscale.tools.explore.server import application
     except ImportError as error:
         raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
     doing("loading the model and the features")
     explorer = Explorer(config)
-    options = uvicorn.Config(
-        application(explorer), log_level="warning", limit_concurrency=128, timeout_graceful_shutdown=2
-    )
     try:
         listening = socket.create_server(("127.0.0.1", config.port))
     except OSError as error:
@@ -31,4 +27,4 @@ def main(config: ExploreConfig) -> None:
     with listening, suppress(KeyboardInterrupt):
         port = listening.getsockname()[1]
         say(f"http://127.0.0.1:{port} searches {len(explorer.embedded)} pictures; Ctrl-C ends it")
-        uvicorn.Server(options).run(sockets=[listening])
+        server(application(explorer)).run(sockets=[listening])

@@ -3,9 +3,14 @@
 import io
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.tools.explore.search import Explorer, nearest
 from clipscale.tools.explore.settings import check_explore
+from tests.support.browser import CHROMIUM, browser
 from tests.support.refused import refused
 from tests.tools.explore.conftest import config
 
@@ -58,6 +64,7 @@ def test_a_picture_finds_itself_and_the_captions_nearest_to_it(page: Any) -> Non
     first = answer["images"][0]
     assert (first["part"], first["row"], first["number"]) == ("00001", 2, 9)
     assert first["score"] == pytest.approx(1, abs=1e-3) and len(answer["texts"]) == 12
+    assert answer["sample"] == {name: value for name, value in first.items() if name != "score"}
 
 
 def test_the_page_shows_small_pictures_of_the_set(page: Any) -> None:
@@ -100,6 +107,86 @@ def test_requests_from_other_pages_are_refused(page: Any, headers: dict, status:
     answer = page.get("/search?text=a", headers=headers)
     assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
     assert status != 200 or answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@contextmanager
+def served(application: Any) -> Iterator[int]:
+    """The port at which an application is served meanwhile."""
+    from clipscale.tools.explore.connections import server
+
+    serving = server(application)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            serving.should_exit = True
+            thread.join(30)
+
+
+def test_connections_that_do_not_ask_lock_nobody_out_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those that send the beginning of a request."""
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    from clipscale.tools.explore import connections
+
+    monkeypatch.setattr(connections, "ASK_S", 1.0)
+    application = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
+    with served(application) as port, ExitStack() as stack:
+        others = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(140)]
+        for number, other in enumerate(others[::2]):
+            other.sendall(b"GET / HTTP/1.1\r\nHost: x" if number % 2 else b"G")
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as response:
+                assert (response.status, response.read()) == (200, b"here")
+        for other in others:
+            with suppress(ConnectionResetError):
+                assert other.recv(1) == b"", "closed"
+
+
+@pytest.mark.slow
+def test_back_returns_to_what_was_found_and_questions_have_addresses(place: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    from clipscale.tools.explore.server import application
+
+    def shown(words: str) -> None:
+        """Wait until this is what the page shows."""
+        end = time.monotonic() + 30
+        text = "document.body.innerText.replaceAll(/\\s+/g, ' ')"
+        while words not in (now := opened.value(text)) or "compared in" not in now:
+            assert time.monotonic() < end, now
+            time.sleep(0.05)
+
+    with served(application(Explorer(config(place, "of-a")))) as port, browser() as opened:
+        opened.show(f"http://127.0.0.1:{port}/", 390)
+        opened.value("id('text').value = 'two cats & a <b>'")
+        opened.value("document.querySelector('#ask button').click()")
+        shown("Pictures for “two cats & a <b>”")
+        searched = opened.value("location.href")
+        opened.value("scrollTo(0, 50), document.querySelectorAll('.card')[2].click()")
+        shown("Pictures like it")
+        looked, about = opened.value("location.href"), opened.value("id('about').textContent")
+        assert re.fullmatch(rf"http://127.0.0.1:{port}/\?picture=\d+", looked) and about.startswith("<b>")
+        opened.value("history.back()")
+        shown("Pictures for “two cats & a <b>”")
+        assert opened.value("[location.href, id('text').value, scrollY]") == [searched, "two cats & a <b>", 50]
+        opened.value("history.forward()")
+        shown("Pictures like it")
+        opened.value("history.go(-2)")
+        end = time.monotonic() + 30
+        while opened.value("id('hint').hidden || !id('found').hidden"):
+            assert time.monotonic() < end, "the first page is empty"
+        for address, words in ((looked, "Pictures like it"), (searched, "Pictures for “two cats & a <b>”")):
+            opened.show(address, 390)
+            shown(words)
+        opened.show(looked, 1280)
+        shown("Pictures like it")
+        assert opened.value("id('about').textContent") == about
+        assert opened.errors == []
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 
 const id = (name) => document.getElementById(name);
 let model = null;
-let asked = null; // the number of the picture that is looked at
 let latest = 0; // number of the last question; answers to earlier ones are dropped
 
 function make(tag, values = {}, ...children) {
@@ -25,8 +24,8 @@ function say(text, bad = false) {
   id("status").className = bad ? "bad" : "";
 }
 
-// Ask, and show the answer unless another question has been asked since.
-async function ask(address, show) {
+// Ask, and show the answer unless another question has been asked since. top: where the page is scrolled to then.
+async function ask(address, top, show) {
   const mine = ++latest;
   say("Searching");
   const start = performance.now();
@@ -34,6 +33,7 @@ async function ask(address, show) {
     const result = await answer(address);
     if (mine !== latest) return;
     show(result);
+    window.scrollTo({ top });
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
     say(`${model.samples.toLocaleString("en")} samples compared in ${seconds} s`);
   } catch (error) {
@@ -50,14 +50,18 @@ function grid(rows) {
     });
     picture.onerror = () => picture.replaceWith(make("span", { className: "missing", textContent: "not readable" }));
     const card = make(
-      "button", { className: "card", type: "button", title: `${row.caption}\n${row.part}, ${row.key}` }, picture,
+      "a", { className: "card", href: `?picture=${row.number}`, title: `${row.caption}\n${row.part}, ${row.key}` }, picture,
       make("div", {},
         make("div", { className: "line" },
           make("span", { textContent: `${number + 1}` }),
           make("span", { className: "score", textContent: row.score === undefined ? "" : row.score.toFixed(3) })),
         make("p", { textContent: row.caption || row.key })),
     );
-    card.onclick = () => look(row.number, row.caption || row.key, picture.src);
+    card.onclick = (event) => {
+      if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a tab or window of its own
+      event.preventDefault();
+      go({ picture: row.number });
+    };
     list.append(card);
   });
   return list;
@@ -72,34 +76,49 @@ function pictures(title, rows) {
 // Without a question: the hint alone.
 function start() {
   latest += 1;
-  asked = null;
   id("query").hidden = true;
   id("found").hidden = true;
   say("");
   id("hint").hidden = false;
 }
 
-function search(text) {
-  if (!text.trim()) return void start();
-  id("query").hidden = true;
-  asked = null;
-  history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-  ask(`search?text=${encodeURIComponent(text)}`, (result) =>
-    pictures(`Pictures for “${text}”`, result.images));
+function search(text, top) {
+  ask(`search?text=${encodeURIComponent(text)}`, top, (result) => {
+    id("query").hidden = true;
+    pictures(`Pictures for “${text}”`, result.images);
+  });
 }
 
-function look(number, about, source) {
-  asked = number;
-  id("text").value = "";
-  history.replaceState(null, "", " ");
-  ask(`search/${number}`, (result) => {
+function look(number, top) {
+  const name = encodeURIComponent(number);
+  ask(`search/${name}`, top, (result) => {
     id("query").hidden = false;
-    id("asked").src = source;
-    id("about").textContent = about;
+    id("asked").src = `small/${name}`;
+    id("about").textContent = result.sample.caption || result.sample.key;
     id("captions").replaceChildren(captions(result.texts));
     pictures("Pictures like it", result.images);
-    window.scrollTo({ top: 0, behavior: "smooth" });
   });
+}
+
+// Show what the page's address asks for: ?text=..., ?picture=NUMBER, or nothing.
+function show(top = 0) {
+  const question = new URLSearchParams(location.search);
+  const text = question.get("text") || "";
+  id("text").value = text;
+  document.title = `${text ? `${text}, ` : question.has("picture") ? `picture ${question.get("picture")}, ` : ""}clipscale explore`;
+  if (question.has("picture")) look(question.get("picture"), top);
+  else if (text.trim()) search(text, top);
+  else start();
+}
+
+// Ask something else; Back returns to what is shown now, where it is scrolled to.
+function go(question) {
+  const address = location.pathname + (question ? `?${new URLSearchParams(question)}` : "");
+  if (address !== location.pathname + location.search) {
+    history.replaceState({ top: scrollY }, "");
+    history.pushState(null, "", address);
+  }
+  show();
 }
 
 function captions(rows) {
@@ -114,12 +133,12 @@ function captions(rows) {
 async function begin() {
   model = await (await fetch("model")).json();
   id("model").append(`${model.title} `, make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }));
-  let text = "";
-  try { text = decodeURIComponent(location.hash.slice(1)); } catch { /* a broken link */ }
-  id("text").value = text;
-  search(text);
+  show();
+  document.body.classList.add("drawn");
 }
 
-id("ask").onsubmit = (event) => { event.preventDefault(); search(id("text").value); };
-id("count").onchange = () => (asked !== null ? look(asked, id("about").textContent, id("asked").src) : search(id("text").value));
+history.scrollRestoration = "manual"; // the answer comes later
+window.onpopstate = (event) => show(event.state?.top);
+id("ask").onsubmit = (event) => { event.preventDefault(); go(id("text").value.trim() && { text: id("text").value }); };
+id("count").onchange = () => show(scrollY);
 begin();

@@ -1,0 +1,50 @@
+"""The page's connections: those that do not ask make room for those that do."""
+
+from typing import Any, ClassVar
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Connections, and requests at a time; further ones are answered with status 503.
+MOST = 128
+# Of these, connections that have not asked yet. A browser opens some in advance.
+MOST_SILENT = 64
+# Seconds that a connection has for its first request.
+ASK_S = 10.0
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when it has not asked after ASK_S, or is the oldest of too many that have not."""
+
+    # In order of their age.
+    silent: ClassVar[dict["Connection", None]] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.silent[self] = None
+        self.loop.call_later(ASK_S, self.end_if_silent)
+        while len(self.silent) > MOST_SILENT:
+            next(iter(self.silent)).end_if_silent()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None:  # a whole request, not only its first bytes
+            self.silent.pop(self, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.silent.pop(self, None)
+        super().connection_lost(exc)
+
+    def end_if_silent(self) -> None:
+        if self in self.silent:
+            del self.silent[self]
+            self.transport.close()
+
+
+def server(application: Starlette) -> uvicorn.Server:
+    """What serves an application. It ends within two seconds."""
+    options = uvicorn.Config(
+        application, http=Connection, log_level="warning", limit_concurrency=MOST, timeout_graceful_shutdown=2
+    )
+    return uvicorn.Server(options)
