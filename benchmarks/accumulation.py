@@ -15,22 +15,22 @@ from clipscale.step.batch_loss import BatchLoss
 from clipscale.train import train
 
 loss_of_batch = BatchLoss.__call__
+CONFIG = compose.settings("train", compose.overrides("train", sys.argv[1:])[1])
+CHUNK = CONFIG.cache.sizes[0]
 
 
 def loss_of_chunks(loss: BatchLoss, image_features: Tensor, text_features: Tensor, *, keys: Tensor) -> Tensor:
     """The mean over chunks of the loss of each image chunk with its own captions."""
-    size = loss.config.cache.sizes[0]
-    assert size, "give cache.chunk=N"
+    assert CHUNK, "give cache.chunk=N"
     value = image_features.new_zeros(())
-    for start in range(0, len(image_features), size):
-        images, texts = image_features[start : start + size], text_features[start : start + size]
+    for start in range(0, len(image_features), CHUNK):
+        images, texts = image_features[start : start + CHUNK], text_features[start : start + CHUNK]
         share = len(images) / len(image_features)
-        value = value + share * loss_of_batch(loss, images, texts, keys=keys[start : start + size])
+        value = value + share * loss_of_batch(loss, images, texts, keys=keys[start : start + CHUNK])
     return value
 
 
 if __name__ == "__main__":
     BatchLoss.__call__ = loss_of_chunks  # type: ignore[assignment,method-assign]
-    config = compose.settings("train", compose.overrides("train", sys.argv[1:])[1])
-    check(config)
-    train(config)
+    check(CONFIG)
+    train(CONFIG)

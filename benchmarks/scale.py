@@ -47,7 +47,8 @@ from clipscale.data.loader.stream import ordered_shards, start_positions
 from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World
-from clipscale.train import start_run
+from clipscale.start.begin import begin
+from clipscale.train import Run
 
 DEFAULTS = {
     "shards": "1k,41k,232k,500k",
@@ -233,7 +234,8 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with patch("clipscale.distributed.world._sum", summed):
-            run = start_run(config, FakeWorld(0, ranks, torch.device("cpu")))
+            world = FakeWorld(0, ranks, torch.device("cpu"))
+            run = Run(begin(config, world), world)
             with Sent() as sent:
                 run.train_step()
     finally:

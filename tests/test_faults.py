@@ -50,7 +50,7 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     room = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full, monkeypatch.context() as before:
-        before.setattr("clipscale.state.start.build_model", None)
+        before.setattr("clipscale.start.build.build_model", None)
         train(small(shards, tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
     (size,) = re.findall(r"a checkpoint takes ([\d.]+) MiB, and the first one needs room for two; ", str(full.value))

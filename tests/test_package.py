@@ -94,6 +94,28 @@ def test_every_file_opens_with_a_sentence() -> None:
             assert opening.endswith((".", ":")), f"{path} opens with half a sentence: {opening}"
 
 
+# Who reads a section of the settings: where a run, a verb or its processes begin; and the one owner of each section.
+READS_SETTINGS = {
+    "clipscale.config.train": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
+    "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
+    "clipscale.config.data": ["config/*", "data/*", "tools/*"],
+    "clipscale.config.sections": [
+        "cli/*", "config/*", "tools/*", "launch/local.py", "start/*", "eval/suites.py", "models/*", "step/optim.py"
+    ],
+}  # fmt: skip
+
+
+def test_the_settings_end_where_a_run_begins() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            readers = READS_SETTINGS.get(getattr(node, "module", None) or "")
+            if readers is not None:
+                assert any(name.match(pattern) or pattern[:-1] == f"{name.parts[0]}/" for pattern in readers), (
+                    f"{name}:{node.lineno} reads settings: take what it uses as arguments"
+                )
+
+
 def definitions() -> set[str]:
     """Classes, functions, constants, methods and attributes as `Class.name`, of all modules."""
     names = set()

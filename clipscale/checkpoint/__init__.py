@@ -11,21 +11,15 @@ such as model/logit_scale.
 """
 
 from clipscale.checkpoint.copies import Copies, restore_from_copy
-from clipscale.checkpoint.folder import (
-    check_room,
-    make_folder,
-    remove_temporary,
-    set_later_aside,
-    set_records_aside,
-)
+from clipscale.checkpoint.folder import Retention, check_room, make_folder, remove_temporary, set_outdated_aside
 from clipscale.checkpoint.loading import load, read_values, verify
-from clipscale.checkpoint.resume import check_fits, to_resume
+from clipscale.checkpoint.resume import to_resume
 from clipscale.checkpoint.saved import Saved
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.common.checkpoints import checkpoints_of, locate, path_of, step_of
 
 __all__ = [
-    "Copies", "Saved", "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate",
-    "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_later_aside",
-    "set_records_aside", "step_of", "to_resume", "verify",
+    "Copies", "Retention", "Saved", "Saver", "UnwritableError", "check_room", "checkpoints_of", "load", "locate",
+    "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_outdated_aside", "step_of",
+    "to_resume", "verify",
 ]  # fmt: skip

@@ -14,15 +14,13 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint.folder import COPYING, TEMPORARY, discard, outdated, set_records_aside
+from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard, set_records_aside
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common import files
-from clipscale.common.checkpoints import META, checkpoints_of, step_of
+from clipscale.common.checkpoints import META, RESULT, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import Record
 from clipscale.common.terminal import tell
-from clipscale.config.sections import CheckpointConfig
-from clipscale.config.train import RESULT
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
 # Seconds of a copy before a run that waits for it says so.
@@ -134,8 +132,9 @@ class Copies:
     Later checkpoints in the store stay.
     """
 
-    def __init__(self, run: Path, config: CheckpointConfig) -> None:
-        self.run, self.config = run, config
+    def __init__(self, run: Path, address: str, retention: Retention) -> None:
+        """`address`: of the store; empty: nothing is copied."""
+        self.run, self.address, self.retention = run, address, retention
         # The checkpoint that must stay on the disk.
         self.copying: list[Path] = []
         # Why the store does not have the run's newest state.
@@ -145,6 +144,10 @@ class Copies:
         self.due: SimpleQueue[bool] = SimpleQueue()
         self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy: at once, and then once for each True in `due`."""
+        self.thread.start()
 
     def close(self, limit: float, results: Record | None = None) -> None:
         """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it.
@@ -173,7 +176,7 @@ class Copies:
         while self.due.get():
             self.problem = "it is not complete"
             try:
-                self._copy(open_store(self.config.copy))
+                self._copy(open_store(self.address))
                 self.problem = ""
                 reported = None
             except Exception as error:  # each library behind fsspec has its own
@@ -191,7 +194,7 @@ class Copies:
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:
             copy_checkpoint(store, path)
-            for each in outdated(complete_checkpoints(store, self.run), path.name, self.config):
+            for each in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
                 store.rm(str(each), recursive=True)
         if self.results:
             store.pipe_file(RESULT, json.dumps(self.results).encode())

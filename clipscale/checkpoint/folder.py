@@ -5,12 +5,13 @@ import re
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.checkpoints import check_own, checkpoints_of, step_of
+from clipscale.common import files
+from clipscale.common.checkpoints import RESULT, check_own, checkpoints_of, step_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes, unused
-from clipscale.config.sections import CheckpointConfig
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,21 @@ TEMPORARY_NAMES = re.compile(
 RUN_RECORDS = (
     "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run stay."""
+
+    # The newest so many; 0: all.
+    newest: int = 2
+    # Those at multiples of this many steps; 0: none.
+    every: int = 0
+
+    def outdated(self, checkpoints: list[Path], last: str) -> list[Path]:
+        """The checkpoints to delete, of those given by step, up to the one named `last`."""
+        earlier = [path for path in checkpoints if path.name <= last]
+        return [path for path in earlier if not self.every or step_of(path) % self.every][: -self.newest]
 
 
 def make_folder(run_dir: Path) -> None:
@@ -73,13 +89,6 @@ def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoi
         log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
 
 
-def outdated(checkpoints: list[Path], newest: str, config: CheckpointConfig) -> list[Path]:
-    """The checkpoints to delete, of those given by step, up to the one named `newest`: all but the last `keep`
-    (0: all) and the multiples of `keep_every`."""
-    earlier = [path for path in checkpoints if path.name <= newest]
-    return [path for path in earlier if not config.keep_every or step_of(path) % config.keep_every][: -config.keep]
-
-
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for whole."""
     nameless = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
@@ -93,6 +102,19 @@ def discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def set_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
+    """Before a run goes on after `step`: set aside what its folder has of another run or of later steps.
+
+    `begins_elsewhere`: it begins anew, or from a checkpoint of another folder.
+    """
+    if begins_elsewhere:
+        set_records_aside(run_dir)
+    files.read_or_set_aside(run_dir / RESULT, files.read_record)
+    (run_dir / RESULT).unlink(missing_ok=True)
+    if step:
+        set_later_aside(run_dir, step)
 
 
 def set_later_aside(run_dir: Path, step: int) -> None:

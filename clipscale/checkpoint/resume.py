@@ -1,17 +1,14 @@
 """Which checkpoint a run resumes, and whether its settings fit."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
-from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
-from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
@@ -72,31 +69,3 @@ def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> 
     for path, reason in damaged.items():
         renamed = f"; it is now {folder.set_aside(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
-
-
-def check_fits(saved: Saved | None, run_dir: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
-    """Raise UserError where a run with these settings cannot go on from a checkpoint.
-
-    `saved`: the checkpoint's values; None: the run begins. `samples_before(step)`: the number
-    of samples that these settings train on before a step.
-    """
-    if saved is None:
-        if checkpoints_of(run_dir):
-            raise UserError(
-                f"run={run_dir} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
-            )
-        return
-    model = saved.model_config
-    for setting, trained, now in (
-        ("batch", saved.batch, config.batch),
-        ("model.name", model["name"], config.model.name),
-        ("model.architecture", model["architecture"], config.model.architecture),
-        ("optim.name", saved.optimizer_name, config.optim.name),
-    ):
-        if trained != now:
-            raise UserError(f"{setting}={now!r}: the checkpoint was trained with {trained!r}; take it, or another run")
-    if saved.samples != samples_before(saved.step):
-        raise UserError(
-            f"resume: the checkpoint has seen {saved.samples} samples in {saved.step} steps, which these "
-            "stages do not make; give those that it was trained with"
-        )

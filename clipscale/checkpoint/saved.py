@@ -14,7 +14,7 @@ class Saved:
     """The content of a checkpoint: trees of plain values and tensors. Fields that an earlier version did not write keep
     their defaults.
 
-    `Run.save` and `saved_values` make it; everything that reads a checkpoint reads these fields.
+    `Run.save` makes it, with `saved_state` of the step; everything that reads a checkpoint reads these fields.
     """
 
     # Steps that have been trained.

@@ -18,6 +18,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import Copies
+from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensors, values_text
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
@@ -25,7 +26,6 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
 from clipscale.common.terminal import tell
-from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 
 # Longest wait of rank 0 for a file that another rank has written.
@@ -44,17 +44,14 @@ class Saver:
     a checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, copies: Copies | None = None) -> None:
-        """`copies`: those of the run's earlier stages."""
-        self.run_dir, self.world, self.config = run_dir, world, config
+    def __init__(self, run_dir: Path, world: World, retention: Retention, copies: Copies | None = None) -> None:
+        """`copies`: of each checkpoint; None: there are none."""
+        self.run_dir, self.world, self.retention, self.copies = run_dir, world, retention, copies
         # The step of the newest checkpoint begun.
         self.last_step: int | None = None
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
         self._stager = self._new_stager()
-        self.copies = copies or Copies(run_dir, config)
-        if config.copy and world.is_rank0 and not copies:
-            self.copies.thread.start()
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.world.device.type == "cuda"
@@ -143,9 +140,11 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        self.copies.due.put(True)
-        for old in folder.outdated(checkpoints_of(self.run_dir), path.name, self.config):
-            if old not in self.copies.copying:
+        if self.copies:
+            self.copies.due.put(True)
+        copying = self.copies.copying if self.copies else []
+        for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
+            if old not in copying:
                 folder.remove(old)
 
 

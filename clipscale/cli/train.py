@@ -6,14 +6,14 @@ from pathlib import Path
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.checkpoints import check_own, path_of
+from clipscale.common.checkpoints import RESULT, check_own, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, main_rank, tell
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MAX_SAMPLES, RESULT, TrainConfig, changes_since, samples_of, settled
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, samples_of, settled, to_yaml
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
@@ -72,7 +72,7 @@ def finished(config: TrainConfig) -> Record | None:
     with suppress(*files.DAMAGED):
         result = files.read_record(folder / RESULT)
         result_tables(result["eval"])
-        changes = changes_since(folder / "config.yaml", config)
+        changes = changes_since(folder / "config.yaml", to_yaml(config))
         changed = any(not change.startswith((*described, *NOT_TRAINED)) for change in changes)
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None

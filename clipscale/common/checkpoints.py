@@ -9,6 +9,8 @@ from clipscale.common.files import visible
 # The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
 LOCK = "run.lock"
+# The file of a run's folder with what the run returned. It exists only when the run is complete.
+RESULT = "result.json"
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
 LOGS = (".log", ".out", ".err", ".txt")
 

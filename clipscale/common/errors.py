@@ -6,7 +6,8 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from copy import copy
+from typing import Self, TypeVar
 
 from clipscale.common.terminal import printable
 
@@ -18,13 +19,17 @@ class UserError(Exception):
     a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
-    # Whether a run that it ends saves. True: yes, all ranks raise it. False: no, the weights may be half updated. None:
-    # yes in a run of one process.
-    saves: bool | None = None
+    # Whether every rank raises it, at the same place.
+    on_all_ranks = False
 
-    def __init__(self, message: object, *, saves: bool | None = None) -> None:
+    def __init__(self, message: object) -> None:
         super().__init__(printable(message))
-        self.saves = self.saves if saves is None else saves
+
+    def of_all_ranks(self) -> Self:
+        """A copy of this error, for every rank to raise."""
+        shared = copy(self)
+        shared.on_all_ranks = True
+        return shared
 
 
 class StoppedError(UserError):
@@ -37,8 +42,6 @@ class StoppedError(UserError):
 
 class DataError(UserError):
     """The training data cannot be read any further."""
-
-    saves = True
 
 
 class LoaderError(DataError):

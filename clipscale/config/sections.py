@@ -22,8 +22,6 @@ PRECISION_HELP = (
 )
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
-# The logit scale is clamped to this after each step, as in CLIP.
-MAX_LOGIT_SCALE = 100.0
 # Optimizers that update a sharded matrix exactly as a whole one: a test compares them.
 SHARDABLE_OPTIMIZERS = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"

@@ -26,8 +26,6 @@ from clipscale.loss.objective import OBJECTIVES
 EPOCHS = 32.0
 # Values of `resume` that are not paths.
 RESUMES = ("auto", "none")
-# The file of a run's folder with what the run returned. It exists only when the run is complete.
-RESULT = "result.json"
 
 
 @dataclass(frozen=True)
@@ -207,12 +205,14 @@ def warnings(config: TrainConfig) -> list[str]:
     return []
 
 
-def changes_since(file: Path, config: TrainConfig) -> list[str]:
-    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`. Raises
-    DAMAGED of `files`."""
+def changes_since(file: Path, settings: str) -> list[str]:
+    """The `settings`, as `to_yaml` writes them, that differ from those in a run's `config.yaml`: `key old -> new`.
+
+    Leaves out `run` and `resume`. Raises DAMAGED of `files`.
+    """
     if not file.is_file():
         return []
-    changes = differing(files.read_record(file), yaml.safe_load(to_yaml(config)))
+    changes = differing(files.read_record(file), yaml.safe_load(settings))
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 

@@ -127,8 +127,7 @@ class World:
             problem = error
         for each in self.all_gather_object(problem):
             if each:
-                each.saves = each.saves is not False
-                raise each
+                raise each if self.size == 1 else each.of_all_ranks()
         return result
 
     def leave_signal(self, number: int) -> None:

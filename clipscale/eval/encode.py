@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.config.sections import LossConfig
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
@@ -59,14 +58,16 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
-    # That of the training; None: not known.
-    loss: LossConfig | None = None
+    # The training's objective; empty: not known.
+    objective: str = ""
+    # The numbers of features that were trained too (Matryoshka).
+    sizes: Sequence[int] = ()
     # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
-        """The features (n, D), and their first numbers of each of the loss's `sizes`, as unit rows."""
-        return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in (self.loss.sizes if self.loss else ()))]
+        """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
+        return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in self.sizes)]
 
     def counted(self, spans: list[range], what: str) -> Iterator[range]:
         for done, span in enumerate(spans):

@@ -117,7 +117,7 @@ class PairSet(RetrievalSet):
         recalls = retrieval_metrics(images_ND, captions_MD, belonging)
         if distinct(belonging.caption) < len(captions_MD):
             recalls["distinct"] = distinct(belonging.caption)
-        if encoder.loss is None:
+        if not encoder.objective:
             return recalls
         first_N = torch.searchsorted(belonging.owner, torch.arange(len(images_ND), device=images_ND.device))
         size = min(LOSS_BATCH, len(images_ND))
@@ -127,7 +127,7 @@ class PairSet(RetrievalSet):
         bias = 0.0 if model.logit_bias is None else model.logit_bias
         losses = [
             dense_contrastive_loss(
-                images_nD, texts_nD, model.logit_scale.exp(), logit_bias=bias, objective=encoder.loss.objective
+                images_nD, texts_nD, model.logit_scale.exp(), logit_bias=bias, objective=encoder.objective
             )
             for images_nD, texts_nD in zip(images, texts)
         ]

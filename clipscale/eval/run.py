@@ -4,7 +4,7 @@ A set measures the model itself: `eval/classification.py`, `eval/retrieval.py`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,11 +19,9 @@ from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Metrics, Record, Results
 from clipscale.common.terminal import tell
-from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
-from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import ClipModel
 
 
@@ -54,21 +52,29 @@ class ResultsFile:
         files.write_json(self.path, record)
 
 
-def check(config: EvalConfig, world: World) -> list[EvalSet]:
-    """The sets of `config`, indexed. Training calls it at its start, so a mistyped path is found in the first minute.
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model is evaluated on, and how."""
 
-    A collective: every rank calls it, and a mistake that one rank finds is raised on all. Raises UserError.
-    """
-    return world.on_all(lambda: chosen_sets(config))
+    sets: Sequence[EvalSet]
+    # Images or captions encoded at once.
+    batch: int = 256
+    # The training's objective; empty: not known, and held-out pairs have no loss.
+    objective: str = ""
+    # The first numbers of the features have results of their own, named `SET (size 64)`.
+    sizes: Sequence[int] = ()
+    # Whether the moving average is evaluated, not the weights themselves.
+    of_average: bool = False
+    # What the results' file says of all results.
+    facts: Record = field(default_factory=dict)
 
 
 def evaluate(
     model: ClipModel,
-    config: EvalConfig,
+    evaluation: Evaluation,
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
-    loss: LossConfig | None = None,
     file: ResultsFile | None = None,
     before_batch: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
@@ -77,8 +83,6 @@ def evaluate(
 
     Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
     captions. The metric `broken` counts the others, as in training, and the file has their reasons.
-    `loss`: of the training; without one, held-out pairs have none. The first numbers of the features, of each of its
-    `sizes`, have results of their own, named `SET (size 64)`.
     Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
     weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
     `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
@@ -86,18 +90,26 @@ def evaluate(
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
     """
-    sets = check(config, world)
-    threads = min(8, cores_of_rank())
-    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress, loss)
+    encoder = Encoder(
+        model,
+        world,
+        autocast,
+        evaluation.batch,
+        threads=min(8, cores_of_rank()),
+        before_batch=before_batch,
+        progress=progress,
+        objective=evaluation.objective,
+        sizes=evaluation.sizes,
+    )
     results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
         model.train(False)
-        for eval_set in sets:
+        for eval_set in evaluation.sets:
             started = time.perf_counter()
             of_sizes = [
                 eval_set,
-                *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in (loss.sizes if loss else ())),
+                *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in evaluation.sizes),
             ]
             for part, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
                 metrics["broken"] = encoder.broken.total()
@@ -105,7 +117,7 @@ def evaluate(
                     metrics["main"] = sum(metrics[name] for name in part.metric) / len(part.metric)
                 results[part.label] = metrics
                 if file is not None and world.is_rank0:
-                    facts = measured(part) | {"batch": config.batch, "broken": dict(encoder.broken)}
+                    facts = measured(part) | {"batch": evaluation.batch, "broken": dict(encoder.broken)}
                     try:
                         file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
                     except OSError as error:  # the other ranks go on

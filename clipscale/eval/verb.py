@@ -8,12 +8,11 @@ from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, doing, main_rank, tell
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
-from clipscale.config.sections import LossConfig, SinkConfig
 from clipscale.distributed.world import destroy_world, init_world
-from clipscale.eval.run import ResultsFile, check, evaluate
+from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.log.sinks import Sinks
+from clipscale.log.sinks import Sinks, tell_wandb_mode
 from clipscale.log.table import print_results, show
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
@@ -28,12 +27,12 @@ def main(config: EvalRunConfig) -> Results:
     return local.run(whole, f"{__name__}:work")
 
 
-def loss_of(run: Path) -> LossConfig:
-    """The `objective` of a run, or of its last stage, and the `sizes` of its features, by its settings."""
+def loss_of(run: Path) -> tuple[str, list[int]]:
+    """The objective of a run, or of its last stage, and the sizes of its features, by its settings."""
     saved = files.settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
     last = (saved.get("stages") or [{}])[-1]
-    return LossConfig(str(last.get("loss", loss["objective"])), sizes=loss.get("sizes", []))
+    return str(last.get("loss", loss["objective"])), loss.get("sizes", [])
 
 
 def work(config: EvalRunConfig) -> Results:
@@ -42,9 +41,12 @@ def work(config: EvalRunConfig) -> Results:
     run = folder if config.run else None
     world = init_world(config.device, config.launch.timeout_s)
     try:
-        check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
+        sets = world.on_all(lambda: chosen_sets(config.eval))  # before a model is loaded: a mistyped path is reported
         precision = Precision(config.precision, world.device)
-        with closing(Sinks(folder, config.log if world.is_rank0 else SinkConfig(), {})) as sinks:
+        wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
+        if world.is_rank0:
+            tell_wandb_mode(config.log.wandb, wandb_mode)
+        with closing(Sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
             doing("loading the model")
             model, settings, step = world.on_all(
                 partial(load_any, run, config.checkpoint, config.eval.weights, config.model, world.on_main)
@@ -53,10 +55,9 @@ def work(config: EvalRunConfig) -> Results:
             facts = {"checkpoint": Path(config.checkpoint).name} if run else source
             results = evaluate(
                 model.to(world.device),
-                config.eval,
+                Evaluation(sets, config.eval.batch, *(loss_of(folder) if run else ())),
                 world,
                 precision.autocast,
-                loss=loss_of(folder) if run else None,
                 file=ResultsFile(folder, step, facts | {"precision": config.precision}),
                 progress=Progress(),
             )
@@ -64,7 +65,7 @@ def work(config: EvalRunConfig) -> Results:
                 title = folder.name if step is None else f"{folder.name}, step {step}"
                 print_results(results, f"{title}, {config.precision}")
                 if config.eval.suite != "none":
-                    show(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
+                    show(suite_table(config.eval.suite, sets, results, title))
                 if step is not None:
                     sinks.eval(step, results)
     finally:

@@ -29,6 +29,10 @@ def check_free(folder: Path) -> None:
         lock.release()
 
 
+class FolderInUseError(UserError):
+    """Another run has the folder."""
+
+
 class RunLock:
     """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends. The file
     names process and host for the message."""
@@ -61,7 +65,7 @@ class RunLock:
                 )  # fmt: skip
                 break
             if time.monotonic() > deadline:
-                raise UserError(f"{used}; stop that run, or choose another run=NAME", saves=False)
+                raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
             if not announced:
                 log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
                 announced = True

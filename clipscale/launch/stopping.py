@@ -39,8 +39,6 @@ LEAVES_S = 15.0
 class SignalError(UserError):
     """All ranks leave their work at the same place, because of the signal `number` to one of them."""
 
-    saves = True
-
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.number = number

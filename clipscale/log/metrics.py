@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections import deque
+from io import FileIO
 from pathlib import Path
 
 import yaml
@@ -14,7 +15,6 @@ import yaml
 from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, tell
-from clipscale.config.sections import LogConfig
 from clipscale.log.environment import environment
 from clipscale.log.records import Record, whole_lines
 from clipscale.log.sinks import Sinks
@@ -25,52 +25,60 @@ from clipscale.log.warnings import FIRST, WINDOW, warnings_of
 PAUSE_S = 10.0
 
 
+def open_log(
+    run_dir: Path,
+    *,
+    wandb: str = "disabled",
+    tensorboard: bool = False,
+    every: int = 1,
+    settings: str,
+    resume_step: int = 0,
+    world: int = 1,
+    total: int | None = None,
+) -> "MetricLog":
+    """Write `env.json` and `config.yaml` into the run's folder, and open its `metrics.jsonl` and the sinks.
+
+    `settings`: as YAML. `resume_step`: later lines, of an interrupted run, are removed. `total`: steps of the run; if
+    none are left, `env.json` and `config.yaml` stay as they are.
+    """
+    is_training = total is None or resume_step < total
+    path = run_dir / "metrics.jsonl"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "env.json", "config.yaml"):
+        if (run_dir / name).is_dir():
+            files.set_file_aside(run_dir / name, "a folder")
+    records, damaged = whole_lines(path) if resume_step else ([], 0)
+    records = [record for record in records if record["step"] <= resume_step]
+    if damaged:
+        files.set_file_aside(path, f"{damaged} of its lines")
+    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    if is_training:
+        files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+    if is_training or not (run_dir / "config.yaml").exists():
+        files.write_text(run_dir / "config.yaml", settings)
+    sinks = Sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
+    return MetricLog(path.open("ab", buffering=0), sinks, every=every, total=total)  # unbuffered: a kill loses no line
+
+
 class MetricLog:
-    """The log of one run, on rank 0: `metrics.jsonl`, `env.json` and `config.yaml` in its folder, console and sinks.
+    """The log of one run, on rank 0: `metrics.jsonl`, console and sinks. `open_log` opens it.
 
     A full disk under `metrics.jsonl` prints a warning, and its lines wait in memory.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: LogConfig,
-        *,
-        resolved_config: str,
-        resume_step: int = 0,
-        world: int = 1,
-        total: int | None = None,
-        is_training: bool = True,
-    ) -> None:
-        """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
-
-        `total`: steps of the run. Unless `is_training`, `env.json` and `config.yaml` stay as they are.
-        """
-        self.config = config
+    def __init__(self, file: FileIO, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
+        """`file`: lines are appended to it. `every`: steps between console lines. `total`: steps of the run."""
+        self.every = every
         self.total = total
         self.progress = Progress()
+        self._file = file
+        self._sinks = sinks
         self._unprinted = ""
         self._printed_at = 0.0
         self._recent: deque[Record] = deque(maxlen=WINDOW)
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._warned: set[str] = set()
         self._unwritten = bytearray()
-        path = run_dir / "metrics.jsonl"
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "env.json", "config.yaml"):
-            if (run_dir / name).is_dir():
-                files.set_file_aside(run_dir / name, "a folder")
-        records, damaged = whole_lines(path) if resume_step else ([], 0)
-        records = [record for record in records if record["step"] <= resume_step]
-        if damaged:
-            files.set_file_aside(path, f"{damaged} of its lines")
-        files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-        self._file = path.open("ab", buffering=0)  # a killed run loses no line
-        if is_training:
-            files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
-        if is_training or not (run_dir / "config.yaml").exists():
-            files.write_text(run_dir / "config.yaml", resolved_config)
-        self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), resume_step)
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
@@ -87,7 +95,7 @@ class MetricLog:
         self._times.append(now)
         self._unprinted = console_line(record | {"left": left})
         first = len(self._times) == 1
-        if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.config.every == 0):
+        if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.every == 0):
             self._print_last()
             self._printed_at = now
         if record["step"] > FIRST:

@@ -29,6 +29,13 @@ def whole_lines(path: Path) -> tuple[list[Record], int]:
     return records, len(lines) - len(records)
 
 
+def rate_of_step(run_dir: Path, step: int) -> float | None:
+    """The learning rate of a step, by the run's records; None: they do not say."""
+    records, _ = whole_lines(run_dir / "metrics.jsonl")
+    rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]
+    return rates[0] if rates else None
+
+
 def read_evaluations(run_dir: Path) -> list[Record]:
     """The contents of `eval/step_N.json`, by step: `step`, `results` (set -> metric -> value), `measured`."""
     records = []

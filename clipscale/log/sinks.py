@@ -13,7 +13,6 @@ from typing import Any
 
 from clipscale.common.record import Record, Results
 from clipscale.common.terminal import tell
-from clipscale.config.sections import SinkConfig
 
 # Two functions: one writes the numbers of a step, one closes the sink.
 Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
@@ -25,19 +24,17 @@ class Sinks:
     def __init__(
         self,
         run_dir: Path,
-        config: SinkConfig,
+        wandb_mode: str,
+        uses_tensorboard: bool,
         settings: Record,
         resume_step: int = 0,
     ) -> None:
-        """`settings`: those of the run, for wandb."""
+        """`wandb_mode`: online, offline or disabled. `settings`: those of the run, for wandb."""
         self._sinks: dict[str, Sink] = {}
-        if config.tensorboard:
+        if uses_tensorboard:
             self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
-        mode = config.wandb_mode
-        if mode != config.wandb:
-            tell(f"WANDB_MODE={os.environ['WANDB_MODE']} of the environment counts, not log.wandb={config.wandb}")
-        if mode != "disabled":
-            self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
+        if wandb_mode != "disabled":
+            self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, wandb_mode, settings)))
 
     def write(self, step: int, record: Record) -> None:
         """Give the numbers of a record to every sink, under their names."""
@@ -63,6 +60,12 @@ class Sinks:
             tell(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
+def tell_wandb_mode(setting: str, mode: str) -> None:
+    """Say it where the environment has changed the setting."""
+    if mode != setting:
+        tell(f"WANDB_MODE={os.environ['WANDB_MODE']} of the environment counts, not log.wandb={setting}")
+
+
 def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     """Event files in RUN/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
@@ -84,7 +87,7 @@ def wandb_module() -> Any:
     return import_module("wandb")
 
 
-def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
+def wandb(run_dir: Path, mode: str, settings: Record) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
     temporary, before = run_dir / "wandb" / "tmp", tempfile.tempdir
     rmtree(temporary, ignore_errors=True)  # of a start that was killed
@@ -104,7 +107,7 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
         resume="allow",
         dir=str(run_dir),
         config=dict(settings),
-        mode=config.wandb_mode,
+        mode=mode,
         # wandb would send the command line, the console and the address of the git remote, secrets included.
         settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
     )

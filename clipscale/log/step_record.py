@@ -7,10 +7,12 @@ import psutil
 from torch import Tensor
 
 from clipscale.common.phases import CLOCK_STEP_S, Readback, StepTimer
+from clipscale.common.record import Results
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import Record
 from clipscale.models.flops import Flops
+from clipscale.step.train_step import StepResult
 
 
 class StepRecords:
@@ -18,16 +20,20 @@ class StepRecords:
 
     def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
         """`log` takes each complete record; None: this rank logs none."""
-        self.log, self._ranks, self.flops, self._stream = log, ranks, flops, stream
+        self._log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
         self._unfinished: tuple[Record, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, phases: StepTimer, scalars: Mapping[str, Tensor], widths: Mapping[int, int]) -> None:
-        """Take over a step that the device may still be computing. `scalars`: tensors on it, by name. `widths`: number
-        of captions by width."""
+    def add(self, record: Record, done: StepResult, logit_scale: Tensor) -> None:
+        """Take over a step that the device may still be computing. `record`: what the loop knows of it."""
         self.finish()
         now = time.monotonic()
+        scalars = {"logit_scale": logit_scale, **done.statistics}
+        widths = done.widths
         measured = {
+            "loss": done.loss,
+            "grad_norm": done.grad_norm,
+            "skipped": done.grad_norm is None,
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),
@@ -36,7 +42,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, phases, [*scalars], Readback(*scalars.values()), widths
+        self._unfinished = record | measured, done.phases, [*scalars], Readback(*scalars.values()), widths
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -47,14 +53,24 @@ class StepRecords:
         """Log the last step's record, when the device has done the step."""
         unfinished = self._unfinished
         self._unfinished = None
-        if unfinished and self.log:
-            self.log.step(self._complete(*unfinished))
+        if unfinished and self._log:
+            self._log.step(self._complete(*unfinished))
+
+    def evaluation(self, step: int, results: Results) -> None:
+        """Log the results of an evaluation."""
+        if self._log:
+            self._log.eval(step, results)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far the run is."""
+        if self._log:
+            self._log.progress(what, done, total)
 
     def close(self) -> None:
         """Log what is left, and close the log."""
         self.finish()
-        if self.log:
-            self.log.close()
+        if self._log:
+            self._log.close()
 
     def _complete(
         self, record: Record, phases: StepTimer, names: list[str], values: Readback, widths: Mapping[int, int]
@@ -67,5 +83,5 @@ class StepRecords:
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,
             **phases.record(),
-            "mfu": self.flops.utilisation(rate / self._ranks, widths),
+            "mfu": self._flops.utilisation(rate / self._ranks, widths),
         }

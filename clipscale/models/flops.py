@@ -1,7 +1,8 @@
 """Counts the FLOPs of a model's passes: those of matrix products, 2 per multiply-add. MFU follows from them."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -95,24 +96,30 @@ class ProductCounter(TorchDispatchMode):
         return result
 
 
+@dataclass(frozen=True)
 class Flops:
     """FLOPs of one training sample: a forward and a backward pass of each tower.
 
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        model: ClipModel,
-        device: torch.device,
-    ) -> None:
+    # Of an image.
+    image_flops: int
+    # Of a caption that is computed at so many tokens; None: at the whole context.
+    text_flops_at: Callable[[int | None], int]
+    # The device's FLOP/s; None: unknown.
+    peak: float | None
+
+    @staticmethod
+    def of(config: ModelConfig, model: ClipModel, device: torch.device) -> "Flops":
         """`model`: built by `config`; its parameters say what trains."""
-        self.image_flops = sum(image_flops(config, trained_of(model.image.encoder)))
         trained = trained_of(model.text.encoder)
-        self.text_flops_at = cache(lambda width: sum(text_flops(config, trained, width)))
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
+        return Flops(
+            image_flops=sum(image_flops(config, trained_of(model.image.encoder))),
+            text_flops_at=cache(lambda width: sum(text_flops(config, trained, width))),
+            peak=HARDWARE[gpu].peak("bf16") if gpu else None,
+        )
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""

@@ -1,7 +1,7 @@
 """Samples per chunk: from the settings, from the checkpoint, or from a measurement."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
-from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.pass_contexts import batch_norms, trains
@@ -32,9 +31,9 @@ class ChunkSizes:
     device: str
 
 
-def check_sizes(config: CacheConfig, local_batch: int) -> None:
-    """Raise UserError for a chunk larger than the local batch."""
-    for size in config.sizes:
+def check_sizes(sizes: Sequence[int | None], local_batch: int) -> None:
+    """Raise UserError for a chunk larger than the local batch. `sizes`: as typed; None: to be measured."""
+    for size in sizes:
         if size is not None and size > local_batch:
             raise UserError(
                 f"cache.chunk={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
@@ -56,24 +55,31 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 
 def agreed_chunk_sizes(
-    config: CacheConfig, model: ClipModel, local_batch: int, world: World, earlier: ChunkSizes | None
+    typed: Sequence[int | None],
+    model: ClipModel,
+    local_batch: int,
+    world: World,
+    earlier: ChunkSizes | None,
+    *,
+    keeps_graphs: bool,
 ) -> ChunkSizes:
-    """The chunk sizes, the same on all ranks: from the settings, else from the checkpoint (`earlier`), else measured.
+    """The chunk sizes, the same on all ranks. The first of these that exists counts:
 
-    A checkpoint's sizes count on the same kind of device only; they keep its random numbers, which are drawn chunk by
-    chunk.
+    1. the `typed` size of images or of captions,
+    2. the checkpoint's (`earlier`), on the same kind of device: random numbers are drawn chunk by chunk,
+    3. a measurement; see `find_chunk` for `keeps_graphs`.
     """
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
     towers = ("image", model.image, random_pixels), ("text", model.text, random_captions)
-    for setting, (name, tower, draw) in zip(config.sizes, towers):
+    for setting, (name, tower, draw) in zip(typed, towers):
         size = batch_norm_chunk(tower, name, setting, local_batch) or setting
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
             rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
-            fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
+            fastest = find_chunk(rate, local_batch, world.device, keep=keeps_graphs)
             size = min(world.all_gather_object(fastest))
         sizes[name] = size
     return ChunkSizes(**sizes, device=device)

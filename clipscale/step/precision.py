@@ -36,8 +36,9 @@ class Precision:
     def can_lower_loss_scale(self) -> bool:
         return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
-    def cast_frozen_(self, tower: nn.Module) -> None:
-        """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
-        anyway, and no others."""
-        if not trains(tower):
-            fsdp.cast_gathered_(tower, self.dtype)
+    def cast_frozen_(self, *towers: nn.Module) -> None:
+        """Cast the frozen towers' weights of matrix products in place. Their features stay the same: autocast rounds
+        those anyway, and no others."""
+        for tower in towers:
+            if not trains(tower):
+                fsdp.cast_gathered_(tower, self.dtype)

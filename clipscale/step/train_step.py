@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
-from clipscale.config.sections import MAX_LOGIT_SCALE
-from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
@@ -25,6 +23,9 @@ from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
 
+# The logit scale is clamped to this after each step, as in CLIP.
+MAX_LOGIT_SCALE = 100.0
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -33,10 +34,10 @@ class Agreement:
     message: AsyncReduction
 
     @property
-    def chunks(self) -> int:
+    def text_chunks(self) -> int:
         """The most text chunks of any rank; 0 if a rank did not know its number. Waits for the message."""
-        chunks, unknown, _ = self.message.values()
-        return 0 if unknown else chunks
+        text_chunks, unknown, _ = self.message.values()
+        return 0 if unknown else text_chunks
 
     @property
     def save(self) -> bool:
@@ -63,7 +64,6 @@ class StepResult:
 class TrainStep:
     """Turns a batch into new weights, on one rank."""
 
-    config: TrainConfig
     world: World
     model: ClipModel
     # Its loss is the BatchLoss.
@@ -71,11 +71,17 @@ class TrainStep:
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
+    # Largest global gradient norm; None or 0: gradients are not clipped.
+    clip_norm: float | None
+    # Whether a batch's pixels and captions stay on the device between the passes.
+    is_resident: bool
     # Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     sort_captions: bool
     chunks: ChunkSizes
     # The last step's.
     agreement: Agreement | None = None
+    # An update has begun and not ended: after an error the weights are of no step.
+    is_updating: bool = False
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
@@ -93,13 +99,13 @@ class TrainStep:
         """
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
         with self.phase(phases, "encode", number):
             features = [self.cache.encode_tower(0, images, before_chunk)]
-            texts, chunks = self.texts(batch)
+            texts, text_chunks = self.texts(batch)
             if isinstance(texts, SortedCaptions):  # in equally many chunks on all ranks
-                agreed = self.agreement.chunks if self.agreement else 0
-                texts.split(agreed or self.world.all_reduce_max(chunks)[0])
+                agreed = self.agreement.text_chunks if self.agreement else 0
+                texts.split(agreed or self.world.all_reduce_max(text_chunks)[0])
             features.append(self.cache.encode_tower(1, texts, before_chunk))
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if wants_statistics else {}
@@ -123,16 +129,16 @@ class TrainStep:
 
     def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
         """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""
-        device, resident = self.world.device, self.config.offload == "none"
+        device = self.world.device
         if not self.sort_captions:
-            return ChunkLoader(batch.tokens, len(batch), device, resident=resident), 0
-        texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
+            return ChunkLoader(batch.tokens, len(batch), device, resident=self.is_resident), 0
+        texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=self.is_resident)
         return texts, texts.make_chunks(self.cache.chunks[1])
 
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
         """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
-        chunks = self.texts(upcoming)[1] if upcoming else 0
-        return Agreement(self.world.all_reduce_max_async(chunks, upcoming is None, save))
+        text_chunks = self.texts(upcoming)[1] if upcoming else 0
+        return Agreement(self.world.all_reduce_max_async(text_chunks, upcoming is None, save))
 
     @contextmanager
     def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:
@@ -146,8 +152,7 @@ class TrainStep:
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
                 f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({one_line(error)}); clipscale plan with the settings of this run says what fits",
-                saves=False if name == "optim" else None,
+                f"({one_line(error)}); clipscale plan with the settings of this run says what fits"
             ) from error
 
     # ---- update ----
@@ -168,11 +173,12 @@ class TrainStep:
             if not self.precision.can_lower_loss_scale:
                 raise UserError(
                     f"step {number}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints "
-                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision",
-                    saves=True,
-                )
+                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+                ).of_all_ranks()
         if finite or self.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
+            self.is_updating = True
             self.update(norm)
+            self.is_updating = False
         return loss, grad_norm if finite else None
 
     def gradient_norm(self) -> Tensor:
@@ -192,10 +198,10 @@ class TrainStep:
 
         After an overflow the scaler skips the update on all ranks, and the average stays.
         """
-        config, scaler = self.config.optim, self.precision.scaler
+        scaler = self.precision.scaler
         skipped = scaler is not None and not bool(norm.isfinite())
-        if config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, config.clip_norm, norm)
+        if self.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, self.clip_norm, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()

@@ -58,9 +58,17 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
     assert curve(run) == curve(tmp_path / "whole")
 
 
+def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
+    """Its checkpoints are copied into the `store`."""
+    kept = checkpoint.Retention(**retention)
+    copies = checkpoint.Copies(run, f"file://{store}", kept)
+    copies.start()
+    return checkpoint.Saver(run, ALONE, kept, copies)
+
+
 def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
     """Write these checkpoints of `root/run`, each when the one before is in `root/store`."""
-    saver = checkpoint.Saver(root / "run", ALONE, CheckpointConfig(copy=f"file://{root}/store", **changes))
+    saver = copying(root / "run", root / "store", **changes)
     for step in steps:
         saver.save(checkpoint.Saved(step), last=True)
         while not (checkpoint.path_of(root / "store", step) / "meta.json").exists():
@@ -89,22 +97,22 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     checkpoint.path_of(store, 3).mkdir()  # of a start that was killed while it copied
     for name in ("step_note.txt", "step_00000010.mine", "step_by_step/step_00000003"):
         (store / "checkpoints" / name).mkdir(parents=True)
-    save(tmp_path, [4, 5, 6, 7], keep=2, keep_every=4)
+    save(tmp_path, [4, 5, 6, 7], newest=2, every=4)
     shutil.rmtree(checkpoint.path_of(tmp_path / "run", 7))
-    save(tmp_path, [], keep=1, keep_every=4)
+    save(tmp_path, [], newest=1, every=4)
     assert steps(store) == [4, 6, 7], "what is later than the run stays"
     assert len([*store.rglob("step_*")]) == 7, "with four of somebody else's"
 
 
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
-    saver = save(tmp_path, [1], keep=1)
+    saver = save(tmp_path, [1], newest=1)
     saver.copies.copying = checkpoint.checkpoints_of(tmp_path / "run")
     saver.save(checkpoint.Saved(2), last=True)
     assert steps(tmp_path / "run") == [1, 2]
 
 
 def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Cap) -> None:
-    save(tmp_path, [1, 2, 3], keep=0)
+    save(tmp_path, [1, 2, 3], newest=0)
     run, store = tmp_path / "run", tmp_path / "store"
     shutil.rmtree(run)
     (checkpoint.path_of(store, 3) / "meta.json").unlink()
@@ -177,7 +185,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
 
     def copied(step: int) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
-        saver = checkpoint.Saver(tmp_path / "run", ALONE, CheckpointConfig(copy=str(store), keep=1))
+        saver = copying(tmp_path / "run", store, newest=1)
         saver.save(checkpoint.Saved(step, model={"w": torch.ones(1000)}), last=True)
         saver.copies.close(60)
 
@@ -205,7 +213,7 @@ def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.Monke
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
-    saver = checkpoint.Saver(tmp_path / "run", ALONE, CheckpointConfig(copy=str(tmp_path / "store")))
+    saver = copying(tmp_path / "run", tmp_path / "store")
     saver.save(checkpoint.Saved(1), last=True)
     saver.copies.close(60)
     assert not [*tmp_path.glob("store/checkpoints/*/meta.json")]

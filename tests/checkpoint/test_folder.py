@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from clipscale import __version__, checkpoint
-from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
@@ -82,7 +81,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> None:
-    saver = checkpoint.Saver(disk, ALONE, CheckpointConfig())
+    saver = checkpoint.Saver(disk, ALONE, checkpoint.Retention())
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(checkpoint.Saved(step, model={"w": torch.zeros(numbers)}))
     saver.close()
@@ -96,7 +95,7 @@ def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     lost = Future()
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
-    saver = checkpoint.Saver(tmp_path, ALONE, CheckpointConfig())
+    saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
     saver.save(checkpoint.Saved(1, **some_state()))
     saver.close()
     assert "not complete (Connection closed by peer" in capsys.readouterr().out

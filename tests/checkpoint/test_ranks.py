@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
@@ -34,7 +33,7 @@ def state(world: int) -> dict:
 
 
 def write(rank: int, world: int, run: Path, step: int) -> str:
-    saver = checkpoint.Saver(run, World(rank, world, CPU), CheckpointConfig())
+    saver = checkpoint.Saver(run, World(rank, world, CPU), checkpoint.Retention())
     saver.save(checkpoint.Saved(step, **state(world)))
     try:
         saver.wait()

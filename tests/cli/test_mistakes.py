@@ -80,7 +80,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_built(
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    monkeypatch.setattr("clipscale.state.start.build_model", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr("clipscale.start.build.build_model", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("WANDB_MODE")

@@ -83,6 +83,6 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     )
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(before))
-    assert changes_since(file, before) == []
+    assert changes_since(file, to_yaml(before)) == []
     changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
-    assert changes_since(file, after) == changed
+    assert changes_since(file, to_yaml(after)) == changed

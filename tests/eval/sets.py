@@ -9,7 +9,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from clipscale.config.sections import EvalConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.eval.run import Evaluation
+from clipscale.eval.suites import chosen_sets
 from tests.data.files import write_tar
 
 COLOURS = {
@@ -129,3 +132,8 @@ class ColourModel(nn.Module):
     def text(self, tokens: Tensor) -> Tensor:
         self.passes += 1
         return torch.tensor(list(COLOURS.values()))[tokens[:, 0]].float() - 125
+
+
+def evaluation(config: EvalConfig, objective: str = "", sizes: Sequence[int] = ()) -> Evaluation:
+    """What the settings name."""
+    return Evaluation(chosen_sets(config), config.batch, objective, sizes)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import EvalConfig, LossConfig
+from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval import retrieval
 from clipscale.eval.encode import Encoder, gather_batches
@@ -28,6 +28,7 @@ from tests.eval.sets import (
     TEMPLATES,
     ColourModel,
     classification_set,
+    evaluation,
     folders,
     members,
     pair_set,
@@ -49,7 +50,7 @@ def two_sets(root: Path, wrong: tuple[int, ...] = ()) -> list[str]:
 
 def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: Path) -> None:
     model = ColourModel().train()
-    results = evaluate(model, EvalConfig(sets=two_sets(tmp_path)), ALONE)
+    results = evaluate(model, evaluation(EvalConfig(sets=two_sets(tmp_path))), ALONE)
     assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
     recalls = {f"{way}_r{k}": 1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     assert results["captions"] == recalls | {"images": 6, "captions": 12, "broken": 0}
@@ -60,7 +61,7 @@ def test_a_disk_that_takes_no_results_costs_a_line(tmp_path: Path, capsys: pytes
     """Rank 0's alone: the others would wait for it."""
     sets = two_sets(tmp_path)
     (tmp_path / "run").touch()
-    assert evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, file=ResultsFile(tmp_path / "run", 1))
+    assert evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ALONE, file=ResultsFile(tmp_path / "run", 1))
     assert "step_00000001.json cannot be written" in "".join(capsys.readouterr())
 
 
@@ -79,7 +80,7 @@ def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
     (colours / "red" / "8.png").symlink_to("nowhere")
     sets = [str(path) for path in (classes, captions, pairs, colours)]
     for _ in range(2):
-        results = evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, file=ResultsFile(tmp_path / "run"))
+        results = evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ALONE, file=ResultsFile(tmp_path / "run"))
     assert results["classes"]["top1"] == 4 / 5
     assert results["classes"]["mean_per_class_recall"] == 4 / 5, "a class without pictures has no recall"
     assert {value for metric, value in results["captions"].items() if "_r" in metric} == {1}, results["captions"]
@@ -100,7 +101,7 @@ def test_a_set_in_which_nothing_can_be_used_is_refused_with_what_it_holds(
 ) -> None:
     write_tar(tmp_path / "0.tar", [("0.txt", text), (name, b"x")])
     with pytest.raises(UserError, match=f"1 {reason}.*fetch"):
-        evaluate(ColourModel(), EvalConfig(sets=[str(tmp_path)]), ALONE)
+        evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(tmp_path)])), ALONE)
 
 
 def softmax(x: torch.Tensor, _: float) -> torch.Tensor:
@@ -125,8 +126,7 @@ def test_held_out_pairs_have_the_loss_of_the_runs_objective(
     model.logit_scale = torch.tensor(0.7)
     model.logit_bias = torch.tensor(bias) if bias else None
     monkeypatch.setattr(retrieval, "LOSS_BATCH", 2)
-    loss = LossConfig(objective) if objective else None
-    results = evaluate(model, EvalConfig(sets=[str(root)]), ALONE, loss=loss)["pairs"]
+    results = evaluate(model, evaluation(EvalConfig(sets=[str(root)]), objective or ""), ALONE)["pairs"]
     colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
     losses = [formula(math.exp(0.7) * part @ part.T, bias) for part in F.normalize(colours)[:4].split(2) if formula]
     assert ("loss" in results) == bool(losses)
@@ -154,16 +154,16 @@ def test_equal_captions_and_pictures_of_held_out_pairs_are_right_answers(
     write_tar(tmp_path / "pairs/0.tar", captioned)
     sets = EvalConfig(sets=[str(tmp_path / "pairs")])
     shares = [f"{way}_r{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    (perfect,) = evaluate(ColourModel(), sets, ALONE).values()
+    (perfect,) = evaluate(ColourModel(), evaluation(sets), ALONE).values()
     assert [perfect[name] for name in shares] == [1] * 6, perfect
-    (untrained,) = evaluate(Untrained(), sets, ALONE).values()
+    (untrained,) = evaluate(Untrained(), evaluation(sets), ALONE).values()
     assert untrained["image_to_text_r1"] == untrained["text_to_image_r1"] == 0
     assert (perfect["captions"], perfect["distinct"]) == (20, 8)
     line = "20 captions, 8 distinct; 20 pictures, 18 distinct; equal ones are right answers"
     assert caplog.messages == [f"eval.sets: {tmp_path}/pairs: {line}"], "once"
 
     published = write_shards(tmp_path / "published", [captioned], {"dataset_type.txt": "retrieval"})
-    (strict,) = evaluate(ColourModel(), EvalConfig(sets=[str(published)]), ALONE).values()
+    (strict,) = evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(published)])), ALONE).values()
     assert strict["image_to_text_r1"] == 0 and "distinct" not in strict
     assert "an equal caption of another picture is wrong, as in clip-benchmark" in caplog.messages[-1]
 
@@ -185,9 +185,9 @@ class ShortModel(ColourModel):
 def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
     """As a model that gives no others; those of the whole features stay."""
     sets = EvalConfig(sets=[*two_sets(tmp_path, wrong=(2,)), str(pair_set(tmp_path / "pairs"))])
-    results = evaluate(ColourModel(), sets, ALONE, loss=LossConfig(sizes=[2, 1]))
+    results = evaluate(ColourModel(), evaluation(sets, "softmax", [2, 1]), ALONE)
     for size in (1, 2, 3):
-        for name, metrics in evaluate(ShortModel(size), sets, ALONE, loss=LossConfig()).items():
+        for name, metrics in evaluate(ShortModel(size), evaluation(sets, "softmax"), ALONE).items():
             assert results[name if size == 3 else f"{name} (size {size})"] == pytest.approx(metrics, abs=1e-6)
     tops = [results[f"classes{mark}"]["top1"] for mark in (" (size 1)", "")]
     assert tops[0] < tops[1], "one number of a colour does not tell all"
@@ -199,7 +199,7 @@ def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
 def test_results_are_saved_with_what_they_belong_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = EvalConfig(sets=two_sets(tmp_path))
-    results = evaluate(ColourModel(), config, ALONE, file=ResultsFile(run, 12, {"precision": "bf16"}))
+    results = evaluate(ColourModel(), evaluation(config), ALONE, file=ResultsFile(run, 12, {"precision": "bf16"}))
     record = json.loads((run / "eval" / "step_00000012.json").read_text())
     assert record["step"] == 12 and record["results"] == results
     facts = record["measured"]["classes"]
@@ -236,7 +236,7 @@ def features_and_results(
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
     config = EvalConfig(sets=[classes, captions, pairs], batch=4)
-    return features, evaluate(model, config, world, file=ResultsFile(Path(run), 1)), len(passes)
+    return features, evaluate(model, evaluation(config), world, file=ResultsFile(Path(run), 1)), len(passes)
 
 
 def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.train import train
 from tests.conftest import Cap
-from tests.eval.sets import classification_set, pair_set, retrieval_set
+from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
 from tests.support.checkpoints import ALONE, save_model
 from tests.support.runs import ARCHITECTURE, small
 from tests.support.towers import architecture
@@ -49,7 +49,7 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
         model = build_model(TINY)
         save_model(run, model, TINY, step)
         sent.append(evaluated(run, eval=config, log=SinkConfig(tensorboard=True)))
-        assert sent[-1] == evaluate(model, config, ALONE)
+        assert sent[-1] == evaluate(model, evaluation(config), ALONE)
     records = {record["step"]: record["results"] for record in read_evaluations(run)}
     assert records == {5: sent[0], 10: sent[1]} and evaluated(run, "5", eval=config) == sent[0]
     out = capsys.readouterr().out

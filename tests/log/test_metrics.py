@@ -18,8 +18,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale.common import files
-from clipscale.config.sections import LogConfig
-from clipscale.log import sinks
+from clipscale.config.sections import SinkConfig
+from clipscale.log import metrics, sinks
 from clipscale.log.metrics import MetricLog, console_line, duration
 from clipscale.log.records import read_metrics
 from clipscale.log.warnings import warnings_of
@@ -35,13 +35,13 @@ def printed(capsys: Cap) -> list[str]:
     return [*lines]
 
 
-def open_log(run: Path, config: LogConfig | None = None, **options: Any) -> MetricLog:
-    return MetricLog(run, config or LogConfig(), resolved_config=SETTINGS, **options)
+def open_log(run: Path, **options: Any) -> MetricLog:
+    return metrics.open_log(run, settings=SETTINGS, **options)
 
 
-def logged(run: Path, steps: Iterable[int], config: LogConfig | None = None, **fields: object) -> str:
+def logged(run: Path, steps: Iterable[int], options: dict[str, Any] | None = None, **fields: object) -> str:
     """What a log of these steps prints."""
-    with redirect_stdout(io.StringIO()) as out, closing(open_log(run, config)) as log:
+    with redirect_stdout(io.StringIO()) as out, closing(open_log(run, **options or {})) as log:
         for step in steps:
             log.step(record(step, **fields))
     return out.getvalue()
@@ -66,7 +66,7 @@ def steps(run: Path) -> list[int]:
 
 def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
     reasons = {"unreadable_image": 3, "filter_min_side": 1}
-    lines = logged(tmp_path / "run", range(1, 4), LogConfig(tensorboard=True), broken_by=reasons)
+    lines = logged(tmp_path / "run", range(1, 4), {"tensorboard": True}, broken_by=reasons)
     assert "warning" not in lines, "a record may hold more than numbers"
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [record(s, broken_by=reasons) for s in range(1, 4)]
     assert (tmp_path / "run" / "config.yaml").read_text() == SETTINGS
@@ -128,7 +128,7 @@ def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.Monkey
     """Steps of four seconds; a line of the first, of every other one, but not within ten seconds, and of the last."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with closing(open_log(tmp_path, LogConfig(every=2), total=2000)) as log:
+    with closing(open_log(tmp_path, every=2, total=2000)) as log:
         for step in range(1, 10):
             clock[0] += 4
             log.step(record(step))
@@ -172,11 +172,11 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: Cap
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
-    with closing(open_log(tmp_path, LogConfig(tensorboard=True))) as log:
+    with closing(open_log(tmp_path, tensorboard=True)) as log:
         for step in range(1, 6):
             log.step(record(step))
         log.eval(3, {"objects": {"top1": 0.25}})
-    with closing(open_log(tmp_path, LogConfig(tensorboard=True), resume_step=3)) as log:
+    with closing(open_log(tmp_path, tensorboard=True, resume_step=3)) as log:
         log.step(record(4, loss=9.0))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -190,7 +190,7 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
             raise ConnectionError("nobody answers")
 
     monkeypatch.setattr(sinks, "tensorboard", lambda *_: (write, lambda: None))
-    lines = logged(tmp_path, range(1, 6), LogConfig(tensorboard=True, every=100))
+    lines = logged(tmp_path, range(1, 6), {"tensorboard": True, "every": 100})
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     assert lines.count("warning") == lines.count("warning: tensorboard failed and is off") == 1, lines
     assert "ConnectionError: nobody answers" in lines
@@ -221,7 +221,9 @@ def test_wandbs_mode_is_that_of_the_environment(
 
     monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.setattr(sinks, "wandb_module", Client)
-    sinks.Sinks(tmp_path, LogConfig(wandb=setting), {}).close()
+    config = SinkConfig(wandb=setting)
+    sinks.tell_wandb_mode(setting, config.wandb_mode)
+    sinks.Sinks(tmp_path, config.wandb_mode, False, {}).close()
     assert asked == [used] * bool(used)
     assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))
 
@@ -241,8 +243,7 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     litter = tmp_path / "run/wandb/tmp/of-a-start-that-was-killed"
     litter.mkdir(parents=True)
     for resume_step in (0, 2):
-        config = LogConfig(wandb="offline")
-        with closing(open_log(tmp_path / "run", config, resume_step=resume_step)) as log:
+        with closing(open_log(tmp_path / "run", wandb="offline", resume_step=resume_step)) as log:
             log.step(record(resume_step + 1))
             log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
         assert "warning" not in (out := capsys.readouterr().out), out
@@ -265,7 +266,7 @@ def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     """Ten parts of 25 seconds, and ten of a millisecond."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with closing(open_log(tmp_path, LogConfig())) as log:
+    with closing(open_log(tmp_path)) as log:
         for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
             for done in range(11):
                 log.progress(what, done, 10)

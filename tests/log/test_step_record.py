@@ -10,6 +10,7 @@ import torch
 from clipscale.common.phases import StepTimer
 from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
+from clipscale.step.train_step import StepResult
 from tests.log.test_metrics import open_log
 
 
@@ -21,7 +22,8 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     records = StepRecords(open_log(tmp_path), 1, flops, stream)
     with (phases := StepTimer(torch.device("cpu")))("encode"):
         pass
-    records.add({"step": 1, "batch": 8, "loss": 0.5}, phases, {"logit_scale": torch.tensor(14.3)}, {8: 8})
+    done = StepResult(0.5, 1.0, Mock(), phases, widths={8: 8}, statistics={})
+    records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert record["samples_per_s"] > 0 and record["samples_per_s_wall"] > 0 and record["data_wait_frac"] == 0

@@ -42,14 +42,14 @@ def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) 
     model = build_model(config)
     assert image_flops(config, trained_of(model.image.encoder)) == (IMAGE_FORWARD, image)
     assert text_flops(config, trained_of(model.text.encoder)) == (TEXT_FORWARD, text)
-    flops = Flops(config, model, torch.device("cpu"))
+    flops = Flops.of(config, model, torch.device("cpu"))
     assert flops.per_sample() == IMAGE_FORWARD + image + TEXT_FORWARD + text
     assert flops.utilisation(100.0) is None, "a CPU's peak is not known"
 
 
 def test_short_captions_cost_less() -> None:
     config = ModelConfig(name="small", architecture=SMALL)
-    flops = Flops(config, build_model(config), torch.device("cpu"))
+    flops = Flops.of(config, build_model(config), torch.device("cpu"))
     short = 3 * (LAYERS * sum(block(4).values()) + PROJECT)
     assert flops.per_sample({4: 3, 8: 1}) - flops.image_flops == (3 * short + 3 * TEXT_FORWARD) / 4
 

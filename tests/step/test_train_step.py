@@ -13,9 +13,8 @@ from clipscale.data.loader import stream
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.train_step import Agreement
-from clipscale.train import start_run
 from tests.support.ranks import run_ranks
-from tests.support.runs import small
+from tests.support.runs import begun, small
 
 
 @pytest.mark.parametrize(
@@ -26,14 +25,14 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
 ) -> None:
     """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
     agreement = Agreement(AsyncReduction(torch.tensor(message)))
-    assert (agreement.chunks, agreement.save) == (chunks, save)
+    assert (agreement.text_chunks, agreement.save) == (chunks, save)
 
 
 def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
     with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2 - rank)):
-        run = start_run(config, World(rank, world, torch.device("cpu")))
+        run = begun(config, World(rank, world, torch.device("cpu")))
     for step in range(2 - rank):
         run.stream._finish(step)
     run.train_step()

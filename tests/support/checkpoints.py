@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.sections import CheckpointConfig, ModelConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 
@@ -22,8 +22,8 @@ def steps(run: Path) -> list[int]:
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
-    config = CheckpointConfig(keep=keep, keep_every=keep_every)
-    checkpoint.Saver(run, ALONE, config).save(checkpoint.Saved(step, **state), last=True)
+    retention = checkpoint.Retention(keep, keep_every)
+    checkpoint.Saver(run, ALONE, retention).save(checkpoint.Saved(step, **state), last=True)
     return checkpoint.path_of(run, step)
 
 

@@ -15,8 +15,10 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig, check, settled
 from clipscale.data.loader.stream import DataConfig
+from clipscale.distributed.world import World
+from clipscale.start.begin import begin
 from clipscale.tools.data.demo import train_shards
-from clipscale.train import train
+from clipscale.train import Run, train
 
 ARCHITECTURE = {
     "embed_dim": 32,
@@ -50,6 +52,11 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     config = replace(config, data=replace(config.data, shuffle=8))
     check(config)
     return settled(config)
+
+
+def begun(config: TrainConfig, world: World) -> Run:
+    """A run before its next step. The caller closes its stream."""
+    return Run(begin(config, world), world)
 
 
 def small(shards: str, run: Path, **changes: Any) -> TrainConfig:

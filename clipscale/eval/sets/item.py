@@ -113,7 +113,7 @@ class EvalSet(ABC):
         total = encoder.broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
         if total == len(self):
-            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again", saves=True)
+            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again").of_all_ranks()
         if total and encoder.world.is_rank0:
             warn_once(counts)
 

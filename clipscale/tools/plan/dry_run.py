@@ -25,8 +25,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
-from clipscale.state.train_state import build_step
-from clipscale.step.batch_loss import BatchLoss
+from clipscale.start.build import build_step
 from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.precision import Precision
 from clipscale.tools.plan import ASSUMED
@@ -155,8 +154,11 @@ class DryRun:
         self.loss = cache(self._loss)
         before = tracker.live
         model.to_empty(device=CPU)
-        loss = BatchLoss(config, model, Precision(config.precision, CPU), machine=machine)
-        self.step = build_step(config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, ""))
+        precision = Precision(config.precision, CPU)
+        precision.cast_frozen_(*self.towers)
+        self.step = build_step(
+            config, World(0, 1, CPU), model, precision, ChunkSizes(1, 1, ""), sort_captions=False, machine=machine
+        )
         self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         # Whether each tower has a second pass.
         self.trained = self.step.cache.trained

@@ -140,7 +140,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu = target_gpu(config)
-    check_sizes(config.cache, config.batch // config.ranks)
+    check_sizes(config.cache.sizes, config.batch // config.ranks)
     doing(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     with dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes) as dry:
         prediction = Prediction(config, gpu, dry)

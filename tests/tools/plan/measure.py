@@ -15,8 +15,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.state.train_state import build_step
-from clipscale.step.batch_loss import BatchLoss
+from clipscale.start.build import build_step
+from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.dry_run import CPU
@@ -33,8 +33,13 @@ ARCHITECTURE = {
 def measured_step(config: TrainConfig, world: World) -> TrainStep:
     """The trainer's step, around a model with random weights."""
     model = build_model(config.model)
-    loss = BatchLoss(config, model, Precision(config.precision, world.device))
-    return build_step(config, world, model, loss, sort_captions=False)
+    precision = Precision(config.precision, world.device)
+    precision.cast_frozen_(model.image, model.text)
+    with precision.autocast():
+        sizes = agreed_chunk_sizes(
+            config.cache.sizes, model, config.batch // world.size, world, None, keeps_graphs=True
+        )
+    return build_step(config, world, model, precision, sizes, sort_captions=False)
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
@@ -63,7 +68,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
         step = measured_step(config, world)
         step.cache.keep_bytes = parse_memory("cache.keep", config.cache.keep) or 0
         for _ in range(3):
-            one_step(step)
+            one_step(step, config.batch // world.size)
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     memory = StepMemory({}, {})
@@ -77,17 +82,16 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     return memory
 
 
-def one_step(step: TrainStep) -> None:
+def one_step(step: TrainStep, local: int) -> None:
     """A step as in clipscale.train. Garbage is collected before each phase."""
-    side, local = step.model.image_size, step.config.batch // step.world.size
+    side = step.model.image_size
     shapes = {torch.uint8: (3, side, side), torch.int32: (step.model.context_length,)}
 
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
-    resident = step.config.offload == "none"
     step.optimizer.zero_grad()
-    images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
+    images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=step.is_resident) for dtype in shapes)
     gc.collect()
     with record_function("encode"):
         features = step.cache.encode(images, texts)

@@ -6,7 +6,7 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
-from clipscale.state import shared
+from clipscale.start import shared
 from tests.support.ranks import run_ranks
 
 

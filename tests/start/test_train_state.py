@@ -29,12 +29,12 @@ from clipscale.config.train import TrainConfig
 from clipscale.models.families import Family
 from clipscale.models.towers import build_model
 from clipscale.step.compiled import innermost_blocks
-from clipscale.train import start_run, train
+from clipscale.train import train
 from tests.conftest import Cap
 from tests.models.test_weights import open_clip_folder
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
+from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, small
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     monkeypatch.setattr("clipscale.step.train_step.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none"))
-    run = start_run(config, ALONE)
+    run = begun(config, ALONE)
     run.train_step()
     run.stream.close()
     gradients = [p.grad for p in run.trainer.model.parameters() if p.grad is not None]
@@ -117,7 +117,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
     whole = small(shards, tmp_path / "given", precision="fp32")
     context = whole.model.architecture["text_cfg"]["context_length"]
     with monkeypatch.context() as unsorted:
-        unsorted.setattr("clipscale.state.start.family_of", lambda encoder: Family())
+        unsorted.setattr("clipscale.start.build.family_of", lambda encoder: Family())
         train(whole)
     train(replace(whole, run=str(tmp_path / "sorted")))
     unsorted_records = records(tmp_path / "given")
@@ -141,7 +141,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch, "compile", compiled)
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
-    run = start_run(small(shards, tmp_path / "run", model=model), ALONE)
+    run = begun(small(shards, tmp_path / "run", model=model), ALONE)
     calls.clear()
     run.train_step()
     run.stream.close()

@@ -20,11 +20,10 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
-from clipscale.train import start_run
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, small
+from tests.support.runs import ARCHITECTURE, begun, small
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -59,8 +58,8 @@ def config_of(shard: str, run: Path, **given: Any) -> TrainConfig:
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens and keys."""
     cpu = torch.device("cpu")
-    with mock.patch("clipscale.state.start.build_model", lambda config, **given: build_model(config, **given).double()):
-        run = start_run(config, World(rank, world, cpu))
+    with mock.patch("clipscale.start.build.build_model", lambda config, **given: build_model(config, **given).double()):
+        run = begun(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value).detach().clone() for name, value in run.trainer.model.state_dict().items()}
         batch = run.stream.next_batch()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from clipscale.cli import train as verb
+from clipscale.common.checkpoints import RESULT
 from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
@@ -22,19 +23,19 @@ from clipscale.config.sections import (
     ScheduleConfig,
     TowerConfig,
 )
-from clipscale.config.train import RESULT, TrainConfig
+from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import sharded
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, inputs_of
 from clipscale.tools.report.runs import read_runs
-from clipscale.train import start_run, train
+from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small
+from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, settings, small
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], li
         mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
     ):
         for config in configs:
-            run = start_run(config, World(rank, world, torch.device("cpu")))
+            run = begun(config, World(rank, world, torch.device("cpu")))
             run.stream.close()
             steps.append(run.step)
     return steps, is_sharded
@@ -99,7 +100,7 @@ def test_a_batch_larger_than_the_data_is_warned_of(
     shards: str, tmp_path: Path, capsys: Cap, batch: int, times: str
 ) -> None:
     """There are 48 pairs."""
-    start_run(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
+    begun(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
@@ -150,10 +151,10 @@ def test_ranks_that_see_different_shards_do_not_start(
 
     monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):
-        start_run(settings(demo, tmp_path / "run"), ALONE)
+        begun(settings(demo, tmp_path / "run"), ALONE)
 
 
-@pytest.mark.parametrize("part", ["clipscale.state.start.build_model", "clipscale.train.Flops"])
+@pytest.mark.parametrize("part", ["clipscale.start.build.build_model", "clipscale.start.build.Flops.of"])
 def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fails(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -167,11 +168,11 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
         assert streams[0].workers.processes[0].exitcode is None  # type: ignore[union-attr]
         raise UserError("impossible")
 
-    monkeypatch.setattr("clipscale.state.start.open_stream", opened)
+    monkeypatch.setattr("clipscale.start.build.open_stream", opened)
     monkeypatch.setattr(part, impossible)
     config = small(shards, tmp_path / "run")
     with refused("impossible"):
-        start_run(replace(config, data=replace(config.data, workers=1)), ALONE)
+        begun(replace(config, data=replace(config.data, workers=1)), ALONE)
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 
 
@@ -192,8 +193,8 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        run = start_run(config, ALONE)
-        rates.append(run.records.flops.per_sample())
+        run = begun(config, ALONE)
+        rates.append(run.begun.parts.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]
 

@@ -1,0 +1,72 @@
+"""How a run starts, part 3: announce. Says what the user should know, and opens the log."""
+
+import math
+from functools import partial
+
+from clipscale import checkpoint
+from clipscale.common import files
+from clipscale.common.terminal import tell
+from clipscale.config.train import changes_since, crowded
+from clipscale.distributed.world import World
+from clipscale.log.metrics import MetricLog, open_log
+from clipscale.log.records import rate_of_step
+from clipscale.log.sinks import tell_wandb_mode
+from clipscale.start.build import Parts
+from clipscale.start.settle import Start
+from clipscale.step.optim import Schedule
+
+
+def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
+    """Print what the user should know, and how the start differs from the run so far. Returns the log.
+
+    On rank 0 alone; None on the others.
+    """
+    if not world.is_rank0:
+        return None
+    for notice in start.notices:
+        tell(notice)
+    if warning := crowded(start.config, parts.stream.samples_per_epoch):
+        tell(f"warning: {warning}", error=True)
+    checkpoint.set_outdated_aside(start.folder, start.step, begins_elsewhere=not start.continues_own_folder)
+    tell_position(start, parts.schedule)
+    sinks = start.config.log
+    tell_wandb_mode(sinks.wandb, sinks.wandb_mode)
+    log = open_log(
+        start.folder,
+        wandb=sinks.wandb_mode,
+        tensorboard=sinks.tensorboard,
+        every=sinks.every,
+        settings=start.yaml,
+        resume_step=start.step,
+        world=world.size,
+        total=parts.schedule.end,
+    )
+    tell(parts.stream.memory)
+    return log
+
+
+def tell_position(start: Start, schedule: Schedule) -> None:
+    """Print where the run stands, and what has changed since it stood there last."""
+    step, config = start.step, start.config
+    if step:
+        changes = changes_of(start, schedule)
+        changed = "; changed: " + ", ".join(changes) if changes else ""
+        stands = " is complete at" if step >= schedule.end else ": going on after"
+        tell(f"run={config.run}{stands} step {step} of {schedule.end}{changed}")
+    if step >= schedule.end:
+        tell("nothing is left to train; more samples= go on with it")
+    elif 0 < schedule.total <= schedule.warmup:
+        tell(
+            f"warning: schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "
+            "give a share, as in schedule.warmup=5%",
+            error=True,
+        )
+
+
+def changes_of(start: Start, schedule: Schedule) -> list[str]:
+    """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
+    changes = files.read_or_set_aside(start.folder / "config.yaml", partial(changes_since, settings=start.yaml)) or []
+    before, now = rate_of_step(start.folder, start.step), schedule.lr(start.step - 1)
+    if before is not None and start.step > schedule.first and not math.isclose(before, now, rel_tol=0.05):
+        changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")
+    return changes

@@ -1,0 +1,131 @@
+"""How a run starts, on one page: settle, build, announce. See `train.py` for what follows."""
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from clipscale import checkpoint
+from clipscale.common.record import Record
+from clipscale.common.terminal import doing
+from clipscale.config.train import TrainConfig
+from clipscale.distributed.world import World
+from clipscale.eval.run import Evaluation
+from clipscale.eval.suites import chosen_sets
+from clipscale.log.step_record import StepRecords
+from clipscale.start.announce import announce
+from clipscale.start.build import Parts, build
+from clipscale.start.settle import Stage, Start, settle
+
+
+@dataclass(frozen=True)
+class Every:
+    """When a run evaluates and saves, beside its end. 0: never."""
+
+    # Steps between evaluations.
+    evaluation: int = 0
+    # Steps, and seconds, between checkpoints.
+    save: int = 0
+    save_s: float = 0.0
+
+    def evaluates_after(self, step: int) -> bool:
+        return self.evaluation > 0 and step % self.evaluation == 0
+
+    def saves_after(self, step: int) -> bool:
+        return self.save > 0 and step % self.save == 0
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Whether a checkpoint is due `seconds` after the last one."""
+        return 0 < self.save_s < seconds
+
+
+@dataclass
+class Begun:
+    """A run, or one stage of it, that is ready for its next step."""
+
+    folder: Path
+    stage: Stage
+    # Completed steps, and the last one's loss.
+    step: int
+    loss: float
+    parts: Parts
+    evaluation: Evaluation
+    # Whether the weights are evaluated before the first step.
+    evaluates_start: bool
+    every: Every
+    records: StepRecords
+    saver: checkpoint.Saver
+    # What each checkpoint says of model and optimizer: fields of `Saved`.
+    description: Record
+
+
+def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> Begun:
+    """Begin or resume a run or its next stage. A collective. Raises UserError, and leaves no process behind then.
+
+    `copies`: those of the run's earlier stages.
+    """
+    # The sets first: a mistyped path is found in the first minute.
+    evaluation = evaluation_of(config, world)
+
+    # Which settings and which checkpoint.
+    start = settle(config, world, fetches=copies is None)
+    config = start.config
+
+    with ExitStack() as undo:
+        # Data, model, chunks, wrap, loss, cache, optimizer, average.
+        parts = build(start, world)
+        undo.callback(parts.stream.close)
+
+        # What the user should know, and the log.
+        log = announce(start, parts, world)
+        records = StepRecords(log, world.size, parts.flops, parts.stream)
+        undo.callback(records.close)
+
+        # Checkpoints and their copies.
+        if copies is None:
+            copies = begin_copies(start, world)
+        saver = checkpoint.Saver(start.folder, world, copies.retention, copies)
+        if start.checkpoint is None or start.continues_own_folder:
+            saver.last_step = start.step
+        undo.pop_all()
+
+    every = Every(config.eval.every, *config.checkpoint.interval)
+    return Begun(
+        folder=start.folder,
+        stage=start.stage,
+        step=start.step,
+        loss=start.loss,
+        parts=parts,
+        evaluation=evaluation,
+        evaluates_start=bool(config.model.weights and evaluation.sets),
+        every=every,
+        records=records,
+        saver=saver,
+        description={
+            "batch": config.batch,
+            "model_config": asdict(config.model),
+            "optimizer_name": config.optim.name,
+        },
+    )
+
+
+def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
+    """What a run is evaluated on. A collective: a mistake that one rank finds is raised on all. Raises UserError."""
+    if config.eval.has_sets:
+        doing("reading the evaluation sets")
+    return Evaluation(
+        sets=world.on_all(lambda: chosen_sets(config.eval)),
+        batch=config.eval.batch,
+        objective=config.loss.objective,
+        sizes=tuple(config.loss.sizes),
+        of_average=config.eval.weights == "ema",
+        facts={"precision": config.precision},
+    )
+
+
+def begin_copies(start: Start, world: World) -> checkpoint.Copies:
+    """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
+    settings = start.config.checkpoint
+    copies = checkpoint.Copies(start.folder, settings.copy, checkpoint.Retention(settings.keep, settings.keep_every))
+    if copies.address and world.is_rank0:
+        copies.start()
+    return copies

@@ -1,0 +1,232 @@
+"""How a run starts, part 2: build. Data, model, chunks, wrap, loss, cache, optimizer, average, each from plain values.
+
+Nothing that is built here knows a run's configuration.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from clipscale import checkpoint
+from clipscale.common.errors import UserError
+from clipscale.common.rng import RandomState
+from clipscale.common.terminal import doing, tell
+from clipscale.common.units import parse_memory
+from clipscale.config.train import TrainConfig, samples_of
+from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
+from clipscale.data.order import BatchShare
+from clipscale.data.shards.subset import subset_of
+from clipscale.distributed.world import World
+from clipscale.loss.machine import Machine
+from clipscale.models.families import family_of
+from clipscale.models.flops import Flops, unbuilt_encoders
+from clipscale.models.tokenizer import Tokenizer
+from clipscale.models.towers import ClipModel, build_model, inputs_of
+from clipscale.start.settle import Start
+from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes
+from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.ema import WeightAverage
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
+from clipscale.step.precision import Precision
+from clipscale.step.saved_state import OptimizerPolicy, load_state
+from clipscale.step.train_step import TrainStep
+
+
+@dataclass
+class Parts:
+    """What the loop of a run needs, built."""
+
+    step: TrainStep
+    stream: TrainStream
+    schedule: Schedule
+    flops: Flops
+    share: BatchShare
+    # Whether the towers run compiled code.
+    is_compiled: bool
+
+
+def build(start: Start, world: World) -> Parts:
+    """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
+
+    Raises UserError, and leaves no process behind then. The caller closes the stream.
+    """
+    config = start.config
+    share = BatchShare(config.batch, world.rank, world.size)
+    with ExitStack() as undo:
+        # Data first: its workers read while the model is built.
+        doing("opening the shards")
+        side, tokenizer = inputs_of(config.model)
+        stream = undo.enter_context(data_stream(start, share, side, tokenizer, world))
+        if world.size > 1:
+            stream.defer_failures()
+        epoch = stream.samples_per_epoch
+        schedule = Schedule.build(
+            config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, start.stage.first
+        )
+        if start.step < schedule.end:
+            world.on_main(lambda: checkpoint.check_room(start.folder, least_saved_bytes(config)))
+
+        doing("building the model")
+        torch.manual_seed(config.seed)
+        model = build_model(config.model, tokenizer=tokenizer).to(world.device)
+        precision = Precision(config.precision, world.device)
+        precision.cast_frozen_(model.image, model.text)
+
+        # Chunks before `wrap`: sharded towers gather their weights, so all ranks would have to try the same sizes.
+        earlier = ChunkSizes(**start.saved.chunks) if start.saved and not start.is_stage_start else None
+        keeps_graphs = config.cache.keep != "none"
+        with precision.autocast():
+            sizes = agreed_chunk_sizes(
+                config.cache.sizes, model, share.samples, world, earlier, keeps_graphs=keeps_graphs
+            )
+
+        step = build_step(
+            config,
+            world,
+            model,
+            precision,
+            sizes,
+            sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
+            repeats=samples_repeat(config),
+        )
+        if start.checkpoint:
+            saved = checkpoint.load(start.checkpoint, verified=True, like=dict(model.named_parameters()))
+            load_state(step, saved, start.stage.optimizer if start.is_stage_start else OptimizerPolicy.RESUME)
+        check_streams(start, stream, world)
+        restore_random(start, world)
+
+        flops = Flops.of(config.model, model, world.device)
+        steps = schedule.end - start.step
+        is_compiled = compile_if_worth(step, config.model.compile, flops, steps, share.samples, world)
+        undo.pop_all()
+    return Parts(step, stream, schedule, flops, share, is_compiled)
+
+
+def build_step(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    sizes: ChunkSizes,
+    *,
+    sort_captions: bool,
+    repeats: bool = False,
+    machine: Machine | None = None,
+) -> TrainStep:
+    """The step of a model with its initial weights: wrap, loss, cache, optimizer, average. A collective. Raises
+    UserError.
+
+    `sort_captions`: see TrainStep. `repeats`: whether a sample may be in a batch twice. `machine`: where the loss runs;
+    None: this machine.
+    """
+    parallel = config.launch.parallel
+    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+
+    loss = BatchLoss(
+        model,
+        autocast=precision.autocast,
+        objective=config.loss.objective,
+        exchange=config.loss.exchange,
+        backend=config.loss.backend,
+        sizes=tuple(config.loss.sizes),
+        uses_keys=config.data.same is not None or repeats,
+        machine=machine,
+    )
+    cache = GradCache(
+        encoders,
+        loss,
+        chunks=[sizes.image, sizes.text],
+        keep_bytes=parse_memory("cache.keep", config.cache.keep),
+        autocast=precision.autocast,
+        scaler=precision.scaler,
+    )
+    # The optimizer after `wrap`: FSDP2 replaces parameters by sharded ones.
+    optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
+    return TrainStep(
+        world=world,
+        model=model,
+        cache=cache,
+        precision=precision,
+        optimizer=optimizer,
+        average=WeightAverage(config.ema, model) if config.ema else None,
+        clip_norm=config.optim.clip_norm,
+        is_resident=config.offload == "none",
+        sort_captions=sort_captions,
+        chunks=sizes,
+    )
+
+
+def data_stream(start: Start, share: BatchShare, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
+    """The training data, from its start or from the checkpoint's position. Raises UserError."""
+    config = start.config
+    free = free_memory()
+    world.all_gather_object(None)  # no rank allocates before all have read the free memory
+    position = start.saved.position if start.saved else None
+    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, start.largest_divisor)
+    return open_stream(
+        config.data,
+        share,
+        side,
+        tokenizer,
+        shards,
+        position=position,
+        gpu=world.device.type == "cuda",
+        free=free,
+    )
+
+
+def samples_repeat(config: TrainConfig) -> bool:
+    """Whether sample weights may put a sample into a batch twice."""
+    subset = subset_of(config.data)
+    return subset is not None and subset.table.max_copies > 1
+
+
+def least_saved_bytes(config: TrainConfig) -> int:
+    """A lower bound of a checkpoint's bytes. Counts only towers that train as a whole, and the state of
+    optimizers in MOMENTS."""
+    encoders, model = unbuilt_encoders(config.model), config.model
+    towers = (encoders.visual, model.image), (encoders.text, model.text)
+    trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
+    return trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
+
+
+def check_streams(start: Start, stream: TrainStream, world: World) -> None:
+    """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
+    streams = merge_positions(world.all_gather_object(stream.position()))["streams"]
+    divisor = start.largest_divisor(streams)
+    if divisor < streams:
+        batches = sorted({stage.batch for stage in start.stages})
+        raise UserError(
+            f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
+            f"others, or set data.shard_streams={divisor}"
+        )
+
+
+def restore_random(start: Start, world: World) -> None:
+    """Restore this rank's random state from the checkpoint.
+
+    A new run, and one on another number of ranks, gets a new seed from the rank and the step.
+    """
+    torch.manual_seed(start.config.seed + 1 + world.rank + start.step * world.size)
+    if start.saved and len(start.saved.random) == world.size:
+        state = start.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
+        RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
+
+
+def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World) -> bool:
+    """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
+    Returns whether they run compiled code."""
+    flops_left = steps * local_batch * flops.per_sample()
+    if not worth_compiling(setting, flops_left, flops.peak):
+        return False
+    doing("compiling the towers")
+    towers = compile_towers(step.model, lengths_vary=step.sort_captions)
+    chunks = step.chunks.image, step.chunks.text
+    problem = try_compiled(step.model, towers, chunks, local_batch, step.precision, world)
+    if problem and world.is_rank0:
+        tell(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
+    return not problem

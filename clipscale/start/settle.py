@@ -1,0 +1,200 @@
+"""How a run starts, part 1: settle. Finds the checkpoint and the stage, and completes the settings."""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clipscale import checkpoint
+from clipscale.checkpoint import Saved
+from clipscale.common import ranks
+from clipscale.common.checkpoints import checkpoints_of
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.config.stages import stages_of
+from clipscale.config.train import TrainConfig, check_divisible, samples_of, to_yaml
+from clipscale.data.order import BatchShare
+from clipscale.distributed.world import World
+from clipscale.models.towers import architecture
+from clipscale.models.weights import completed_by_weights
+from clipscale.step.chunk_sizes import check_sizes
+from clipscale.step.saved_state import OptimizerPolicy
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run; a run without stages is one."""
+
+    # Pairs per step.
+    batch: int
+    # Its first step, counted from 0 in the run.
+    first: int
+    # Samples of the stages before it.
+    first_sample: int
+    last: bool
+    # What its first step does with the optimizer's state of the stage before.
+    optimizer: OptimizerPolicy
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the run has trained on when it has completed `step` steps."""
+        return self.first_sample + (step - self.first) * self.batch
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run with all settings final, before anything is built."""
+
+    # The settings of this stage, completed by what the weights say of architecture and pictures.
+    config: TrainConfig
+    stages: tuple[Stage, ...]
+    stage: Stage
+    # The checkpoint to resume; None: the run is new.
+    checkpoint: Path | None
+    # The checkpoint's values, without tensors.
+    saved: Saved | None
+    # Whether the checkpoint is the end of the previous stage.
+    is_stage_start: bool
+    # The settings of the whole run, as config.yaml has them.
+    yaml: str
+    # What the user should know of the settings, a line each.
+    notices: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self.saved.step if self.saved else 0
+
+    @property
+    def loss(self) -> float:
+        """The last completed step's loss; NaN: there is none."""
+        return self.saved.loss if self.saved else math.nan
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run)
+
+    @property
+    def continues_own_folder(self) -> bool:
+        """Whether the checkpoint is one of the run's own folder."""
+        own = (self.folder / "checkpoints").resolve()
+        return self.checkpoint is not None and self.checkpoint.resolve().parent == own
+
+    def largest_divisor(self, streams: int) -> int:
+        """The largest divisor of `streams` that divides the batches of all stages; `streams` if all are equal."""
+        batches = {stage.batch for stage in self.stages}
+        return math.gcd(streams, *batches) if len(batches) > 1 else streams
+
+
+def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
+    """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
+
+    `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than those of the run's folder.
+
+    The weights come from the first of these that exists:
+
+    1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
+    2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
+    3. The initial weights `model.weights` and those of the towers.
+    4. Random weights, by `seed`.
+    """
+    path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
+    saved = checkpoint.read_values(path) if path else None
+    if not config.model.name:
+        config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
+    by_stage = stages_of(config)
+    stages = all_stages(config, by_stage, world)
+    step = saved.step if saved else 0
+    number = max(i for i, stage in enumerate(stages) if stage.first <= step)
+    is_stage_start = number > 0 and step == stages[number].first
+    trained = stages[number - 1] if is_stage_start else stages[number]
+    check_fits(saved, config, trained)
+    settings = by_stage[number]
+    model = world.on_main(lambda: completed_by_weights(settings.model, saved))
+    if is_stage_start:
+        model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
+    completed = replace(settings, model=model)
+    return Start(
+        config=completed,
+        stages=tuple(stages),
+        stage=stages[number],
+        checkpoint=path,
+        saved=saved,
+        is_stage_start=is_stage_start,
+        yaml=to_yaml(config if config.stages else completed),
+        notices=tuple(pixel_notices(settings.model, model)),
+    )
+
+
+def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path | None:
+    """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any.
+
+    `copy`: the address of the run's copy; empty: none is looked at.
+    """
+    folder = Path(config.run)
+    restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
+    # An agent does not count the restarts that another node's fault causes, so all ranks are asked.
+    restarted = any(world.all_gather_object(any(restarts)))
+    newest = checkpoint.to_resume(folder, "auto", world, copy) if restarted else None
+    return newest or checkpoint.to_resume(folder, config.resume, world, copy)
+
+
+def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:
+    """The stages of a run; without stages, the run as one. `by_stage`: the settings of each. Raises UserError for
+    settings that cannot work."""
+    stages: list[Stage] = []
+    step = samples = 0
+    for number, settings in enumerate(by_stage):
+        check_machine(settings, world)
+        policy = config.stages[number].get("optimizer", "continue") if config.stages else "continue"
+        is_last = number == len(by_stage) - 1
+        stage = Stage(settings.batch, step, samples, is_last, OptimizerPolicy(policy))
+        stages.append(stage)
+        if config.stages:
+            architecture(settings.model)
+            step += samples_of(settings, None) // settings.batch
+            samples = stage.samples_before(step)
+    return stages
+
+
+def check_machine(config: TrainConfig, world: World) -> None:
+    """Raise UserError for settings that cannot work on this machine, before a model is built."""
+    check_divisible(config.batch, world.size, f"{world.size} processes")
+    check_sizes(config.cache.sizes, BatchShare(config.batch, world.rank, world.size).samples)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
+        raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
+
+
+def check_fits(saved: Saved | None, config: TrainConfig, trained: Stage) -> None:
+    """Raise UserError where a run with these settings cannot go on from a checkpoint.
+
+    `saved`: the checkpoint's values; None: the run begins. `trained`: the stage that the checkpoint has trained last.
+    """
+    if saved is None:
+        if checkpoints_of(Path(config.run)):
+            raise UserError(
+                f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
+            )
+        return
+    model = saved.model_config
+    for setting, then, now in (
+        ("batch", saved.batch, trained.batch),
+        ("model.name", model["name"], config.model.name),
+        ("model.architecture", model["architecture"], config.model.architecture),
+        ("optim.name", saved.optimizer_name, config.optim.name),
+    ):
+        if then != now:
+            raise UserError(f"{setting}={now!r}: the checkpoint was trained with {then!r}; take it, or another run")
+    if saved.samples != trained.samples_before(saved.step):
+        raise UserError(
+            f"resume: the checkpoint has seen {saved.samples} samples in {saved.step} steps, which these "
+            "stages do not make; give those that it was trained with"
+        )
+
+
+def pixel_notices(typed: ModelConfig, completed: ModelConfig) -> list[str]:
+    """A line if the weights bring another normalisation of pixels than the settings had."""
+    pixels = completed.pixels
+    if pixels == typed.pixels:
+        return []
+    return [f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}"]
