@@ -74,6 +74,7 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
         clusters = nearest_clusters(load, left, settings.clusters or round(len(left) ** 0.5))
     if settings.duplicates is not None:
         largest, nearest = near_duplicates(load, left, clusters, settings.duplicates)
+        before = len(left)
         order = left[largest[left].argsort()]
         stays = largest[left] < settings.duplicates
         weights[left[~stays]] = 0
@@ -81,6 +82,11 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
         shown |= {"largest": largest, "nearest": nearest}
         shown |= {"copies": order[len(left) :][:EXAMPLES], "different": order[: len(left)][-EXAMPLES:]}
         say(f"duplicates={settings.duplicates:g}: {len(left):,} stay")
+        if 2 * len(left) < before:
+            say(
+                f"duplicates={settings.duplicates:g} drops more than half, {before - len(left):,} of {before:,}: look "
+                "at the page, whether those that go are copies; a larger cosine drops fewer"
+            )
     if settings.power < 1:
         sizes = clusters[:, 0].bincount()
         weights[left] = sizes[clusters[:, 0]] ** (settings.power - 1)

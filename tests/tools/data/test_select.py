@@ -65,6 +65,17 @@ def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: P
     assert "1,000 samples, 999 with" in out and "best=0.8: 799 stay" in out and f"0.95: {(~gone).sum()} stay" in out
 
 
+@pytest.mark.parametrize(("different", "words"), [(1, "drops more than half, 39 of 40"), (20, ""), (19, "21 of 40")])
+def test_a_line_says_so_where_copies_are_more_than_half(
+    tmp_path: Path, capsys: Cap, different: int, words: str
+) -> None:
+    """As where a model sees all pictures alike."""
+    images = torch.eye(32)[torch.arange(40) % different]
+    weights = select(embedded(tmp_path / "of", images, images), "duplicates=0.95", "clusters=1")
+    out = capsys.readouterr().out
+    assert weights.sum() == different and words in out and ("more than half" in out) == bool(words)
+
+
 @pytest.mark.parametrize("block", [4, 64])
 @pytest.mark.parametrize("cosine", [0.3, 0.6, 0.9])
 def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
