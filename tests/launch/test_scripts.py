@@ -1,6 +1,7 @@
 """The scripts in launch/: torchrun is run here, Slurm by .ci/slurm; the Kubernetes manifest composes."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -28,6 +29,25 @@ def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
     assert trainer["command"][-3:] == ["-m", "clipscale", "train"]
     config = compose.settings("train", compose.overrides("train", trainer["args"])[1])
     assert config.batch % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
+
+
+# What a TrainJob may change of a pod and of a container: PodSpecPatch and ContainerPatch of Kubeflow Trainer 2's API.
+POD = {
+    "serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets", "securityContext",
+    "nodeSelector", "affinity", "tolerations", "schedulingGates",
+}  # fmt: skip
+CONTAINER = {"name", "env", "volumeMounts", "securityContext"}
+
+
+def test_the_kubernetes_manifest_asks_for_what_kubernetes_takes_and_its_user_can_write() -> None:
+    spec = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())["spec"]
+    (jobs,) = (patch["trainingRuntimeSpec"]["template"]["spec"] for patch in spec["runtimePatches"])
+    (pod,) = (job["template"]["spec"]["template"]["spec"] for job in jobs["replicatedJobs"])
+    assert pod.keys() <= POD and pod["containers"][0].keys() <= CONTAINER
+    docker = (LAUNCH.parent / "docker/Dockerfile").read_text()
+    (uid,) = re.findall(r"useradd --uid (\d+)", docker)
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == int(uid)
+    assert "." in spec["trainer"]["image"].partition("/")[0], "a name without a registry is docker.io's"
 
 
 @pytest.mark.slow
