@@ -76,14 +76,22 @@ def doing(what: str) -> None:
     _show(f"{datetime.now():%H:%M:%S} {what} ...")
 
 
+class _Shown:
+    """Whether the terminal's last line may hold what is to be removed. At first: by a process that has started this."""
+
+    line = True
+
+
 def clear() -> None:
     """Remove what `doing` or a bar shows, of this process or of one that has started it."""
-    if on_terminal():
+    if _Shown.line and on_terminal():
         print(CLEAR, end="", file=sys.stderr, flush=True)
+    _Shown.line = False
 
 
 def _show(text: str) -> None:
     if on_terminal() and main_rank():
+        _Shown.line = True
         shown = printable(text)[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be removed
         print(f"{CLEAR}{shown}", end="", file=sys.stderr, flush=True)
 

@@ -1,8 +1,9 @@
 """Tables of text for the console, and evaluation results in that form."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,6 +18,8 @@ FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))
 TITLES = FIGURES["heads"]
 # The first column is not wrapped up to this width: half of an 80-column terminal.
 NAME_WIDTH = 40
+# Columns of a file or a pipe: more than any line has.
+WIDEST = 10_000
 
 
 class TextTable(NamedTuple):
@@ -30,23 +33,32 @@ class TextTable(NamedTuple):
 
 
 def show(*tables: TextTable) -> None:
-    """Print tables at a terminal's own width; into a file so wide that nothing is cut. Markup is printed as it is."""
+    """Print tables at a terminal's own width; into a file so wide that nothing is cut, without blanks at the end of a
+    line. Markup is printed as it is. NO_COLOR leaves bold out too."""
     clear()
-    console = Console(highlight=False, emoji=False, markup=False)
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(highlight=False, emoji=False, markup=False, color_system=colours)
     if not console.is_terminal:
-        console.width = max(console.width, 160)
-    for heads, rows, title in tables:
-        if title:
-            console.print(printable(title))
-        titled = any(heads)
-        names = max((len(row[0]) for row in rows), default=0)
-        table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column(printable(heads[0]), no_wrap=names <= NAME_WIDTH, overflow="fold")
-        for head in heads[1:]:
-            table.add_column(printable(head), justify="right" if titled else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*map(printable, row))
-        console.print(table)
+        console.width = WIDEST
+    with console.capture() as printed:
+        for table in tables:
+            if table.title:
+                console.print(printable(table.title))
+            console.print(_laid_out(table))
+    for line in printed.get().splitlines():
+        print(line.rstrip())
+
+
+def _laid_out(text: TextTable) -> Table:
+    titled = any(text.heads)
+    names = max((len(row[0]) for row in text.rows), default=0)
+    table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(printable(text.heads[0]), no_wrap=names <= NAME_WIDTH, overflow="fold")
+    for head in text.heads[1:]:
+        table.add_column(printable(head), justify="right" if titled else "left", overflow="fold")
+    for row in text.rows:
+        table.add_row(*map(printable, row))
+    return table
 
 
 def with_start(results: Results, start: Results) -> Results:

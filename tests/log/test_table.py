@@ -1,9 +1,14 @@
 """Tables of text, and of evaluation results."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
 from clipscale.log.table import TextTable, result_tables, show, with_start
 from tests.conftest import Cap
+from tests.support.terminals import on_terminal
 
 
 def test_tables_group_sets_by_their_metrics() -> None:
@@ -37,3 +42,19 @@ def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is(
     show(TextTable(["name", "count"], [("[bold]x[/bold]", "1"), ("short row",)], title="a [title]"))
     text = capsys.readouterr().out
     assert "a [title]" in text and "[bold]x[/bold]      1" in text
+
+
+def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(capsys: Cap) -> None:
+    versions = ", ".join(f"package{number} 1.{number}" for number in range(40))
+    show(TextTable(("", ""), [("ok", versions), ("note", "short")]), TextTable(("set", "top-1 %"), [("a", "1.0")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"ok   {versions}", "note short"]
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+def test_bold_is_left_out_where_the_user_wants_no_colours(tmp_path: Path, variables: dict[str, str]) -> None:
+    code = "from clipscale.log.table import TextTable, show; show(TextTable(('set', 'top-1 %'), [('a', '1.0')]))"
+    _, output = on_terminal([sys.executable, "-c", code], tmp_path, {**os.environ, **variables})
+    assert ("\x1b[1m" in output) == (not variables)
+    assert not output.rstrip("\r\n").endswith("\x1b[K") and output.count("\x1b[K") <= 1
