@@ -1,6 +1,7 @@
 """`clipscale report`: a page about runs that works offline."""
 
 import os
+import re
 from base64 import b64encode
 from collections.abc import Sequence, Set
 from hashlib import sha256
@@ -80,6 +81,10 @@ def page(runs: Sequence[Run]) -> str:
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
         typical=typical,
+        compared=compared,
+        short_paths=short_paths,
+        card_note=card_note,
+        notes=[text for metric, text in FIGURES["notes"].items() if any(metric in of for of in newest.values())],
         results=result_tables(with_start(newest, start) or start),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **texts | scripts,
@@ -90,6 +95,31 @@ def typical(run: Run, key: str) -> float | None:
     """The median of a field, where the run's records have it."""
     values = [record[key] for record in run.records if record.get(key) is not None]
     return median(values) if values else None
+
+
+def compared(
+    scores: dict[str, list[str]], others: dict[str, list[str]]
+) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
+    """Columns of a table of runs, by their titles: those that tell the runs apart; the value of each that is the same
+    in all; and the titles of scores that few runs have, by half of those that most have."""
+    filled = {title: sum(map(bool, cells)) for title, cells in scores.items()}
+    few = [title for title, count in filled.items() if 2 * count <= max(filled.values())]
+    columns = {title: cells for title, cells in {**scores, **others}.items() if title not in few and any(cells)}
+    equal = {title: cells[0] for title, cells in columns.items() if len(set(cells)) == 1}
+    return {title: cells for title, cells in columns.items() if title not in equal}, equal, few
+
+
+def short_paths(values: Sequence[str]) -> Sequence[str]:
+    """Paths, or lists of them, without their folders, where they still differ."""
+    short = [re.sub(r"[^\[,'\"]*/(?=[^/,\]'\"])", "", value) for value in values]
+    return short if len(set(short)) == len(set(values)) else values
+
+
+def card_note(run: Run, chart: Record) -> str:
+    """What a score's card says beside it: how many captions differ, where some repeat."""
+    name = chart["key"].rpartition("/")[0]
+    found = [row for row in run.rows if f"{name}/distinct" in row]
+    return f"{found[-1][f'{name}/captions']:,} captions, {found[-1][f'{name}/distinct']:,} distinct" if found else ""
 
 
 def curves(runs: Sequence[Run]) -> Record:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from clipscale.cli.main import main
-from clipscale.tools.report.page import means, thinned, write_report
+from clipscale.tools.report.page import means, short_paths, thinned, write_report
 from tests.conftest import Cap
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.refused import refused
@@ -148,9 +148,34 @@ def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:
     html = write_report([tmp_path / "runs"]).read_text()
     assert '<dl class="facts">' not in html, "no lonely card"
     text = plain(html)
-    assert "report 3 runs Runs run imagenet1k, top-1 Loss samples steps time" in text
-    assert "r0 18.0 % 4 128 2 0 s r1 19.0 % 4 128 2 0 s r2 20.0 % 4 128 2 0 s" in text
+    assert "report 3 runs Runs run imagenet1k, top-1 r0 18.0 % r1 19.0 % r2 20.0 %" in text
+    assert "The same in all: Loss 4 · samples 128 · steps 2 · time 0 s" in text
     assert "Settings that differ run data.train r0 [a,{b:0}] r1 [a,{b:1}] r2 [a,{b:2}] Axis" in text
+
+
+def test_a_table_of_runs_has_the_columns_that_tell_them_apart(tmp_path: Path) -> None:
+    """None that is empty or the same in all, and no score of a single try. Paths are short where they differ."""
+    sets = ["[/data/a/imagenet1k,/data/coco]", "[/data/b/imagenet1k]", "[/data/b/imagenet1k]"]
+    for number, paths in enumerate(sets):
+        settings = {"sets": paths.strip("[]").split(",")}
+        run = make_run(tmp_path / f"runs/r{number}", [5.0, 4.0 - number], 64, mfu=None, eval=settings)
+        results = {"imagenet1k": {"top1": 0.18 + 0.01 * number, "mean_per_class_recall": 0.5}}
+        evaluate(run, 2, results | ({"imagenet1k (limit 50)": {"top1": 0.5}} if number == 1 else {}))
+    text = plain(write_report([tmp_path / "runs"]).read_text())
+    assert "Runs run imagenet1k, top-1 Loss r0 18.0 % 4 r1 19.0 % 3 r2 20.0 % 2 The same in all: samples 128" in text
+    assert "Of few runs, and below: imagenet1k (limit 50), top-1" in text
+    assert "eval.sets r0 [imagenet1k,coco] r1 [imagenet1k] r2 [imagenet1k] Axis" in text
+    assert "r1, imagenet1k (limit 50)" in text.split("Evaluation, newest")[1]
+    assert text.count("Mean class recall: the share of a class") == 1
+    assert short_paths(["/a/x", "/b/x"]) == ["/a/x", "/b/x"], "the folders tell them apart"
+
+
+def test_a_card_says_how_many_captions_differ(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [5.0, 4.0], 64)
+    metrics = {"image_to_text_r1": 0.5, "captions": 1936, "distinct": 64}
+    evaluate(run, 2, {"mine": metrics, "coco": {"image_to_text_r1": 0.25, "captions": 10}})
+    text = plain(write_report([run]).read_text())
+    assert "mine, image→text R@1 50.0 % 1,936 captions, 64 distinct coco, image→text R@1 25.0 % Loss" in text
 
 
 @pytest.mark.parametrize(("objective", "titles"), [("softmax_text", ["Loss less ln(batch)"]), ("sigmoid", [])])
