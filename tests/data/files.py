@@ -77,6 +77,13 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]
     return path
 
 
+def link(name: str, target: str, kind: bytes = tarfile.LNKTYPE) -> tarfile.TarInfo:
+    """A hard link, or one of this kind, as a member of a tar."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
 def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
     """Write shards of good samples with these sizes and unique keys."""
     folder.mkdir(parents=True, exist_ok=True)

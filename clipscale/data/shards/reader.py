@@ -42,7 +42,7 @@ MAX_LOOKED_AT = 1000
 MOST_LINKS = 8
 # Names of an archive in which links are looked up.
 MOST_PLACES = 1 << 18
-NO_LINKS = "pack it with `tar -h --hard-dereference`, which stores files"
+NO_LINKS = "`tar -h --hard-dereference` stores files in the place of links; this one"
 # Characters of an error's text: it may hold a member's name or a server's answer.
 LONGEST_DETAIL = 400
 # `unusable` names this many kinds of samples, and this many members of each.
@@ -136,14 +136,15 @@ class Archive:
     def _link(self, member: Member, target: str) -> Member:
         """The member with what it links to."""
         if not self._can_seek:
-            return member._replace(fault=f"a link to {target}, in a gzipped tar; {NO_LINKS}")
+            return member._replace(fault=f"{NO_LINKS} is in a gzipped tar")
         place: Place | str | None = target
         for _ in range(MOST_LINKS):
             if not isinstance(place, str):
                 break
             place = self._places.get(place)
         if not isinstance(place, Place):
-            return member._replace(fault=f"a link to {target}, which this tar has not, or twice; {NO_LINKS}")
+            shown = target[:LONGEST_DETAIL]
+            return member._replace(fault=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
         return member._replace(at=place.at, size=place.size)
 
     @cached_property

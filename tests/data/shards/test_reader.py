@@ -26,7 +26,7 @@ from clipscale.data.shards.reader import unusable
 from clipscale.eval.sets.shards import load_pairs
 from clipscale.tools.data.check import check_shard
 from tests.conftest import Cap
-from tests.data.files import Members, picture, sample, write_shards, write_tar
+from tests.data.files import Members, link, picture, sample, write_shards, write_tar
 from tests.data.streams import flat, ids, items_of, open_stream, read, sample_id
 
 
@@ -69,8 +69,9 @@ def test_a_damaged_shard_gives_what_comes_before_the_damage(tmp_path: Path, kind
 
 def named(names: str) -> Members:
     """Members of one key, by their extensions; each picture and text says its place."""
-    content = lambda place, name: picture(place) if name in IMAGE_TYPES else f"{name} {place}".encode()  # noqa: E731
-    return [(f"x.{name}", content(place, name)) for place, name in enumerate(names.split())]
+    content = {"jpg": picture, "txt": lambda place: f"text {place}".encode(), "json": lambda place: b"{}"}
+    content["note"] = content["txt"]
+    return [(f"x.{name}", content[name](place)) for place, name in enumerate(names.split())]
 
 
 # The extensions of members of one key, and each sample that they are: the places of its picture and its text, or its
@@ -92,7 +93,7 @@ REPEATED = {
 def test_a_member_that_repeats_begins_a_sample_or_is_counted(
     tmp_path: Path, capsys: Cap, names: str, expected: list[Any]
 ) -> None:
-    """Training, the check and the index agree, with an index and without, and each sample comes or has a reason."""
+    """Training, check, index and evaluation agree, with an index and without; each sample comes or has a reason."""
     content = named(names)
     path = write_tar(tmp_path / "0.tar", [*content, *sample("y")])
     reasons = Counter(each for each in expected if isinstance(each, str))
@@ -113,6 +114,9 @@ def test_a_member_that_repeats_begins_a_sample_or_is_counted(
             assert alone.members.get("jpg") == raw.members.get("jpg") or alone.damage == "repeated_member"
         assert main(["data", "index", str(path)]) == 0
         assert f"{len(expected) + 1} samples in 1 shard" in capsys.readouterr().out
+    pairs = load_pairs(tmp_path, [path])
+    usable = {answer[0]: image.read() for image, answer in zip(pairs.images, pairs.answers) if not image.fault}
+    assert usable == good | {"caption y": picture()} and len(pairs.images) == len(expected) + 1
     with open_stream(path, batch=1, shard_streams=1, shuffle=0) as stream:
         seen = ids(stream, len(good) + 1)
     assert Counter(flat(seen))[sample_id(str(path), "x")] == len(good) and stream.broken == reasons
@@ -137,12 +141,6 @@ def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counte
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
-
-
-def link(name: str, target: str, kind: bytes = tarfile.LNKTYPE) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
 
 
 SYMBOLIC = tarfile.SYMTYPE

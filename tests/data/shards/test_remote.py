@@ -16,7 +16,7 @@ from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store, first_bytes
-from tests.data.files import write_shards
+from tests.data.files import link, picture, sample, write_shards, write_tar
 from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
 from tests.support.refused import refused
@@ -42,6 +42,13 @@ def test_it_reads_what_is_in_the_file(tmp_path: Path, web: Web) -> None:
     assert not assert_reads(f"{web.url}/0 1.tar", path)
     starts = [int(asked.removeprefix("bytes=").split("-")[0]) for _, asked in web.requests]
     assert starts == sorted(set(starts)), "no block is asked for twice"
+
+
+def test_its_links_are_read_where_they_lead(tmp_path: Path, web: Web) -> None:
+    content = [member for i in range(20) for member in sample(f"{i:02d}", i)]
+    path = write_tar(tmp_path / "0.tar", [*content, link("z.png", "03.png"), ("z.txt", b"z"), *sample("zz")])
+    assert not assert_reads(f"{web.url}/0.tar", path)
+    assert read(f"{web.url}/0.tar")[0][-2].members == {"png": picture(3), "txt": b"z"}
 
 
 def test_the_next_block_is_on_its_way_while_one_is_read(tmp_path: Path, web: Web) -> None:
