@@ -4,12 +4,14 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
@@ -46,11 +48,14 @@ def contrastive_loss(
         softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
         sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N     (SigLIP, arXiv 2303.15343)
 
-    where z is 1 at the positives and -1 elsewhere.
+    where z is 1 at the positives and -1 elsewhere. With k captions of an image, the mean of its k scores takes the
+    place of x_ii in its row (SupCon's outer form, arXiv 2004.11362, equation 2), and each caption is a text with a
+    weight of 1/k.
 
     Args:
         image_features: (n, D), rows usually of unit length; whatever a module takes.
-        text_features: (m, D), text i belonging to image i; texts beyond the first n are hard negatives: columns only.
+        text_features: (m, D), text j of the first captions * n belonging to image j // captions; texts beyond those are
+            hard negatives: columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
@@ -64,15 +69,16 @@ def contrastive_loss(
             nodes) | auto (gather where that is small; else ring in one node, nodes across them). In a group of one they
             are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
-            keys) | auto.
+            keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
-        keys: (n,) int64, one for each pair; not with hard negatives. Samples of equal keys (the same caption or
-            picture), on any rank, are no negatives of each other: the sums leave such pairs out.
+        keys: (n,) int64, one for each image and its texts; not with hard negatives. Samples of equal keys (the same
+            caption or picture), on any rank, are no negatives of each other: the sums leave such pairs out.
+        captions: texts of each image, all of them its positives. With several, replicated and local are gather.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
         machine: the machine that a dry run stands for; None: this one.
-        options: similarity, group, check and machine, described above.
+        options: similarity, group, captions, check and machine, described above.
 
     Returns:
         The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are
@@ -85,8 +91,10 @@ def contrastive_loss(
 
     Raises:
         ValueError: if inputs do not fit each other or the options.
+        TypeError: for a keyword that is none of these.
     """
-    check = options.get("check", True)
+    refuse_unknown("contrastive_loss", options, LossOptions.__annotations__)
+    check, captions = options.get("check", True), options.get("captions", 1)
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
@@ -95,7 +103,7 @@ def contrastive_loss(
     machine = options.get("machine") or Machine()
     inputs = checked_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
-        has_module=module is not None, check=check,
+        captions=captions, has_module=module is not None, check=check,
     )  # fmt: skip
     backend = _chosen_backend(backend, chosen, module, inputs, machine)
     comm = machine.communicator(options.get("group"))
@@ -107,7 +115,8 @@ def contrastive_loss(
     if comm is not None and exchange == "replicated" and is_paired:
         inputs, comm = inputs.on_every_rank(comm), None
     if chosen.weights == (None, 1.0):
-        inputs = replace(inputs, cols=inputs.cols[: len(inputs.rows)])  # a hard negative is in no text's softmax
+        own = len(inputs.rows) * captions
+        inputs = replace(inputs, cols=inputs.cols[:own])  # a hard negative is in no text's softmax
     terms = [(chosen, inputs)]
     if exchange == "local" and objective == "softmax" and is_paired:
         # OpenCLIP's: this rank's images against all texts, and its texts against all images.
@@ -122,6 +131,17 @@ def contrastive_loss(
         tensors = (sides.rows.features, sides.cols.features, sides.scale, sides.bias, *similarity.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *tensors)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
+
+
+# Arguments that an earlier version had -> what became of them.
+REMOVED = {"shared": "shared= was removed in 0.2.0: pairs of equal keys are left out"}
+
+
+def refuse_unknown(function: str, options: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, for a keyword that the function does not have."""
+    for name in options.keys() - {*known}:
+        told = f"; {REMOVED[name]}" if name in REMOVED else nearest(name, known)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
 
 
 def _module(similarity: nn.Module | str | None) -> nn.Module | None:
@@ -165,6 +185,8 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
+    elif inputs.captions.count > 1:
+        obstacle = "the kernels take one caption an image"
     elif not machine.is_gpu(device) and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
     if name == "triton" and obstacle:

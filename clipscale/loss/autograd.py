@@ -49,12 +49,12 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         sides = []
-        given = (image_features, inputs.rows), (text_features, inputs.cols)
-        for (x, side), weight in zip(given, self.objective.weights):
+        given = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions.count)
+        for (x, side, count), weight in zip(given, self.objective.weights):
             side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
             if weight is not None:
-                side.weight = side.features.new_full((len(side),), weight, dtype=sum_dtype(inputs.dtype))
-                side.weight[len(image_features) :] = 0  # a hard negative is the positive of no image
+                side.weight = side.features.new_full((len(side),), weight / count, dtype=sum_dtype(inputs.dtype))
+                side.weight[len(image_features) * count :] = 0  # a hard negative is the positive of no image
             sides.append(side)
         return sides[0], sides[1]
 
@@ -118,7 +118,7 @@ def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parame
         rows.lse = rows.empty_lse()
 
     def visit(cols: FeatureBlock, positive: int | None) -> None:
-        call.backend.forward(Block(rows, cols, parameters, positive))
+        call.backend.forward(Block(rows, cols, parameters, positive, call.inputs.captions))
 
     sums = [] if cols.weight is None else [LOG_SUM_EXP]
     for lse in call.exchange.sweep(cols, sums, visit):
@@ -157,13 +157,13 @@ def gradients(
     # for a module: its random numbers depend on the order of tiles.
     if exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts and len(rows) > STRIPE:
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
-        visit = striped(call.backend, rows, parameters, image_grad, factor)
+        visit = striped(call, rows, parameters, image_grad, factor)
     else:
         if needs_images or (needs_scale and not needs_texts):
             rows.grad = rows.empty_grad()
 
         def visit(cols: FeatureBlock, positive: int | None) -> None:
-            call.backend.backward(Block(rows, cols, parameters, positive))
+            call.backend.backward(Block(rows, cols, parameters, positive, call.inputs.captions))
 
     sums = exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
     for total in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads):
@@ -197,14 +197,14 @@ def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> P
     )
 
 
-def striped(backend: Backend, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
+def striped(call: LossCall, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
     """Visits columns with STRIPE rows at a time, whose gradient, times `factor`, it writes to `out`."""
 
     def visit(cols: FeatureBlock, positive: int | None) -> None:
-        block = Block(rows, cols, parameters, positive)
+        block = Block(rows, cols, parameters, positive, call.inputs.captions)
         for stripe, grad in zip(block.tiles(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.empty_grad()
-            backend.backward(stripe)
+            call.backend.backward(stripe)
             grad.copy_(stripe.rows.grad.mul_(factor))
 
     return visit

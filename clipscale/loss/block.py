@@ -78,11 +78,22 @@ class Parameters:
         self.scale_grad = x if self.scale_grad is None else self.scale_grad + x
 
 
+@dataclass(frozen=True)
+class Captions:
+    """How many captions a row has, and where: caption c of row i is in column positive + i + c * apart."""
+
+    count: int = 1
+    apart: int = 0
+
+
+ONE_CAPTION = Captions()
+
+
 @dataclass
 class Block:
     """The scores of `rows` against `cols`.
 
-    `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may be outside of
+    `positive` is the column of row 0's first positive. Row i has it in column positive + i, which may be outside of
     the block (and negative in a tile). None: the block holds no positive.
     """
 
@@ -90,36 +101,43 @@ class Block:
     cols: FeatureBlock
     parameters: Parameters
     positive: int | None
+    captions: Captions = ONE_CAPTION
 
     def tiles(self, height: int, width: int) -> Iterator["Block"]:
         """Tiles of at most height x width, one row of tiles after another. All tensors are views."""
         for row in range(0, len(self.rows), height):
             for col in range(0, len(self.cols), width):
                 positive = None if self.positive is None else self.positive + row - col
-                yield Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
+                rows, cols = self.rows[row : row + height], self.cols[col : col + width]
+                yield Block(rows, cols, self.parameters, positive, self.captions)
 
     def masked_pairs(self) -> Tensor | None:
         """The pairs with equal keys that do not belong together, (n, m) bool. None: there are none to leave out."""
         if self.rows.keys is None or self.cols.keys is None:
             return None
         same = self.rows.keys[:, None] == self.cols.keys
-        if self.positive is not None:
-            same.diagonal(self.positive).fill_(False)
+        same[self.positives()] = False
         return same if bool(same.any()) else None
 
     def positives(self) -> tuple[Tensor, Tensor]:
         """The rows and the columns, pair by pair, of the positives inside."""
-        i, j = self.diagonal() or (slice(0, 0), slice(0, 0))
         device = self.rows.features.device
-        return torch.arange(i.start, i.stop, device=device), torch.arange(j.start, j.stop, device=device)
+        rows, cols = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
+        for caption in range(self.captions.count):
+            i, j = self.diagonal(caption) or (slice(0, 0), slice(0, 0))
+            rows.append(torch.arange(i.start, i.stop, device=device))
+            cols.append(torch.arange(j.start, j.stop, device=device))
+        return torch.cat(rows), torch.cat(cols)
 
-    def diagonal(self) -> tuple[slice, slice] | None:
-        """The rows and the columns, pair by pair, of the positives inside this block. None: there are none."""
+    def diagonal(self, caption: int = 0) -> tuple[slice, slice] | None:
+        """The rows and the columns, pair by pair, of the positives inside this block: those of one caption of each row.
+        None: there are none."""
         if self.positive is None:
             return None
-        start = max(0, -self.positive)
-        stop = min(len(self.rows), len(self.cols) - self.positive)
-        return (slice(start, stop), slice(start + self.positive, stop + self.positive)) if start < stop else None
+        positive = self.positive + caption * self.captions.apart
+        start = max(0, -positive)
+        stop = min(len(self.rows), len(self.cols) - positive)
+        return (slice(start, stop), slice(start + positive, stop + positive)) if start < stop else None
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The tensors of one call: checked, with one type for the features, and described by numbers that the ranks compare.
 
-Letters: n rows (images) and m columns (texts) of this rank, D feature width.
+Letters: n rows (images) and m columns (texts) of this rank, k captions of an image, D feature width.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import FeatureBlock, sum_dtype
+from clipscale.loss.block import Captions, FeatureBlock, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
 from clipscale.loss.machine import Machine
 
@@ -25,6 +25,7 @@ class LossOptions(TypedDict, total=False):
 
     group: dist.ProcessGroup | DeviceMesh | None
     similarity: nn.Module | Literal["dot"] | None
+    captions: int
     check: bool
     machine: Machine | None
 
@@ -38,6 +39,7 @@ class Inputs:
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
+    captions: Captions  # the first captions of all images come first, then the second ones; then hard negatives
 
     def shapes(self) -> dict[str, int]:
         """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
@@ -48,6 +50,7 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
+            "number of captions of an image": self.captions.count,
         }
 
     def padded(self, step: int) -> "Inputs":
@@ -75,19 +78,24 @@ def checked_inputs(
     logit_bias: Tensor | float | None,
     keys: Tensor | None,
     *,
+    captions: int,
     has_module: bool,
     check: bool,
 ) -> Inputs:
-    """The inputs, ready for use.
+    """The inputs, ready for use: captions apart, so that the first ones of all images come first.
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """
     u, v, bias = image_features, text_features, 0.0 if logit_bias is None else logit_bias
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
-    _check_features(u, v, has_module)
+    _check_features(u, v, captions, has_module)
+    paired = captions * len(u)
+    if captions > 1:
+        by_number = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+        v = torch.cat([by_number, v[paired:]])
     if keys is not None:
-        _require(len(v) == len(u), "keys go with an image's own text, and there are hard negatives")
+        _require(len(v) == paired, "keys go with an image's own texts, and there are hard negatives")
         _require(
             (keys.dtype, keys.shape, keys.device) == (torch.int64, u.shape[:1], u.device),
             f"keys must be torch.int64 on {u.device}, of shape {tuple(u.shape[:1])}",
@@ -99,10 +107,11 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, keys), scale, bias, dtype)
+    text_keys = None if keys is None else keys.repeat(captions)
+    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, text_keys), scale, bias, dtype, Captions(captions, len(u)))
 
 
-def _check_features(u: Tensor, v: Tensor, has_module: bool) -> None:
+def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
     """Raise ValueError for features that are no numbers, or do not fit each other."""
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
@@ -113,9 +122,11 @@ def _check_features(u: Tensor, v: Tensor, has_module: bool) -> None:
     if not has_module:
         _require(u.dim() == v.dim() == 2, f"the dot product takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
+    _require(captions >= 1, f"captions={captions}: an image has at least one")
     _require(
-        len(v) >= len(u),
-        f"fewer texts than images: {shapes}; text i belongs to image i, texts beyond are hard negatives",
+        len(v) >= captions * len(u),
+        f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
+        "are hard negatives",
     )
 
 

@@ -24,18 +24,19 @@ def dense_contrastive_loss(
     keys: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> Tensor:
-    """`contrastive_loss` of all ranks' batch, in the inputs' precision: text i belongs to image i, and texts beyond
-    those are hard negatives. Of the options it takes `similarity`."""
+    """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
+    texts beyond those are hard negatives. Of the options it takes `similarity` and `captions`."""
     n, m = len(image_features), len(text_features)
-    similarity = options.get("similarity")
+    similarity, captions = options.get("similarity"), options.get("captions", 1)
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
     else:
         scores = image_features @ text_features.T
-    positive = torch.eye(n, m, dtype=torch.bool, device=image_features.device)
+    owner = torch.arange(m, device=image_features.device) // captions
+    positive = owner == torch.arange(n, device=image_features.device)[:, None]
     logits = logit_scale * scores
     if OBJECTIVES[objective].needs_bias:
         logits = logits + logit_bias
     if keys is not None:
-        logits = logits.masked_fill((keys[:, None] == keys) & ~positive, -torch.inf)
-    return OBJECTIVES[objective].dense(logits, positive, n)
+        logits = logits.masked_fill((keys[:, None] == keys.repeat_interleave(captions)) & ~positive, -torch.inf)
+    return OBJECTIVES[objective].dense(logits, positive, captions * n)

@@ -63,8 +63,8 @@ def check(
 ) -> None:
     """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and keys (P, n), stacked
     by rank."""
-    n = u.shape[1]
-    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity")}
+    n = u.shape[1] * options.get("captions", 1)
+    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "captions")}
     flat = None if keys is None else keys.flatten()
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, keys=flat)
     actual = whole(ranks.run(local_results, world, u, v, scale, keys, options))

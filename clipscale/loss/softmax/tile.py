@@ -1,6 +1,6 @@
 """The softmax's tile: log-sum-exps forward, the scores' gradient backward.
 
-    dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i + b_j) [j belongs to i]
+    dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i / k + b_j) [j is one of the k captions of i]
 
 Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their
 weights.
@@ -65,9 +65,10 @@ def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
 
 
 def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -> Tensor:
-    """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64."""
-    sides = ((block.rows, rows), (block.cols, cols))
-    weights = [side.weight[index].double() for side, index in sides if side.weight is not None]
+    """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64. A
+    row's weight is divided among its captions."""
+    sides = ((block.rows, rows, block.captions.count), (block.cols, cols, 1))
+    weights = [side.weight[index].double() / shared for side, index, shared in sides if side.weight is not None]
     return sum(weights[1:], weights[0])
 
 
