@@ -79,6 +79,10 @@ def test_the_wheel_trains_from_another_folder(installed: Path, shards: str, tmp_
     assert "done: runs/wheel (step 2" in done.stdout
 
 
+# A page or a file of the repository.
+ELSEWHERE = re.compile(r"\b(docs|clipscale|launch|conf)/[\w/-]+\.(md|yaml|py|sh)")
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
 def test_the_container_has_every_extra_that_a_user_needs(name: str) -> None:
     extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
@@ -114,6 +118,22 @@ def test_the_settings_end_where_a_run_begins() -> None:
                 assert any(name.match(pattern) or pattern[:-1] == f"{name.parts[0]}/" for pattern in readers), (
                     f"{name}:{node.lineno} reads settings: take what it uses as arguments"
                 )
+
+
+def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
+    """Pages of docs/, and files by their place in the repository: who installed a wheel has neither."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bodies = [
+            node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
+        ]
+        docstrings = {id(body.value) for body in bodies if isinstance(body, ast.Expr)}
+        texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named = [text.value for text in texts if id(text) not in docstrings and ELSEWHERE.search(text.value)]
+        assert not named, f"{path}: {named}"
+    for path in [*PACKAGE.rglob("*.yaml"), *PACKAGE.rglob("*.txt")]:
+        lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+        assert not [line for line in lines if ELSEWHERE.search(line)], path
 
 
 def definitions() -> set[str]:

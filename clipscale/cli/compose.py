@@ -49,7 +49,7 @@ FUNCTION = re.compile(rf"({'|'.join(create_functions().functions)})\(.*\)")
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         meant = nearest(message.rpartition(" ")[2], FLAGS)
-        raise UserError(f"{message}{meant}; settings are KEY=VALUE; those of open_clip's: docs/howto/open-clip.md")
+        raise UserError(f"{message}{meant}; settings are KEY=VALUE; page 'Moving from open_clip' has its flags")
 
 
 def parse(argv: Sequence[str]) -> Namespace:

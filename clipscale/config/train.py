@@ -125,7 +125,7 @@ def check(config: TrainConfig) -> None:
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "
-            "for a copy there (docs/runs.md, Copies)"
+            "for a copy there"
         )
     if config.samples is not None and config.epochs is not None:
         raise UserError(

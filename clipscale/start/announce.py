@@ -53,6 +53,8 @@ def tell_position(start: Start, schedule: Schedule) -> None:
         changed = "; changed: " + ", ".join(changes) if changes else ""
         stands = " is complete at" if step >= schedule.end else ": going on after"
         tell(f"run={config.run}{stands} step {step} of {schedule.end}{changed}")
+    else:
+        tell(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {start.folder}")
     if step >= schedule.end:
         tell("nothing is left to train; more samples= go on with it")
     elif 0 < schedule.total <= schedule.warmup:
