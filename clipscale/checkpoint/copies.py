@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard, set_records_aside
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common import files
-from clipscale.common.checkpoints import META, RESULT, checkpoints_of, step_of
+from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import Record
 from clipscale.common.terminal import tell
@@ -29,13 +29,10 @@ LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
 def open_store(address: str) -> DirFileSystem:
-    """Raises UserError for an address whose files end with this process, or that fsspec takes for a pattern."""
+    """Raises UserError for an address that cannot keep a copy."""
+    check_address(address)
     system, root = url_to_fs(address, use_listings_cache=False)
-    if isinstance(system, LocalFileSystem):
-        system = LOCAL
-    elif re.search(r"^memory:|[*?[]", address):
-        raise UserError(f"checkpoint.copy={address}: give a folder, or an address in a bucket without * ? [")
-    return DirFileSystem(root, system)
+    return DirFileSystem(root, LOCAL if isinstance(system, LocalFileSystem) else system)
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:

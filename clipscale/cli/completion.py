@@ -9,7 +9,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import one_of
-from clipscale.config.libraries import architectures, optimizers_to_complete
+from clipscale.config.libraries import architectures, optimizers_in_file
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
 
@@ -17,7 +17,7 @@ from clipscale.config.setting import settings_of
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "hardware": lambda: [*HARDWARE, "cpu"],
     "model.name": architectures,
-    "optim.name": optimizers_to_complete,
+    "optim.name": optimizers_in_file,
 }
 SCRIPTS: dict[str, str] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
@@ -28,7 +28,9 @@ def main(words: Sequence[str]) -> int:
     """
     shell, *line = words or [""]
     if shell not in SCRIPTS:
-        raise UserError(f"completion {shell}: give a shell, {one_of(SCRIPTS)}")
+        raise UserError(
+            f"{f'completion {shell}'.strip()}: give a shell, {one_of(SCRIPTS)}, as in clipscale completion bash"
+        )
     if not line:
         print(SCRIPTS[shell], end="")
         return 0

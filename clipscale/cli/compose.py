@@ -206,7 +206,7 @@ def with_lists(pairs: list[tuple[str, Any]]) -> Record:
 
 def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
     """The values of the presets of optimizer and loss that are typed with an experiment, whose own count less."""
-    typed_words = dict(word.split("=", 1) for word in words)
+    typed_words = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
     if "experiment" not in typed_words:
         return []
     values: Record = {}

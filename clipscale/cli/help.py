@@ -21,9 +21,8 @@ def show(words: Sequence[str]) -> None:
     """What `clipscale WORDS --help` prints: all verbs, those that begin with the words, or one verb; of that, its main
     keys, or what follows its name: sections with all their keys, settings.
     """
-    names = [name for name in VERBS if name.split()[: len(words)] == list(words)]
-    if len(names) > 1:
-        show_verbs(names)
+    if not words or begins_several(words):
+        show_verbs([name for name in VERBS if name.split()[: len(words)] == list(words)])
         return
     name, topics = split_verb(words)
     for topic in topics:
@@ -32,11 +31,17 @@ def show(words: Sequence[str]) -> None:
         show_verb(name)
 
 
-def show_verbs(names: Iterable[str]) -> None:
+def begins_several(words: Sequence[str]) -> bool:
+    """Whether the words are the beginning of several verbs, as `data` is."""
+    return sum(name.split()[: len(words)] == list(words) for name in VERBS) > 1
+
+
+def show_verbs(names: Sequence[str]) -> None:
     print("clipscale: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns((name, summary(VERBS[name].settings)) for name in names)
-    show_examples(f"clipscale data demo\n{VERBS['train'].examples}")
+    first = [VERBS[name].examples.splitlines()[0] for name in names]
+    show_examples("\n".join(first) if len(names) < len(VERBS) else f"clipscale data demo\n{VERBS['train'].examples}")
     print("\n`clipscale VERB --help` describes a verb. CLIPSCALE_DEBUG=1 shows tracebacks.")
 
 

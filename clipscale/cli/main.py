@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
     words = [word for word in asked if word not in ("-h", "--help")]
     if "help" in words[1:3]:
         words.remove("help")
-    if not words or words != argv:
+    if not words or words != argv or help.begins_several(words):
         help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
@@ -90,8 +90,8 @@ def run(argv: list[str]) -> int:
             print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
     verb.check(settings)
-    if name in FETCH and not line.cfg:
-        train.check_weights(settings)
+    if hasattr(settings, "model"):
+        train.check_weights(settings, fetched=name in FETCH and not line.cfg)
     if line.check and verb.trial:
         resolve_name(verb.trial)(settings)
     if line.cfg or line.check:

@@ -37,8 +37,7 @@ def main(name: str, line: Namespace) -> int:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
         cli_train.check(config)
-        if not line.cfg:
-            cli_train.check_weights(config)
+        cli_train.check_weights(config, fetched=not line.cfg)
         if line.check:
             from clipscale.tools import check_start  # imports torch
 

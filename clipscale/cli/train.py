@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.checkpoints import RESULT, check_own, path_of
+from clipscale.common.checkpoints import RESULT, check_own, check_place, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, main_rank, tell
@@ -26,6 +26,7 @@ def check(config: TrainConfig) -> None:
     local.check_train(config)
     if config.run and main_rank():
         check_own(run_folder(config.run))
+        check_place(run_folder(config.run))
     if ranks.under_launcher():  # there all ranks find missing shards together
         return
     from clipscale.config.conditions import source_names
@@ -52,11 +53,14 @@ def begun(config: TrainConfig) -> bool:
     return bool(config.run) and any(run_folder(config.run).glob("checkpoints/step_*"))
 
 
-def check_weights(config: TrainConfig | AnyModel) -> None:
-    """Raise UserError for weights that cannot be fetched, of a command that would."""
+def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> None:
+    """Raise UserError for tags of another model, and where weights are to be `fetched`, for those that cannot be. May
+    import open_clip, so it comes after the other checks."""
     from clipscale.models.hub import check_connection
+    from clipscale.models.sources import check_tags
 
-    if not (ranks.under_launcher() or (isinstance(config, TrainConfig) and begun(config))):
+    check_tags(config.model)
+    if fetched and not (ranks.under_launcher() or (isinstance(config, TrainConfig) and begun(config))):
         check_connection(config.model)
 
 

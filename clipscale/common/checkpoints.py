@@ -1,6 +1,8 @@
 """The folder of a run, and where its checkpoints are: RUN/checkpoints/step_00001000. Imports nothing heavy."""
 
+import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -28,6 +30,32 @@ def check_own(run: Path) -> None:
             raise UserError(
                 f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
             )
+
+
+def check_place(run: Path) -> None:
+    """Raise UserError for a folder that surely cannot be made or written. Writes nothing."""
+    there = next(path for path in (run, *run.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        reason = "cannot be written" if there.is_dir() else "is a file"
+        raise UserError(f"run={run} cannot be written ({there} {reason}); choose another run=PATH")
+
+
+def check_address(address: str) -> None:
+    """Raise UserError for a `checkpoint.copy` that fsspec cannot open, whose files end with this process, or that it
+    takes for a pattern. Asks no server."""
+    protocol, slashes, _ = address.partition("://")
+    if not slashes or protocol == "file":
+        return
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    known = known_implementations.get(protocol, {})
+    if protocol not in fsspec.available_protocols():
+        raise UserError(f"checkpoint.copy={address}: there is no {protocol}; give a folder, or s3://BUCKET/PATH")
+    if protocol == "memory" or re.search(r"[*?[]", address):
+        raise UserError(f"checkpoint.copy={address}: give a folder, or an address in a bucket without * ? [")
+    if "class" in known and find_spec(known["class"].partition(".")[0]) is None:
+        raise UserError(f"checkpoint.copy={address}: {known.get('err', 'its library is not installed')}")
 
 
 def is_run(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, parse_count, parse_memory
-from clipscale.config.libraries import architectures, model_description, optimizers
+from clipscale.config.libraries import architectures, has_optimizer, model_description, optimizers, optimizers_in_file
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
@@ -100,8 +100,9 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
-        if self.name not in SHARDABLE_OPTIMIZERS and self.name not in optimizers():
-            raise UserError(f"optim.name={self.name!r} is not one of timm's{nearest(self.name, optimizers())}")
+        if self.name not in SHARDABLE_OPTIMIZERS and not has_optimizer(self.name):
+            meant = nearest(self.name, optimizers_in_file() or optimizers())
+            raise UserError(f"optim.name={self.name!r} is not one of timm's{meant}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from clipscale.common import files
+from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
@@ -127,6 +128,7 @@ def check(config: TrainConfig) -> None:
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "
             "for a copy there"
         )
+    check_address(config.checkpoint.copy)
     if config.samples is not None and config.epochs is not None:
         raise UserError(
             f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them"

@@ -103,22 +103,23 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
-        else:
-            _check_tag(config, whole, "model.weights")
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
     for tower, part, weights in towers:
         setting = f"model.{tower}.weights"
         if weights and (source := local_source(weights, setting)):
             _check_fit(config, source, part)
-        elif weights:
-            _check_tag(config, weights, setting)
     return config
 
 
-def _check_tag(config: ModelConfig, tag: str, setting: str) -> None:
-    """Raise UserError for a tag of another model."""
-    if config.name and not tag.startswith(HUB):
-        _pretrained(tag, config.name.replace("/", "-"), f"{setting}={tag!r}")
+def check_tags(config: ModelConfig) -> None:
+    """Raise UserError for tags of another model. Imports open_clip if there is a tag, so other checks come first."""
+    for setting, weights in (
+        ("model.weights", config.weights),
+        ("model.image.weights", config.image.weights),
+        ("model.text.weights", config.text.weights),
+    ):
+        if config.name and weights and not weights.startswith(HUB) and not local_source(weights, setting):
+            _pretrained(weights, config.name.replace("/", "-"), f"{setting}={weights!r}")
 
 
 def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:

@@ -140,7 +140,7 @@ def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> N
         ("run", "{}", "auto", "it holds store, and not run=run"),
         ("run", "{}/store", "none", "resume=auto"),
         ("run", "s3://bucket/a[1]", "", "in a bucket without"),
-        ("run", "s4://bucket", "", "s4://bucket cannot be read .Protocol not known"),
+        ("run", "s4://bucket", "", "s4://bucket: there is no s4; give a folder"),
         ("run", "s3://no-bucket/runs", "", "bucket does not exist"),
     ],
 )

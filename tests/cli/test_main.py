@@ -29,7 +29,13 @@ from tests.support.terminals import on_terminal, screen
 
 
 @pytest.mark.parametrize(
-    ("words", "listed"), [("", [*VERBS]), ("--help", [*VERBS]), ("data -h", [name for name in VERBS if " " in name])]
+    ("words", "listed"),
+    [
+        ("", [*VERBS]),
+        ("--help", [*VERBS]),
+        ("data", [name for name in VERBS if " " in name]),
+        ("data -h", [name for name in VERBS if " " in name]),
+    ],
 )
 def test_the_overview_lists_the_verbs_that_begin_with_the_words(cli: Cli, words: str, listed: list[str]) -> None:
     status, out, err = cli(*words.split())
