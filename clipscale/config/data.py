@@ -1,5 +1,6 @@
 """The settings of the training data, and their checks that need no shard."""
 
+import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
@@ -59,6 +60,15 @@ class DataConfig:
         "`txt@sentence`: a random sentence; `@span`: sentences that fit the context, from a random one on; `@later`: "
         "the same without the first sentence.",
     )
+    captions_per_step: int = setting(
+        1, "Captions of each sample in a step, drawn without replacement; its picture is encoded once.", least=1
+    )
+    negatives: str | None = setting(
+        None, "Texts of a sample that match no picture, hard negatives of all pictures: `json:FIELD`, one or a list."
+    )
+    negatives_per_step: int = setting(
+        1, "Of each sample in a step, drawn as captions are: fewer are repeated; without any it is left out.", least=1
+    )
     same: str | None = setting(
         None, "Samples with the same `caption`, or the same json field (`url`, ...), are no negatives of each other."
     )
@@ -79,6 +89,11 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
+    @property
+    def texts_per_step(self) -> int:
+        """Captions and hard negatives of each sample in a step."""
+        return self.captions_per_step + (self.negatives_per_step if self.negatives else 0)
+
     def check(self) -> None:
         """Raises UserError for captions and conditions that cannot be read, and for weights."""
         self.check_weights()
@@ -86,6 +101,18 @@ class DataConfig:
             raise UserError("data.only_keys and data.sample_weights exclude each other; give weights of 0")
         caption_sources(self.captions)
         conditions(self.filter)
+        if self.negatives and not re.fullmatch("json:.+", self.negatives):
+            raise UserError(f"data.negatives={self.negatives}: name the field that has the texts, json:FIELD")
+        if self.negatives and (self.same is not None or self.sample_weights is not None):
+            raise UserError(
+                f"data.negatives={self.negatives}: not with data.same or data.sample_weights, which say nothing of "
+                "these texts; leave one of them out"
+            )
+        if self.captions_per_step > 1 and self.same == "caption":
+            raise UserError(
+                f"data.captions_per_step={self.captions_per_step}: data.same=caption compares one caption of each; "
+                "take data.same=url, or another field"
+            )
 
     def check_weights(self) -> None:
         """Raises UserError for other weights than sources, and for negative ones."""

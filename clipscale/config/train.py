@@ -158,6 +158,11 @@ def check_pairs(config: TrainConfig) -> None:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if config.loss.backend == "triton" and data.same is not None:
         raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
+    if config.loss.backend == "triton" and data.captions_per_step > 1:
+        raise UserError(
+            f"loss.backend=triton: its kernels take one caption an image, and "
+            f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto"
+        )
 
 
 # Environment variable: the most samples of a run.

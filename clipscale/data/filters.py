@@ -4,6 +4,7 @@ Both depend only on the sample and its own random numbers, so filtered epochs ar
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +26,23 @@ class Selection:
     conditions: tuple[Condition, ...]
     # What samples of equal keys share: the `caption`, or a field of the json.
     same: str | None = None
+    # Captions of a sample in a step.
+    count: int = 1
+    # The source of hard negatives; empty: there are none. And their number in a step.
+    negatives: str = ""
+    negatives_count: int = 0
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
         members = {source.name.partition(":")[0] for source in self.captions}
-        if self.same not in (None, "caption") or any(each.of_field for each in self.conditions):
+        of_field = any(each.of_field for each in self.conditions)
+        if self.negatives or of_field or self.same not in (None, "caption"):
             members.add("json")
         return members
 
-    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> tuple[str, str]:
-        """The sample's caption, drawn by weight, and the part of it that is to be taken. The captions of a source share
-        its weight. A source of weight 0 is used if no other has a text.
+    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[tuple[str, str]]:
+        """The sample's captions, drawn by weight, and the part of each that is to be taken. The captions of a source
+        share its weight. A source of weight 0 is used if no other has a text.
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
@@ -44,13 +51,22 @@ class Selection:
             if source.weight:
                 with suppress(BrokenSampleError):
                     texts = captions_of(members, source.name)
-                    pool += [(text, source.weight / len(texts), source.part) for text in texts]
+                    pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
-            pool = [(first_caption(members, [source.name for source in self.captions]), 1.0, "")]
-        # the smallest of exponential variates at rates of the weights
-        return min((-math.log(1 - rng.uniform()) / weight, text, part) for text, weight, part in pool)[1:]
+            pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
+        return drawn(pool, self.count, rng)
 
-    def check(self, sample: RawSample, caption: str) -> None:
+    def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
+        """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
+        if not self.negatives:
+            return []
+        try:
+            pool = [(1.0, text, "") for text in captions_of(members, self.negatives)]
+        except BrokenSampleError as error:
+            raise BrokenSampleError("no_negative", str(error)) from error
+        return [text for text, _ in drawn(pool, self.negatives_count, rng)]
+
+    def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
         fields: Record | None = None
         picture: Picture | None = None
@@ -58,7 +74,8 @@ class Selection:
             if condition.name == SAMPLE:
                 _require(condition, utf8(name_of(sample)))
             elif condition.name == CAPTION:
-                _require(condition, len(caption))
+                for caption in captions:
+                    _require(condition, len(caption))
             elif condition.name in SIZES:
                 picture = picture or Picture(image_bytes(sample.members))
                 _require(condition, SIZES[condition.name](picture.width, picture.height))
@@ -106,6 +123,19 @@ def _require(condition: Condition, value: Any) -> None:
         raise BrokenSampleError(f"filter_{condition.name}", str(value)[:100])
 
 
+def drawn(pool: Sequence[tuple[float, str, str]], count: int, rng: CounterRNG) -> list[tuple[str, str]]:
+    """Draw texts and their parts by weight without replacement; once all are drawn, all can be drawn again.
+
+    pool: weight, text, part. The order is that of exponential variates at rates of the weights (Efraimidis and
+    Spirakis 2006).
+    """
+    texts: list[tuple[str, str]] = []
+    while len(texts) < count:
+        order = sorted((-math.log(1 - rng.uniform()) / weight, text, part) for weight, text, part in pool)
+        texts += [(text, part) for _, text, part in order]
+    return texts[:count]
+
+
 def name_of(sample: RawSample) -> str:
     """`SHARD/KEY`; messages and conditions name samples by its `utf8`."""
     return f"{basename(sample.url)}/{sample.key}"
@@ -117,4 +147,7 @@ def selection(config: DataConfig) -> Selection:
         caption_sources(config.captions),
         conditions(config.filter),
         config.same,
+        config.captions_per_step,
+        config.negatives or "",
+        config.negatives_per_step if config.negatives else 0,
     )

@@ -31,6 +31,7 @@ AUGMENT = 4
 CAPTION = 5
 SOURCE_KEY = 6
 WEIGHT = 8
+NEGATIVE = 9
 
 # Sources get their exact shares in every block of this many samples of a stream. It is small: every batch is mixed.
 SOURCE_BLOCK = 64

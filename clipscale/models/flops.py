@@ -109,24 +109,27 @@ class Flops:
     text_flops_at: Callable[[int | None], int]
     # The device's FLOP/s; None: unknown.
     peak: float | None
+    # Captions and hard negatives of a sample.
+    texts: int = 1
 
     @staticmethod
-    def of(config: ModelConfig, model: ClipModel, device: torch.device) -> "Flops":
-        """`model`: built by `config`; its parameters say what trains."""
+    def of(config: ModelConfig, model: ClipModel, device: torch.device, texts: int = 1) -> "Flops":
+        """`model`: built by `config`; its parameters say what trains. `texts`: see the field."""
         trained = trained_of(model.text.encoder)
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return Flops(
             image_flops=sum(image_flops(config, trained_of(model.image.encoder))),
             text_flops_at=cache(lambda width: sum(text_flops(config, trained, width))),
             peak=HARDWARE[gpu].peak("bf16") if gpu else None,
+            texts=texts,
         )
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         if not widths:
-            return self.image_flops + self.text_flops_at(None)
+            return self.image_flops + self.texts * self.text_flops_at(None)
         text = sum(count * self.text_flops_at(width) for width, count in widths.items())
-        return self.image_flops + text / sum(widths.values())
+        return self.image_flops + self.texts * text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -81,7 +81,13 @@ def build(start: Start, world: World) -> Parts:
         keeps_graphs = config.cache.keep != "none"
         with precision.autocast():
             sizes = agreed_chunk_sizes(
-                config.cache.sizes, model, share.samples, world, earlier, keeps_graphs=keeps_graphs
+                config.cache.sizes,
+                model,
+                share.samples,
+                world,
+                earlier,
+                keeps_graphs=keeps_graphs,
+                texts=config.data.texts_per_step,
             )
 
         step = build_step(
@@ -99,7 +105,7 @@ def build(start: Start, world: World) -> Parts:
         check_streams(start, stream, world)
         restore_random(start, world)
 
-        flops = Flops.of(config.model, model, world.device)
+        flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
         steps = schedule.end - start.step
         is_compiled = compile_if_worth(step, config.model.compile, flops, steps, share.samples, world)
         undo.pop_all()
@@ -133,6 +139,7 @@ def build_step(
         exchange=config.loss.exchange,
         backend=config.loss.backend,
         sizes=tuple(config.loss.sizes),
+        captions=config.data.captions_per_step,
         uses_keys=config.data.same is not None or repeats,
         machine=machine,
     )

@@ -34,6 +34,8 @@ class BatchLoss:
     exchange: str = "auto"
     backend: str = "auto"
     sizes: tuple[int, ...] = ()
+    # Texts of each image that are its positives; texts beyond them are hard negatives.
+    captions: int = 1
     # Whether samples with equal keys are no negatives of each other.
     uses_keys: bool = False
     # Where the loss runs; None: this machine.
@@ -52,6 +54,7 @@ class BatchLoss:
                 exchange=self.exchange,
                 backend=self.backend,
                 keys=keys if self.uses_keys else None,
+                captions=self.captions,
                 machine=self.machine,
                 check=False,
             )

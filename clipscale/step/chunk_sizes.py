@@ -31,13 +31,12 @@ class ChunkSizes:
     device: str
 
 
-def check_sizes(sizes: Sequence[int | None], local_batch: int) -> None:
-    """Raise UserError for a chunk larger than the local batch. `sizes`: as typed; None: to be measured."""
-    for size in sizes:
-        if size is not None and size > local_batch:
-            raise UserError(
-                f"cache.chunk={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
-            )
+def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
+    """Raise UserError for a chunk larger than the local batch. `sizes`: as typed; None: to be measured. `texts`: of
+    each sample."""
+    for size, rows, what in zip(sizes, (local_batch, local_batch * texts), ("samples", "captions")):
+        if size is not None and size > rows:
+            raise UserError(f"cache.chunk={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
 
 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
@@ -62,24 +61,28 @@ def agreed_chunk_sizes(
     earlier: ChunkSizes | None,
     *,
     keeps_graphs: bool,
+    texts: int = 1,
 ) -> ChunkSizes:
     """The chunk sizes, the same on all ranks. The first of these that exists counts:
 
     1. the `typed` size of images or of captions,
     2. the checkpoint's (`earlier`), on the same kind of device: random numbers are drawn chunk by chunk,
     3. a measurement; see `find_chunk` for `keeps_graphs`.
+
+    `texts`: captions and hard negatives of each sample.
     """
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
-    towers = ("image", model.image, random_pixels), ("text", model.text, random_captions)
-    for setting, (name, tower, draw) in zip(typed, towers):
-        size = batch_norm_chunk(tower, name, setting, local_batch) or setting
+    towers = ("image", model.image, random_pixels, 1), ("text", model.text, random_captions, texts)
+    for setting, (name, tower, draw, of_sample) in zip(typed, towers):
+        rows = local_batch * of_sample
+        size = batch_norm_chunk(tower, name, setting, rows) or setting
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
             rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
-            fastest = find_chunk(rate, local_batch, world.device, keep=keeps_graphs)
+            fastest = find_chunk(rate, rows, world.device, keep=keeps_graphs)
             size = min(world.all_gather_object(fastest))
         sizes[name] = size
     return ChunkSizes(**sizes, device=device)

@@ -131,8 +131,8 @@ class TrainStep:
         """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""
         device = self.world.device
         if not self.sort_captions:
-            return ChunkLoader(batch.tokens, len(batch), device, resident=self.is_resident), 0
-        texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=self.is_resident)
+            return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0
+        texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident)
         return texts, texts.make_chunks(self.cache.chunks[1])
 
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:

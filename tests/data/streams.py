@@ -69,7 +69,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
     """Its keys, pixels, tokens."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
-    tokens = batch.tokens(0, len(batch))
+    tokens = batch.tokens(0, batch.texts)
     return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def raw(size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) 
 
 def reason_for(selected: Selection, sample: RawSample) -> str | None:
     try:
-        selected.check(sample, selected.draw(sample.members, CounterRNG(1))[0])
+        selected.check(sample, [text for text, _ in selected.draw(sample.members, CounterRNG(1))])
     except BrokenSampleError as error:
         return error.reason
     return None
@@ -59,16 +60,33 @@ def test_sources_are_drawn_by_weight_and_a_list_shares_it(
     captions: list[str], fields: dict, shares: dict[str, float]
 ) -> None:
     selected, sample = chosen(captions=captions), raw(text="t", **fields)
-    drawn = [Counter(selected.draw(sample.members, CounterRNG(5, i))[0] for i in range(4000)) for _ in range(2)]
+    drawn = [Counter(selected.draw(sample.members, CounterRNG(5, i))[0][0] for i in range(4000)) for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert {text: count / 4000 for text, count in drawn[0].items()} == pytest.approx(shares, abs=0.03)
 
 
 def test_a_source_without_text_gives_way_to_the_others() -> None:
     selected = chosen(captions=["json:alt=9", "txt=1"])
-    assert {selected.draw(raw(text="t").members, CounterRNG(i))[0] for i in range(50)} == {"t"}
+    assert {selected.draw(raw(text="t").members, CounterRNG(i))[0][0] for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
         selected.draw(raw(text=" ").members, CounterRNG(0))
+
+
+def test_captions_are_drawn_without_replacement_and_then_again() -> None:
+    selected, sample = chosen(captions=["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
+    for i in range(50):
+        drawn = [text for text, _ in replace(selected, count=7).draw(sample.members, CounterRNG(i))]
+        assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "t"] and drawn[6] in "abt"
+        assert [drawn[0]] == [text for text, _ in selected.draw(sample.members, CounterRNG(i))], "whatever their number"
+
+
+def test_negatives_are_drawn_as_captions_and_a_sample_without_one_is_broken() -> None:
+    selected = selection(DataConfig(negatives="json:hard", negatives_per_step=3))
+    assert sorted(selected.draw_negatives(raw(hard=["a", " ", "b"]).members, CounterRNG(0))[:2]) == ["a", "b"]
+    assert selected.draw_negatives(raw(hard="a").members, CounterRNG(0)) == ["a", "a", "a"]
+    for sample in (raw(), raw(hard=[])):
+        with pytest.raises(BrokenSampleError, match="no_negative"):
+            selected.draw_negatives(sample.members, CounterRNG(0))
 
 
 @pytest.mark.parametrize(("same", "one", "other", "equal"), SAMPLES["keys"])

@@ -28,6 +28,8 @@ from tests.support.runs import ARCHITECTURE, begun, small
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
 OFTEN = "often.parquet"
+SEVERAL = {"captions_per_step": 3}
+NEGATIVES = {"negatives": "json:wrong", "negatives_per_step": 2, "same": None}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     members = []
     for i in range(24):
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
-        about = {"url": f"u{i // 3}", "captions": captions}
+        about = {"url": f"u{i // 3}", "captions": captions, "wrong": [f"no number {i} {c}" for c in range(i % 2 + 1)]}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
     folder = tmp_path_factory.mktemp("texts")
     parquet.write_table(pyarrow.table({"key": ["00", "01", "02"], "weight": [8.0] * 3}), folder / OFTEN)
@@ -66,7 +68,8 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
     assert all(run.trainer.cache.kept) == (config.cache.keep != "none")
-    rows = [batch.pixels(0, len(batch)), batch.tokens(0, len(batch)), batch.keys()]
+    own = len(batch) * config.data.captions_per_step
+    rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.texts), batch.keys()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.trainer.model), run.loss, rows
@@ -81,6 +84,17 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         (1, {"sizes": [3, 8]}),
         (2, {"data": {"same": None, "sample_weights": OFTEN}}),
         (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
+        (1, {"data": SEVERAL}),
+        (2, {"data": SEVERAL, "exchange": "ring"}),
+        (
+            3,
+            {
+                "data": SEVERAL | NEGATIVES | {"same": None},
+                "exchange": "gather",
+                "launch": LaunchConfig(parallel="zero3"),
+            },
+        ),
+        (2, {"data": NEGATIVES, "objective": "sigmoid"}),
     ],
     ids=str,
 )
@@ -88,13 +102,14 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
-    pixels, captions, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    pixels, captions, negatives, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
-    u, v = model.image(pixels), model.text(captions)
+    u, v = model.image(pixels), model.text(torch.cat([captions, negatives]))
     given = {"logit_bias": model.logit_bias, "objective": config.loss.objective}
-    given["keys"] = keys
+    given |= {"keys": None if config.data.negatives else keys, "captions": config.data.captions_per_step}
+    assert len(v) == config.batch * config.data.texts_per_step
     parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
     expected = sum(dense_contrastive_loss(*part, scale, **given) for part in parts)
     assert isinstance(expected, torch.Tensor)

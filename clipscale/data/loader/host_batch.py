@@ -1,6 +1,7 @@
 """The local batch in host memory, allocated once. Workers share it and write each sample into its row.
 
-N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
+N: samples of the local batch, k: texts of each (captions, then hard negatives), C: channels, S: side in pixels,
+T: tokens.
 """
 
 import contextlib
@@ -46,13 +47,28 @@ class Layout:
     samples: int  # of the local batch
     side: int  # of the pictures
     context_length: int
+    captions: int = 1  # of a sample
+    negatives: int = 0  # hard negatives of a sample
+
+    @property
+    def texts(self) -> int:
+        """Captions and hard negatives of the local batch."""
+        return self.samples * (self.captions + self.negatives)
+
+    def text_rows(self, sample: int) -> list[int]:
+        """The rows of a sample's captions among all texts, then of its hard negatives, which follow all captions."""
+        first_caption, first_negative = sample * self.captions, self.samples * self.captions + sample * self.negatives
+        return [
+            *range(first_caption, first_caption + self.captions),
+            *range(first_negative, first_negative + self.negatives),
+        ]
 
     def slot_arrays(self) -> dict[str, ArraySpec]:
         """The arrays of one slot in shared memory."""
         return {
-            "tokens": ArraySpec((self.samples, self.context_length), "int32"),
+            "tokens": ArraySpec((self.texts, self.context_length), "int32"),
             "keys": ArraySpec((self.samples,), "int64"),
-            "lengths": ArraySpec((self.samples,), "int16"),
+            "lengths": ArraySpec((self.texts,), "int16"),
             "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
         }
 
@@ -123,13 +139,19 @@ class Arena:
 class HostBatch:
     """One local batch, valid until the next one is requested. Reading rows blocks until they have arrived."""
 
-    def __init__(self, slot: Slot, wait: Callable[[int], None]) -> None:
-        """`wait(stop)` blocks until rows 0..stop have arrived."""
+    def __init__(self, slot: Slot, captions: int, wait: Callable[[int], None]) -> None:
+        """`captions`: of each sample. `wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
+        self._captions = captions
         self._wait = wait
 
     def __len__(self) -> int:
         return len(self._slot["pixels"])
+
+    @property
+    def texts(self) -> int:
+        """Its captions, caption j belonging to sample j // captions, and behind them the hard negatives."""
+        return len(self._slot["tokens"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, a view of the batch's memory. Raises UserError if the workers have failed."""
@@ -137,12 +159,12 @@ class HostBatch:
         return torch.from_numpy(self._slot["pixels"][start:stop])
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
-        self._wait(stop)
+        """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
+        self._wait(min(len(self), -(-stop // self._captions)))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every caption without its padding, (N,) int16; waits for all samples."""
+        """Tokens of every text without its padding, (kN,) int16; waits for all samples."""
         self._wait(len(self))
         return self._slot["lengths"]
 

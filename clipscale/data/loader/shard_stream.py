@@ -16,7 +16,7 @@ from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
-from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
+from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.sentences import part_of
 from clipscale.data.shards.addresses import hash64
@@ -93,8 +93,9 @@ class ShardStream:
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
         return StreamPosition(0, self._used, of_sources) if self._weighted else StreamPosition(*of_sources[0])
 
-    def take(self, row: np.ndarray) -> tuple[str, int]:
-        """Write the next usable sample's pixels to `row`; returns its caption and its key. Raises UserError.
+    def take(self, row: np.ndarray) -> tuple[list[str], int]:
+        """Write the next usable sample's pixels to `row`; returns its captions, behind them its hard negatives, and its
+        key. Raises UserError.
 
         With weights, the next sample of the same source replaces a broken one.
         """
@@ -115,11 +116,12 @@ class ShardStream:
                 if item.keep_probability < 1 and draw.uniform() >= item.keep_probability:
                     continue  # not in this epoch
                 rng = CounterRNG(order.seed, CAPTION, *sample)
-                caption, part = spec.selection.draw(item.members, rng)
-                spec.selection.check(item, caption)
+                captions = spec.selection.draw(item.members, rng)
+                spec.selection.check(item, [caption for caption, _ in captions])
+                negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *sample))
                 own = item.key if spec.config.sample_weights else item.index  # repeats share it
-                key = spec.selection.key(item, caption, f"{segment.shard} {own}")
-                caption = part_of(caption, part, rng, spec.fits) if part else caption
+                key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own}")
+                texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
@@ -128,7 +130,7 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return caption, key
+                return texts + negatives, key
 
     def close(self) -> None:
         for reader in self._readers:
@@ -209,17 +211,17 @@ class BatchFiller:
         work = [(stream, int(row)) for stream, rows in pairs for row in rows]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions: dict[int, str] = {}  # by their row of the tokens
+            texts: dict[int, str] = {}  # by their row of the tokens
             for stream, row in piece:
                 self._tick()
                 mine = row in local
-                caption, key = stream.take(slot["pixels"][row] if mine else self._left_out)
+                of_sample, key = stream.take(slot["pixels"][row] if mine else self._left_out)
                 if mine:
-                    captions[row] = caption
+                    texts.update(zip(self._arena.layout.text_rows(row), of_sample, strict=True))
                     slot["keys"][row] = key
-            if captions:
-                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
-                rows = list(captions)
+            if texts:
+                tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
+                rows = list(texts)
                 slot["tokens"][rows] = tokens
                 slot["lengths"][rows] = lengths(tokens, self._spec.pad)
             yield self.report(step, start + len(piece))

@@ -146,7 +146,7 @@ class TrainStream:
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need], self._while_waiting)
 
-        return HostBatch(self._arena.slot(step), wait)
+        return HostBatch(self._arena.slot(step), self._arena.layout.captions, wait)
 
     def give_back(self) -> None:
         """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
@@ -326,6 +326,8 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
         samples=samples,
         side=side,
         context_length=context_length,
+        captions=config.captions_per_step,
+        negatives=config.negatives_per_step if config.negatives else 0,
     )
 
 

@@ -145,6 +145,8 @@ class DryRun:
         self.flops = flops
         self.model = model
         self.caption_share = caption_share(model)
+        # Captions and hard negatives of a sample.
+        self.texts = config.data.texts_per_step
         # Shape and type of a row of each tower.
         self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)
         # Its bytes.
@@ -245,7 +247,8 @@ class DryRun:
             low = self.loss(size)
             high = self.loss(2 * size)
             return round(high + (batch / size - 2) * (high - low))
-        features = [torch.empty(batch, self.model.width).requires_grad_(trained) for trained in self.trained]
+        rows = batch, batch * self.texts
+        features = [torch.empty(n, self.model.width).requires_grad_(trained) for n, trained in zip(rows, self.trained)]
         self.tracker.take_peak()
         before = self.tracker.live
         self.step.cache.loss(*features, keys=torch.empty(batch, dtype=torch.int64)).backward()
@@ -288,7 +291,8 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     ranks_of_node = ranks // nodes
     if exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
-        exchange = exchange_of(nodes, config.batch * model.width, itemsize, capability is not None)
+        texts = config.batch * config.data.texts_per_step
+        exchange = exchange_of(nodes, texts * model.width, itemsize, capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     laps = {"ring": LAPS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))

@@ -47,22 +47,24 @@ class StepModel:
         self.batch = batch
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
+        # Pictures, and texts.
+        self.rows = batch, batch * dry_run.texts
         # Rows of a chunk.
-        self.sizes = min(chunks[0], batch), min(chunks[1], batch)
-        self.is_one = [size == batch for size in self.sizes]
+        self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        self.is_one = [size == rows for size, rows in zip(self.sizes, self.rows)]
         self.passes = [dry_run.passes(i, self.sizes[i], dry_run.is_alone and self.is_one[i]) for i in (0, 1)]
         shares = 1, dry_run.caption_share
         # Chunks.
-        self.counts = [math.ceil(batch * share / size) for share, size in zip(shares, self.sizes)]
+        self.counts = [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
 
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
         dry_run = self.dry_run
-        features = 2 * [self.batch * dry_run.model.width * FEATURE]
+        features = [rows * dry_run.model.width * FEATURE for rows in self.rows]
         gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
         stays = [
             features[i]
-            + self.resident * self.batch * dry_run.row[i]
+            + self.resident * self.rows[i] * dry_run.row[i]
             + dry_run.whole[i].held
             + kept[i] * self.passes[i].graph
             for i in (0, 1)

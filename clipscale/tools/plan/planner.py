@@ -48,8 +48,10 @@ class Prediction:
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
         given = [
-            ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local) else size
-            for name, tower, size in zip(TOWERS, self.dry_run.towers, self.config.cache.sizes)
+            ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local * of_sample) else size
+            for name, tower, size, of_sample in zip(
+                TOWERS, self.dry_run.towers, self.config.cache.sizes, (1, self.dry_run.texts)
+            )
         ]
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
@@ -140,7 +142,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu = target_gpu(config)
-    check_sizes(config.cache.sizes, config.batch // config.ranks)
+    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
     doing(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     with dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes) as dry:
         prediction = Prediction(config, gpu, dry)

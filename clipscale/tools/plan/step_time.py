@@ -31,15 +31,17 @@ def step_time(
     known ones.
     """
     image, text = dry_run.flops
-    forward = image.forward + text.forward
+    forward = image.forward + text.forward * dry_run.texts
     plain = forward
     second = 0.0
-    for trained, passes, share in zip(dry_run.trained, dry_run.flops, replayed_share):
+    of_sample = 1, dry_run.texts
+    for trained, passes, inputs, share in zip(dry_run.trained, dry_run.flops, of_sample, replayed_share):
         if trained:
-            plain += passes.backward + passes.forward * config.model.grad_checkpointing
-            second += passes.forward * share
+            plain += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
+            second += inputs * passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(dry_run.trained) else 1
-    plain += (sweeps + sum(dry_run.trained)) * 2 * config.batch * (dry_run.model.width + sum(config.loss.sizes))
+    scores = 2 * config.batch * dry_run.texts * (dry_run.model.width + sum(config.loss.sizes))
+    plain += (sweeps + sum(dry_run.trained)) * scores
     operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
     if gpu is None or forward < SMALLEST:

@@ -48,7 +48,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
 
     def opened(world: int, workers: int, position: Any = None) -> list[TrainStream]:
         options = {"workers": workers, "position": position, "shard_streams": 8}
-        options |= {"captions": ["txt", "json:alt"], "same": "alt"}
+        options |= {"captions": ["txt", "json:alt"], "captions_per_step": 2, "same": "alt"}
         sources = {"train": [f"{dirty}/0000*.tar", f"{dirty}/dirty*.tar"], "weights": [1.0, 2.0]}
         options |= sources if order == "weights" else {"order": order}
         return [open_stream(dirty, batch=24, rank=r, world=world, **options) for r in range(world)]

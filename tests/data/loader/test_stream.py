@@ -14,8 +14,9 @@ from PIL import Image
 
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig
+from clipscale.data.loader.host_batch import HostBatch
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
-from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, sample_id
+from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
 
 TABLES = files.read_yaml(Path(__file__).with_name("stream.yaml"))
@@ -56,10 +57,34 @@ def test_keys_follow_the_field(tmp_path: Path) -> None:
     by_key: dict[int, set[int]] = {}
     for _ in range(6):
         batch = stream.next_batch()
-        captions = [int(bytes(row.tolist()).decode().strip()) for row in batch.tokens(0, 16)]
-        for key, number in zip(batch.keys().tolist(), captions, strict=True):
-            by_key.setdefault(key, set()).add(number // 3)
+        for key, number in zip(batch.keys().tolist(), texts(batch), strict=True):
+            by_key.setdefault(key, set()).add(int(number) // 3)
     assert len(by_key) == 10 and all(len(urls) == 1 for urls in by_key.values())
+
+
+def texts(batch: HostBatch) -> list[str]:
+    return [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
+
+
+def test_several_texts_of_a_sample_change_nothing_else(tmp_path: Path) -> None:
+    """Samples have one to three captions, and as many hard negatives."""
+    members = []
+    for i in range(30):
+        captions = [f"{i:02d} {c}" for c in range(i % 3 + 1)]
+        about = {"captions": captions, "hard": [f"{text} no" for text in captions]}
+        members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.json", json.dumps(about).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    options = {"batch": 16, "shard_streams": 8, "captions": ["json:captions"]}
+    more = {"captions_per_step": 2, "negatives": "json:hard", "negatives_per_step": 2}
+    one, several = open_stream(tmp_path, **options), open_stream(tmp_path, **options, **more)
+    for _ in range(6):
+        first, batch = one.next_batch(), several.next_batch()
+        assert content(first)[:2] == content(batch)[:2]
+        captions, negatives = texts(batch)[:32], texts(batch)[32:]
+        assert texts(first) == captions[::2], "the first is what a run with one caption draws"
+        for own in zip(captions[::2], captions[1::2], negatives[::2], negatives[1::2], strict=True):
+            assert len({text[:2] for text in own}) == 1, "of one sample"
+            assert [text.endswith("no") for text in own] == [False, False, True, True]
 
 
 # -- exact epochs ------------------------------------------------------------------------------------------------------
