@@ -26,6 +26,11 @@ def is_local(url: str) -> bool:
     return not _SCHEME.match(url)
 
 
+def as_path(name: str) -> str:
+    """The name of a local file, as a path that no function takes for a URL, such as `./pipe:x.tar`."""
+    return name if is_local(name) else f"./{name}"
+
+
 def scheme_of(url: str) -> str:
     """The scheme in lower case, empty for a path."""
     return "" if is_local(url) else url.partition(":")[0].lower()

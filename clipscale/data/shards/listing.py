@@ -17,7 +17,7 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError, library
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import basename, dirname, is_local, scheme_of
+from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
@@ -36,6 +36,10 @@ MAX_CHECKED_URLS = 256
 # Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 # Matches an address in a brace list that names several objects: a pattern or a folder.
+# Matches the scheme of a file's URL, up to its path.
+FILE = re.compile(r"file:(?://(?:localhost)?(?=/))?")
+# Matches an address in a shell command.
+ADDRESS = re.compile(rf"\b(?:{'|'.join(SCHEMES)})://[^\s'\"|;]+")
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
@@ -61,7 +65,10 @@ def local_shards(config: DataConfig) -> list[str] | None:
     """
     shards = []
     for source in config.train or []:
-        shards += expand(source, note=lambda line: None) if is_local(source) else [source]
+        parts = [] if source.startswith("@") else parts_of(source)
+        for part in parts:
+            check_address(part, "data.train")
+        shards += expand(source, note=lambda line: None) if all(map(is_local, parts)) else parts
     return shards if all(map(is_local, shards)) else None
 
 
@@ -94,9 +101,8 @@ def expand(source: str, *, setting: str = "data.train", note: Note = log.warning
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), setting)
     else:
-        source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
         names = []
-        for part in [source] if os.path.exists(source) else source.split("::"):  # noqa: PTH110
+        for part in parts_of(source):
             names += _local(part, setting, note) if is_local(part) else _remote(part, setting, note)
     present = _existing(names)
     if not present:
@@ -106,6 +112,16 @@ def expand(source: str, *, setting: str = "data.train", note: Note = log.warning
         counts = f"{len(missing)} of {len(names)} shards do not exist"
         note(f"{setting}: {counts} (first: {min(missing)}); going on without them")
     return present
+
+
+def parts_of(source: str) -> list[str]:
+    """The paths and addresses that `::` joins, with braces and stars in them. What exists is a path by its whole name;
+    so is a file's URL."""
+    source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
+    if os.path.exists(source):  # noqa: PTH110
+        return [as_path(source)]
+    parts = [FILE.sub("", part, count=1) if part.startswith("file:") else part for part in source.split("::")]
+    return [as_path(part) if os.path.exists(part) else part for part in parts]  # noqa: PTH110
 
 
 def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
@@ -126,12 +142,13 @@ def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
 
 def _local(source: str, setting: str, note: Note) -> list[str]:
     """The local paths that a brace list, glob or folder names, whether they exist or not. A source that exists is taken
-    as it is, with braces and stars in its name."""
+    as it is, with braces and stars in its name. What a folder's listing finds is a path, whatever its name; a brace
+    list's names may be addresses."""
     if source.endswith(TABLES):
         raise UserError(f"{setting}={source!r}: a table; make shards of it: clipscale data pack {source} out=DIR")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
-        return _shards([prefix + leaf for leaf in _leaves(source)], source, note)
+        return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, note)
     if os.path.exists(source):  # noqa: PTH110
         return [source]
     folder = dirname(source)
@@ -139,8 +156,12 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
         folder = dirname(folder.rstrip("/"))
     names = []
     for name in _braces(source[len(folder) :], f"{setting}={source!r}"):
-        names += sorted(glob.glob(name, root_dir=folder or None)) if glob.has_magic(name) else [name]  # noqa: PTH207
-    return [folder + name for name in names]
+        if glob.has_magic(name):
+            names += [as_path(folder + found) for found in sorted(glob.glob(name, root_dir=folder or None))]  # noqa: PTH207
+        else:
+            names.append(folder + name)
+            check_address(names[-1], setting)
+    return names
 
 
 def _existing(names: Sequence[str]) -> list[str]:
@@ -166,8 +187,19 @@ def _braces(source: str, what: str) -> list[str]:
 
 def check_address(url: str, setting: str) -> None:
     """Raise UserError for what is neither a path nor an address whose scheme is in SCHEMES."""
+    if scheme_of(url) == "pipe":
+        raise UserError(f"{setting}={url[:200]!r}: no command is run; give what it reads, {setting}='{read_by(url)}'")
     if not is_local(url) and (scheme_of(url) not in SCHEMES or "::" in url):
-        raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
+        raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:; a file is ./NAME")
+
+
+def read_by(command: str) -> str:
+    """The address, or else the last path, in a webdataset's command such as `pipe:aws s3 cp s3://b/0.tar -`."""
+    if found := ADDRESS.search(command):
+        return found[0]
+    words = command.removeprefix("pipe:").split()[1:]
+    paths = [word.strip("'\"") for word in words if not word.startswith("-") and re.search(r"[./]", word)]
+    return paths[-1] if paths else "SHARDS"
 
 
 def _remote(source: str, setting: str, note: Note) -> list[str]:
@@ -199,6 +231,7 @@ def _from_list(path: Path, setting: str) -> list[str]:
     with library(f"{setting}='@{path}' cannot be read"):
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+    names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in names]
     for name in names:
         check_address(name, f"{setting}=@{path}")
     return names

@@ -1,10 +1,13 @@
 """The shards that a setting names."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from clipscale.data.shards.listing import expand
+from clipscale.config.data import DataConfig
+from clipscale.data.shards.addresses import is_local
+from clipscale.data.shards.listing import expand, local_shards
 from tests.data.files import write_shards
 from tests.data.streams import open_stream
 from tests.support.refused import refused
@@ -47,6 +50,47 @@ def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
     assert expand(f"{folder}/~{{y,z}}.tar") == shards[1:]
 
 
+@pytest.mark.parametrize("name", ["pipe:x.tar", "http:x.tar", "s3:x.tar", "t2026-11-28T12:00.tar"])
+def test_what_a_folder_holds_is_local_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also in the present folder, where a name has no folder before it."""
+    (shard,) = write_shards(tmp_path, [3])
+    shard.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for source in (".", "./", "*.tar", name, "?" + name[1:], f"{tmp_path}/*.tar", str(tmp_path)):
+        (found,) = expand(source)
+        assert is_local(found) and Path(found).samefile(name), source
+        with open_stream(source, batch=3) as stream:
+            assert stream.samples_per_epoch == 3
+
+
+@pytest.mark.parametrize("form", ["file:{}", "file://{}", "file://localhost{}", "{}::file:{}"])
+def test_a_files_url_is_its_path(tmp_path: Path, form: str) -> None:
+    (shard,) = write_shards(tmp_path, [1])
+    source = form.format(shard, shard)
+    assert {*expand(source)} == {str(shard)}
+    assert local_shards(DataConfig(train=[source])) == expand(source)
+    (tmp_path / "list").write_text(form.format(shard, shard).split("::")[-1])
+    assert expand(f"@{tmp_path}/list") == [str(shard)]
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("pipe:aws s3 cp s3://b/{00..01}.tar -", "s3://b/{00..01}.tar"),
+        ("pipe:curl -s -L 'https://h/a/{0..9}.tar' || true", "https://h/a/{0..9}.tar"),
+        ("pipe:gsutil cat gs://b/0.tar", "gs://b/0.tar"),
+        ("pipe:cat /data/{0..9}.tar", "/data/{0..9}.tar"),
+        ("pipe:cat 'x.tar' -", "x.tar"),
+    ],
+)
+def test_a_command_is_not_run_and_the_line_says_what_to_give(command: str, given: str) -> None:
+    for find in (expand, lambda source: local_shards(DataConfig(train=[source]))):
+        with refused(rf"no command is run; give what it reads, data\.train='{re.escape(given)}'$"):
+            find(command)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -66,7 +110,7 @@ def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["reference://x/0.tar", "simplecache::https://h/0.tar", "table:/x.csv", "pipe:id", "https://h/0.tar::/etc"]
+    "line", ["reference://x/0.tar", "simplecache::https://h/0.tar", "table:/x.csv", "https://h/0.tar::/etc"]
 )
 def test_a_list_names_paths_and_servers_alone(tmp_path: Path, line: str) -> None:
     (tmp_path / "list").write_text(f"https://host/0.tar\n{line}\n")
