@@ -86,14 +86,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
         (1, {"data": SEVERAL}),
         (2, {"data": SEVERAL, "exchange": "ring"}),
-        (
-            3,
-            {
-                "data": SEVERAL | NEGATIVES | {"same": None},
-                "exchange": "gather",
-                "launch": LaunchConfig(parallel="zero3"),
-            },
-        ),
+        (3, {"data": SEVERAL | NEGATIVES, "exchange": "gather", "cache": CacheConfig(chunk=["3", "5"])}),
         (2, {"data": NEGATIVES, "objective": "sigmoid"}),
     ],
     ids=str,
