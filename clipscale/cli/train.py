@@ -1,6 +1,7 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
 import os
+import shlex
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -120,5 +121,5 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     except StoppedError as stopped:
         if not begun(config):
             raise
-        way = "the same command goes on" if repeatable else f"go on with run={config.run} resume=auto"
+        way = "the same command goes on" if repeatable else f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
         raise StoppedError(f"{stopped}; {way}", stopped.number) from None

@@ -1,5 +1,6 @@
 """The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -71,7 +72,9 @@ def existing_run(run: str) -> Path:
         raise UserError(f"run={run}: there is no folder {folder}")
     runs = runs_of_sweep(folder)
     if runs:
-        raise UserError(f"run={run}: a sweep of {len(runs)} runs; give one of them, as in run={runs[0]}")
+        raise UserError(
+            f"run={run}: a sweep of {len(runs)} runs; give one of them, as in {shlex.quote(f'run={runs[0]}')}"
+        )
     return folder
 
 

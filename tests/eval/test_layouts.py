@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from clipscale.config.sections import EvalConfig
+from clipscale.data.shards.listing import expand
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
@@ -146,6 +147,15 @@ def test_class_folders_as_usual_sets_have_them(
     assert load_set(root).classnames == expected
     lines = [line for line in caplog.messages if "without the numbers" in line]
     assert len(lines) == numbered and all(folder_names[0] in line for line in lines)
+
+
+def test_a_command_that_a_line_gives_can_be_pasted(tmp_path: Path) -> None:
+    root = folders(tmp_path / "my set", ["red"])
+    with refused(f"clipscale data pack '{root}' out=DIR"):
+        load_set(root)
+    (tmp_path / "a b.csv").touch()
+    with refused(f"clipscale data pack '{tmp_path}/a b.csv' out=DIR"):
+        expand(f"{tmp_path}/a b.csv")
 
 
 @pytest.mark.parametrize(

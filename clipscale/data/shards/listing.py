@@ -8,6 +8,7 @@ import glob
 import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import call
@@ -145,7 +146,8 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
     as it is, with braces and stars in its name. What a folder's listing finds is a path, whatever its name; a brace
     list's names may be addresses."""
     if source.endswith(TABLES):
-        raise UserError(f"{setting}={source!r}: a table; make shards of it: clipscale data pack {source} out=DIR")
+        pack = f"clipscale data pack {shlex.quote(source)} out=DIR"
+        raise UserError(f"{setting}={source!r}: a table; make shards of it: {pack}")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
         return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, note)
