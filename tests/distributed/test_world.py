@@ -1,6 +1,8 @@
 """Ranks of a step send few messages, and all end with the same weights."""
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -72,3 +74,20 @@ def test_a_process_on_a_cpu_takes_all_cores_unless_threads_are_set(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def left_alone(rank: int, ranks: int) -> float:
+    """How long the first rank waits for the second, which does not come."""
+    world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=0.5))
+    world.all_reduce_max(1)
+    begun = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            world.all_reduce_max(1)
+    dist.barrier()
+    return time.monotonic() - begun
+
+
+def test_a_rank_waits_for_the_others_as_long_as_it_is_told() -> None:
+    waited, _ = run_ranks(left_alone, 2)
+    assert 0.4 < waited < 20

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from clipscale.data.loader import shard_reader
-from clipscale.data.order import Segment
+from clipscale.data.loader.shard_reader import OrderedShards
+from clipscale.data.order import Segment, WeightedSources
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
 from tests.data.files import write_tar
@@ -65,3 +66,9 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
     tracemalloc.stop()
     assert len(keys) == 90
     assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
+
+
+def test_sources_share_the_window_by_their_weights() -> None:
+    """So that several hold no more samples than one."""
+    order = WeightedSources((1.0, 3.0, 0.0), (0, 1, 2), (9, 9, 9), 4, seed=1)
+    assert [source.window for source in OrderedShards(("a", "b", "c"), order, 8).sources] == [2, 6, 1]

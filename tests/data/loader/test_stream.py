@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.common import files
-from clipscale.config.data import AugmentConfig
+from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.stream import worker_count
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
@@ -182,6 +183,17 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
         batch = stream.next_batch()
         with refused(rf"no usable sample.*{reason} \d+"):
             batch.pixels(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "streams", "expected"),
+    [(None, 8, 64, 7), (None, 1, 64, 1), (None, 8, 4, 4), (9, 2, 6, 6), (0, 8, 64, 0)],
+)
+def test_workers_leave_a_core_and_have_a_stream_each(
+    monkeypatch: pytest.MonkeyPatch, workers: int | None, cores: int, streams: int, expected: int
+) -> None:
+    monkeypatch.setattr("clipscale.data.loader.stream.cores_of_rank", lambda: cores)
+    assert worker_count(DataConfig(workers=workers), streams) == expected
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
