@@ -1,4 +1,4 @@
-# make demo | make test | make oldest | make newest | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
+# make demo | make test | make mutants | make oldest | make newest | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
 # TESTS="-m slow" with make test runs the long ones.
 # A fresh machine needs Python 3.11 or newer (PYTHON=python3.12 to choose one) and make; the rest is installed into .venv, about 6 GB.
 
@@ -19,7 +19,7 @@ SHELL := /bin/bash
 
 GPU := gpu-first gpu-second gpu-changes gpu-third gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m
-.PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
+.PHONY: demo test mutants oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
 
 demo: $(INSTALLED)
 	$(CLIPSCALE) data demo
@@ -41,6 +41,10 @@ oldest newest:
 	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python $(VERSIONS_$@) --editable '.[dev,bench]'
 	$(MAKE) test VENV=.venv-$@ INSTALLED=
+
+# Breaks the core in a hundred drawn places, one at a time, and says which breaks no test notices. MUTANTS='--seed 1' draws others.
+mutants: $(INSTALLED)
+	$(RUN) tests/mutants.py $(MUTANTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
