@@ -49,7 +49,7 @@ TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (
 # Commands between the words, which may leave something out: shells read them, and nothing checks them.
 INLINE, IN_TEXT = re.compile(r"`(clipscale [^`]*)`"), "in the text"
 # Programs that a shell only notes; `block` says where one begins.
-PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch torchrun clipscale block"
+PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch tar torchrun clipscale block"
 
 
 class Block(NamedTuple):
@@ -230,13 +230,24 @@ def test_python_blocks_work() -> None:
         exec(code, names)
 
 
+# Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.
+CODE, QUOTED = re.compile(r"`([^`]+)`"), re.compile(r"'[^']*'|\"[^\"]*\"")
+PATTERN = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)*=\S*?(?:[\[*?]|\{\S*?,)")
+
+
+def test_words_of_commands_between_the_words_can_be_typed_in_zsh() -> None:
+    for page, text in PAGES.items():
+        for code in CODE.findall(FENCE.sub("", text)):
+            assert not PATTERN.search(QUOTED.sub("", code)), f"{page}: `{code}` needs quotes"
+
+
 def test_every_flag_of_open_clip_has_a_setting() -> None:
     """The page about moving names its flags, and settings that there are; the command line suggests these, too."""
     flags = (Path(pytest.importorskip("open_clip_train").__file__).parent / "params.py").read_text()
     known = {*settings_of(TrainConfig), *group_options()}
     for reference, ours in re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGES["docs/howto/open-clip.md"], re.M):
         assert all(f'"{flag}"' in flags for flag in re.findall(r"--[\w-]+", reference)), reference
-        assert set(re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)) <= known, ours
+        assert set(re.findall(r"`'?([\w.]+)(?:=[^`]*)?`", ours)) <= known, ours
     assert {value.partition("=")[0] for key, value in MEANT.items() if "=" not in key} <= known
 
 
