@@ -66,7 +66,7 @@ def main(
         compare(record["rows"])
         write_json(out / f"{name}.json", record)
         table = markdown(columns, record["rows"])
-        write_text(out / f"{name}.md", table + "\n")
+        write_text(out / f"{name}.md", f"{table}\n\n{made(record['machine'])}\n")
         print(markdown(columns, rows).splitlines()[2], flush=True)
     print(f"\n{table}")
 
@@ -209,6 +209,16 @@ def machine() -> Row:
     facts |= {"command": shlex.join(["python", *sys.argv]), "platform": f"{platform.system()} {platform.machine()}"}
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return facts | {"cpu": [*names, platform.machine()][0], "memory_bytes": psutil.virtual_memory().total}
+
+
+def made(facts: Row) -> str:
+    """A line about a record: commit, machine, torch, day and command."""
+    commit = f"commit {facts['commit'][:8]}"
+    if facts["commit"].endswith("+"):
+        commit += " and changes that were not committed yet"
+    where = ", ".join(facts["gpus"][:1]) or f"{facts['cpus']} cores of {facts['cpu']}"
+    command = re.sub(r" out=\S+", "", facts["command"])
+    return f"Made at {commit}, {facts['time'][:10]}, on {where}, torch {facts['versions']['torch']}: `{command}`."
 
 
 def markdown(columns: Columns, rows: Sequence[Row]) -> str:
