@@ -49,7 +49,7 @@ TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (
 # Commands between the words, which may leave something out: shells read them, and nothing checks them.
 INLINE, IN_TEXT = re.compile(r"`(clipscale [^`]*)`"), "in the text"
 # Programs that a shell only notes; `block` says where one begins.
-PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch tar torchrun clipscale block"
+PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch tar torchrun clipscale"
 
 
 class Block(NamedTuple):
@@ -95,7 +95,7 @@ def read(shell: str, folder: Path) -> Commands:
     """The words that a shell gives to the programs, which only note them, where all commands are typed."""
     beside(folder)
     note = f"""printf '%s\\037' "${{0##*/}}" "$@" >>{folder}/noted; echo >>{folder}/noted"""
-    path = programs(folder / "bin", PROGRAMS, note)
+    path = programs(folder / "bin", f"{PROGRAMS} block", note)
     shutil.copy(folder / "bin/python", folder / ".venv/bin/python")
     found = [block for block in BLOCKS if block.language == "sh"]
     for page, text in PAGES.items():
