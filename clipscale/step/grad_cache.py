@@ -9,7 +9,7 @@ By the chain rule the sum over chunks is the gradient of one graph over the whol
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ class LazyInput(Protocol):
     def __len__(self) -> int: ...
 
     def chunk(self, start: int, stop: int) -> Any:
-        """Arguments of the encoder for samples start..stop: a tuple, a dict of keywords, or a single value."""
+        """Arguments of the encoder for samples start..stop: a tuple, a mapping of keywords, or a single value."""
 
 
 @runtime_checkable
@@ -57,6 +57,9 @@ class ReorderedInput(LazyInput, Protocol):
         """The rows of the batch at positions start..stop of that order: (stop - start,) int64."""
 
 
+Representation = Callable[[Any], Tensor]
+
+
 def _nothing() -> None: ...
 
 
@@ -67,10 +70,10 @@ class GradCache:
     It calls `encode`, `loss`, `backward` and `replay`; a caller may call them one by one instead.
 
     Args:
-        encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...). The same module may
-            serve several towers. A module without trainable parameters is encoded once and not replayed. Under DDP or
-            FSDP2 the gradients of each module are synchronised once, with its last chunk, unless it has a method
-            `gradient_sync` of its own.
+        encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
+            `representation` takes. The same module may serve several towers. A module without trainable parameters is
+            encoded once and not replayed. Under DDP or FSDP2 the gradients of each module are synchronised once, with
+            its last chunk, unless it has a method `gradient_sync` of its own.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
@@ -78,11 +81,16 @@ class GradCache:
             many as fit; None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
             has no memory for a kept graph keeps none from then on; under FSDP2 or with batch normalisation none does.
         autocast: makes the context in which encoders run, a new one for each chunk.
-        scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
+        scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
+            `scaler.update()` remain the caller's. Do not scale the loss as well: a value that already carries a scale
+            looks like any other, so its gradients would be multiplied twice.
+        representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
+            both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
-    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another
-    number of rows than its input, a loss that does not use a representation, batch normalisation in training mode over
-    more than one chunk, or over several ranks without synchronisation, and DDP with static_graph=True.
+    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is no tensor or
+    has another number of rows than its input, a `representation` with trainable parameters, a loss that does not use
+    a representation, batch normalisation in training mode over more than one chunk, or over several ranks without
+    synchronisation, and DDP with static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -97,27 +105,33 @@ class GradCache:
 
     def __init__(
         self,
-        encoders: Sequence[Callable[..., Tensor]],
+        encoders: Sequence[Callable[..., Any]],
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
         keep_bytes: float | None = 0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
+        representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
         self.chunks = [chunks] * len(encoders) if isinstance(chunks, int) else [*chunks]
         if len(self.chunks) != len(encoders) or min(self.chunks) < 1:
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
         self.encoders, self.loss, self.scaler, self.keep_bytes = encoders, loss, scaler, keep_bytes
+        functions = _one_for_each(representation, len(encoders))
         self._towers = [
-            _Tower(encoder, autocast, last=encoder not in encoders[i + 1 :]) for i, encoder in enumerate(encoders)
+            _Tower(encoder, function, autocast, last=encoder not in encoders[i + 1 :])
+            for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
 
-    def step(self, *inputs: Any) -> Tensor:
-        """Gradients of the loss over one batch, one input per tower; returns the loss, detached."""
+    def step(self, *inputs: Any, **loss_options: Any) -> Tensor:
+        """Gradients of the loss over one batch, one input per tower; returns the loss, detached and not scaled.
+
+        `loss_options`: keywords of the loss, over the whole batch.
+        """
         representations = self.encode(*inputs)
-        value = self.loss(*representations)
+        value = self.loss(*representations, **loss_options)
         self.backward(value)
         self.replay()
         return value.detach()
@@ -125,9 +139,10 @@ class GradCache:
     def encode(self, *inputs: Any, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
-        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
-        `LazyInput`. The representations of a `ReorderedInput` are in the batch's order. `before_chunk()` is
-        called before each chunk; what it raises ends the step.
+        An input is a tensor, a nesting of tuples, lists and mappings of tensors with equal first dimensions, or a
+        `LazyInput`. A tuple becomes positional arguments of the encoder, a mapping keywords. The representations of a
+        `ReorderedInput` are in the batch's order. `before_chunk()` is called before each chunk; what it raises ends the
+        step.
         """
         towers = range(len(self._towers))
         return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
@@ -142,7 +157,10 @@ class GradCache:
         return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measure_graph=measure_graph)
 
     def backward(self, value: Tensor) -> None:
-        """Gradients of the loss with respect to the representations and the loss's own parameters."""
+        """Gradients of the loss with respect to the representations and the loss's own parameters.
+
+        `value`: the loss, not scaled; see `scaler`.
+        """
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self._towers):
             if tower.trained and tower.representations.grad is None:
@@ -198,7 +216,9 @@ class GradCache:
 class _Tower:
     """One encoder's two passes over its chunks."""
 
-    encoder: Callable[..., Tensor]
+    encoder: Callable[..., Any]
+    # From the encoder's output to the representations; None: the output is them.
+    representation: Representation | None
     autocast: Callable[[], AbstractContextManager[Any]]
     # Whether this is the last tower with this encoder: only that one synchronises the gradients.
     last: bool
@@ -218,7 +238,9 @@ class _Tower:
         self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measure_graph: bool
     ) -> Tensor:
         """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measure_graph`: see `KeptGraphs`."""
-        self.inputs = batch if isinstance(batch, LazyInput) and not isinstance(batch, Tensor) else _Rows(batch)
+        # Tensors, and some mappings, have a method `chunk` of another meaning.
+        lazy = isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping)
+        self.inputs = batch if lazy else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
@@ -278,10 +300,18 @@ class _Tower:
     def run(self, start: int, stop: int) -> Tensor:
         arguments = self.inputs.chunk(start, stop)
         with self.autocast():
-            if isinstance(arguments, dict):
+            if isinstance(arguments, Mapping):
                 out = self.encoder(**arguments)
             else:
                 out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
+            if self.representation is not None:
+                out = self.representation(out)
+        if not isinstance(out, Tensor):
+            source = "an encoder" if self.representation is None else "representation="
+            raise ValueError(
+                f"{source} returned a {type(out).__name__}, not a tensor; representation= takes a function that maps "
+                "an encoder's output to its tensor, one row for each sample"
+            )
         if out.shape[0] != stop - start:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
         return out
@@ -289,6 +319,21 @@ class _Tower:
     def rows(self, start: int, stop: int) -> slice | Tensor:
         """The rows of the batch in a chunk."""
         return slice(start, stop) if self.order is None else self.order[start:stop]
+
+
+def _one_for_each(
+    representation: Representation | Sequence[Representation | None] | None, encoders: int
+) -> list[Representation | None]:
+    """The function of each encoder's output."""
+    if representation is None or callable(representation):
+        functions = [representation] * encoders
+    else:
+        functions = [*representation]
+    if len(functions) != encoders:
+        raise ValueError(f"representation= has {len(functions)} functions for {encoders} encoders: one, or one each")
+    if any(isinstance(function, nn.Module) and trains(function) for function in functions):
+        raise ValueError("representation= has trainable parameters: put them into the encoder, which has two passes")
+    return functions
 
 
 def _spans(rows: int, size: int) -> list[tuple[int, int]]:
@@ -323,7 +368,10 @@ class _Rows:
     """Nested tensors with equal first dimensions, sliced by rows."""
 
     def __init__(self, tree: Any) -> None:
+        tree = _with_dicts(tree)
         lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+        if not lengths:
+            raise ValueError("an input holds no tensor (a tokenizer of transformers gives them by return_tensors='pt')")
         if len(lengths) != 1:
             raise ValueError(f"the tensors of one input must have the same first dimension, not {sorted(lengths)}")
         self.tree = tree
@@ -334,3 +382,10 @@ class _Rows:
 
     def chunk(self, start: int, stop: int) -> Any:
         return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
+
+
+def _with_dicts(tree: Any) -> Any:
+    """The same nesting, with a dict for each mapping that torch takes for a leaf, as it does a BatchEncoding."""
+    return tree_map(
+        lambda leaf: {key: _with_dicts(part) for key, part in leaf.items()} if isinstance(leaf, Mapping) else leaf, tree
+    )

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipscale.loss.api import contrastive_loss
 from clipscale.step.grad_cache import GradCache
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
@@ -202,21 +204,99 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     assert_same(gradients(actual), gradients(required), 2e-2)
 
 
+class Output(UserDict[str, Tensor]):
+    """A mapping that is no dict, as transformers' BatchEncoding is."""
+
+
+@pytest.mark.parametrize("keep", [0, math.inf])
+def test_inputs_may_be_any_mapping_and_outputs_anything_with_a_representation(keep: float) -> None:
+    """Mappings within mappings; one tower returns a tensor, the other a tuple of a mapping."""
+    required, actual = models(), models()
+    images, texts = batch(11)
+    required["head"](required["image"](images), 2 * required["text"](texts)).backward()
+
+    def encoders(m: nn.ModuleDict) -> list[Callable[..., Any]]:
+        return [lambda x: m["image"](x), lambda inner, names: (Output(out=m["text"](inner["x"])), len(names))]
+
+    pick = [None, lambda output: 2 * output[0]["out"]]
+    cache = GradCache(encoders(actual), actual["head"], chunks=[3, 4], keep_bytes=keep, representation=pick)
+    cache.step(Output(x=images), Output(inner=Output(x=texts), names=["not", "sliced"]))
+    assert_same(gradients(actual), gradients(required), 1e-10)
+
+
+@pytest.fixture(scope="module")
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the encoder is a small BERT of transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).double().eval()
+
+
+def test_a_model_of_transformers_takes_a_batch_encoding_and_its_output_is_mapped(bert: nn.Module) -> None:
+    """One encoder for queries and passages, and keywords of the loss."""
+    from transformers import BatchEncoding
+
+    def tokens(rows: int) -> Any:
+        ids = torch.arange(rows * 6).reshape(rows, 6) % 50
+        return BatchEncoding({"input_ids": ids, "attention_mask": (ids % 5 > 0).long()})
+
+    def loss(q: Tensor, p: Tensor, *, scale: float, target: Tensor) -> Tensor:
+        return F.cross_entropy(scale * q @ p.T, target)
+
+    def first(output: Any) -> Tensor:
+        return output.last_hidden_state[:, 0]
+
+    queries, passages, options = tokens(5), tokens(10), {"scale": 0.5, "target": torch.tensor([0, 2, 4, 6, 8])}
+    required, actual = copy.deepcopy(bert), copy.deepcopy(bert)
+    value = loss(first(required(**queries)), first(required(**passages)), **options)
+    value.backward()
+    cache = GradCache([actual, actual], loss, chunks=[2, 3], representation=first)
+    assert torch.allclose(cache.step(queries, passages, **options), value)
+    found, wanted = (
+        {name: gradient for name, gradient in gradients(m).items() if "key.bias" not in name}  # zero but for rounding
+        for m in (actual, required)
+    )
+    assert_same(found, wanted, 1e-10)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        cache.step(queries, passages, **options, temperature=1.0)
+    with pytest.raises(ValueError, match=r"returned a BaseModelOutput.*, not a tensor; representation="):
+        GradCache([actual, actual], loss, chunks=3).step(queries, passages, **options)
+
+
+def test_negatives_that_follow_their_positive_are_put_after_all_positives() -> None:
+    """As the page about moving from GradCache has it, against the index of each query's positive."""
+    generator = torch.Generator().manual_seed(2)
+    queries, passages = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (4, 12))
+    ordered = passages.unflatten(0, (len(queries), -1)).transpose(0, 1).flatten(0, 1)
+    required = F.cross_entropy(queries @ passages.T, torch.arange(0, 12, 3))
+    assert torch.allclose(contrastive_loss(queries, ordered, 1.0, objective="softmax_image"), required)
+
+
 MISTAKES = {
     "one size of at least 1": {"chunks": 0},
     "one for each of 2 encoders": {"chunks": [4]},
     "does not use the representations of encoder 1": {"loss": lambda u, v: u.sum()},
     "returned 1 rows for 4 samples": {"image": lambda x: x[:1] * 2.0},
+    "returned a tuple, not a tensor; representation=": {"image": lambda x: (x,)},
+    "representation= returned a int": {"options": {"representation": lambda out: 1}},
+    "has 1 functions for 2 encoders": {"options": {"representation": [None]}},
+    "has trainable parameters": {"options": {"representation": nn.Linear(5, 5)}},
+    "holds no tensor": {"inputs": [{"input_ids": [[1, 2], [3]]}] * 2},
     "empty batch": {"n": 0},
 }
 
 
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistakes_are_named(message: str) -> None:
-    given = {**models(), "loss": lambda u, v: (u @ v.T).sum(), "chunks": 4, "n": 8} | MISTAKES[message]
+    given = {**models(), "loss": lambda u, v: (u @ v.T).sum(), "chunks": 4, "n": 8, "options": {}} | MISTAKES[message]
     with pytest.raises(ValueError, match=message):
-        cache = GradCache([given["image"], given["text"]], given["loss"], chunks=given["chunks"])
-        cache.step(*(x[: given["n"]] for x in batch(8)))
+        cache = GradCache([given["image"], given["text"]], given["loss"], chunks=given["chunks"], **given["options"])
+        cache.step(*given.get("inputs", (x[: given["n"]] for x in batch(8))))
+
+
+def test_a_keyword_that_it_does_not_know_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
+        GradCache([nn.Linear(2, 2)], torch.sum, chunks=1, chunk_size=1)  # type: ignore[call-arg]
 
 
 def test_batch_norm_sees_the_batch_at_once_and_counts_it_once() -> None:
