@@ -113,6 +113,31 @@ def crowded(config: TrainConfig, epoch: int | None) -> str:
     )
 
 
+# Samples of a run, at most -> the best batch of LAION's sweeps of that length (scaling-laws-for-comparison, NeurIPS
+# 2025).
+BEST_BATCHES = {12_800_000: 2048, 64_000_000: 4096, 128_000_000: 8192, 1_280_000_000: 16384}
+# Published runs of more samples than those (DataComp, LAION-2B) took up to 90k; beyond 256k none shows a gain.
+LARGEST_SHOWN = 1 << 18
+# So many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
+TOLERATED = 5.5
+
+
+def beyond_published(batch: int, samples: int | None) -> str:
+    """The warning for a batch that is far larger than published sweeps found best for a run of so many samples; else
+    empty, also for an unknown length."""
+    if samples is None:
+        return ""
+    best = next((best for most, best in BEST_BATCHES.items() if samples <= most), None)
+    if best and batch > TOLERATED * best:
+        return (
+            f"batch={batch} for {samples} samples: in published sweeps of that length {best} was best, and a larger "
+            "batch makes too few steps; take a smaller one, or more samples"
+        )
+    if not best and batch > LARGEST_SHOWN:
+        return f"batch={batch}: no published run shows a gain beyond {LARGEST_SHOWN}; a smaller one makes more steps"
+    return ""
+
+
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without an initial bias."""
     name = config.loss.objective

@@ -6,7 +6,7 @@ from functools import partial
 from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.terminal import tell
-from clipscale.config.train import changes_since, crowded
+from clipscale.config.train import beyond_published, changes_since, crowded, samples_of
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.log.records import rate_of_step
@@ -25,8 +25,11 @@ def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
         return None
     for notice in start.notices:
         tell(notice)
-    if warning := crowded(start.config, parts.stream.samples_per_epoch):
-        tell(f"warning: {warning}", error=True)
+    epoch = parts.stream.samples_per_epoch
+    samples = None if len(start.stages) > 1 else samples_of(start.config, epoch)
+    for warning in (crowded(start.config, epoch), beyond_published(start.config.batch, samples)):
+        if warning:
+            tell(f"warning: {warning}", error=True)
     checkpoint.set_outdated_aside(start.folder, start.step, begins_elsewhere=not start.continues_own_folder)
     tell_position(start, parts.schedule)
     sinks = start.config.log

@@ -16,7 +16,7 @@ from clipscale.config.sections import (
     OptimConfig,
     TowerConfig,
 )
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, settled, to_yaml, warnings
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, beyond_published, changes_since, settled, to_yaml, warnings
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -86,3 +86,20 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     assert changes_since(file, to_yaml(before)) == []
     changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
     assert changes_since(file, to_yaml(after)) == changed
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "words"),
+    [
+        (1 << 16, 12_800_000, "2048 was best"),
+        (1 << 16, 128_000_000, "8192 was best"),
+        (90_000, 1_280_000_000, ""),
+        (90_112, 13_000_000_000, ""),
+        (1 << 20, 13_000_000_000, "no published run shows a gain beyond 262144"),
+        (256, 10_000, ""),
+        (1 << 20, None, ""),
+    ],
+)
+def test_a_batch_too_large_for_its_data_is_said(batch: int, samples: int | None, words: str) -> None:
+    said = beyond_published(batch, samples)
+    assert words in said and bool(said) == bool(words)

@@ -10,6 +10,7 @@ from clipscale.common.record import Record
 from clipscale.common.terminal import doing
 from clipscale.common.units import parse_memory
 from clipscale.config.stages import changed
+from clipscale.config.train import beyond_published
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import local_shards
@@ -121,6 +122,7 @@ class Prediction:
             "device": {"phases": phases, "total_bytes": peak + self.outside, "usable_bytes": self.usable},
             "host": host | {"memory_bytes": config.host_memory},
             "time": time,
+            "warning": beyond_published(config.batch, config.samples),
             "notes": ASSUMED.notes,
         }
 
