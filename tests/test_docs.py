@@ -226,6 +226,8 @@ def test_python_blocks_work() -> None:
             "query_tokens": {"input": queries}, "passage_tokens": {"input": passages}, "query_encoder": encoder,
             "passage_encoder": encoder, "optimizer": torch.optim.SGD(encoder.parameters(), lr=0.0),
             "loss_of_representations": lambda q, p: clipscale.contrastive_loss(q, p, 1.0),
+            "columns": [{"input": queries}, {"input": passages[:8]}, {"input": passages[8:]}],
+            "model": lambda features, encoder=encoder: {"sentence_embedding": encoder(**features)},
         }  # fmt: skip
         exec(code, names)
 
@@ -239,6 +241,16 @@ def test_words_of_commands_between_the_words_can_be_typed_in_zsh() -> None:
     for page, text in PAGES.items():
         for code in CODE.findall(FENCE.sub("", text)):
             assert not PATTERN.search(QUOTED.sub("", code)), f"{page}: `{code}` needs quotes"
+
+
+@pytest.mark.slow  # it imports transformers and its Trainer
+def test_python_blocks_with_a_trainer_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+    monkeypatch.chdir(tmp_path)
+    blocks = [block.code for block in BLOCKS if (block.language, block.needs) == ("python", "needs accelerate")]
+    assert blocks
+    for code in blocks:
+        exec(code, {})
 
 
 def test_every_flag_of_open_clip_has_a_setting() -> None:
