@@ -102,10 +102,17 @@ def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     assert_same(ours, theirs, tokens(end))
     assert config.pixels.resize_mode == ("shortest" if kind == "clip" else "squash")
     save_model(tmp_path / "run", ours, config)
-    again = transformers.AutoModel.from_pretrained(main(ExportSettings(run=str(tmp_path / "run"), format="hf"))).eval()
+    out = main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
+    assert (out / "vocab.json").is_file() == (kind == "clip"), "CLIPTokenizer pads with another token than ours"
+    again = transformers.AutoModel.from_pretrained(out).eval()
     for name, value in again.state_dict().items():
         assert torch.equal(value, theirs.state_dict()[name]), name
     assert_same(ours, again, tokens(end))
+    if kind == "clip":  # with a projection, whose width they read from their own part of config.json
+        image = transformers.CLIPVisionModelWithProjection.from_pretrained(out)
+        text = transformers.CLIPTextModelWithProjection.from_pretrained(out)
+        assert torch.equal(image.visual_projection.weight, theirs.visual_projection.weight)
+        assert torch.equal(text.text_projection.weight, theirs.text_projection.weight)
 
 
 def test_one_tower_of_a_folder_and_a_tower_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
+from clipscale.common.terminal import say
 from clipscale.config.sections import ModelConfig
 from clipscale.models import hugging_face
 from clipscale.models.renamed import Weights, of_transformers, to_transformers
@@ -47,7 +48,10 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     files.write_json(out / "config.json", description)
     files.write_json(out / "preprocessor_config.json", pixels)
     if isinstance(model.tokenizer.inner, open_clip.SimpleTokenizer):
-        write_tokenizer(out, model.context_length)
+        if kind == "clip":
+            write_tokenizer(out, model.context_length)
+        else:  # it reads what captions are padded with
+            say(f"{out}: without a tokenizer: transformers' CLIPTokenizer pads captions with another token")
     return "transformers.AutoModel.from_pretrained('{}')"
 
 
@@ -69,12 +73,14 @@ def configuration(model: ClipModel) -> Record:
         words["eos_token_id"] = {"argmax": 2, "eos": text.eos_id}[text.pool_type]  # 2: the largest token
         if model.logit_bias is not None:
             raise ValueError("CLIP has no logit bias")
+    # CLIP's classes of one tower read their own part alone, and take 512 where it does not say.
+    projection = {"projection_dim": model.width} if kind == "clip" else {}
     return {
         "architectures": [f"{CLASSES[kind]}Model"],
         "model_type": kind,
         "projection_dim": model.width,
-        "vision_config": vision | {"image_size": model.image_size, "patch_size": patch[0]},
-        "text_config": words,
+        "vision_config": vision | projection | {"image_size": model.image_size, "patch_size": patch[0]},
+        "text_config": words | projection,
     }
 
 
