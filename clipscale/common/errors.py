@@ -2,8 +2,10 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -76,17 +78,33 @@ def explained(error: E) -> "E | UserError":
 def library(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`.
 
-    It names the kinds that a mistake in this program has, too; those that it alone has pass.
+    It names the kinds that a mistake in this program has, too. Those that a correct library raises for no input, failed
+    assertions and unknown names, pass if this program raises them; libraries assert what others gave them.
     """
     try:
         yield
-    except (UserError, NameError, AssertionError):
+    except UserError:
         raise
     except Exception as error:
+        if isinstance(error, AssertionError | NameError) and not _of_another(error):
+            raise
         kind = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
         raise UserError(f"{problem} ({kind}{one_line(error)}){remedy}") from error
 
 
+def _of_another(error: BaseException) -> bool:
+    """Whether another package raised the error than that of the block inside `library`."""
+    _library, block, *called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    block_package, package = (
+        frame.f_globals.get("__name__", "").partition(".")[0] for frame in (block, [block, *called][-1])
+    )
+    return block_package != package
+
+
 def one_line(error: BaseException) -> str:
-    """An error's message without newlines, at most 300 characters of it, or its type's name if it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """An error's message, at most 300 characters of it, or its type's name if it has none.
+
+    Without newlines, and without the colours and the addresses of objects that libraries write.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m| at 0x[0-9a-f]+", "", str(error))
+    return " ".join(text.split())[:300] or type(error).__name__

@@ -24,12 +24,14 @@ FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.mode
 # What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths.
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
-    "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces",
+    "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "model_input_names",
 }  # fmt: skip
 # Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more.
 CHARS_PER_TOKEN = 32
 
 
+# Tokens of a model whose description does not say, CLIP's.
+VOCABULARY = 49408
 # Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
 
@@ -84,11 +86,26 @@ def _loaded(name: str, text: Record) -> Any:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
             with without_paths(source) as folder:
-                return HFTokenizer(folder, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
-        return SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
+                made = HFTokenizer(folder, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
+                _check(made.tokenizer.get_vocab(), text, pads=made.tokenizer.pad_token is not None)
+        else:
+            made = SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
+            _check(made.encoder, text)
+        made([""])
+        return made
     except Exception as error:  # the library of tokenizers raises no other
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({one_line(error)}){lacks}") from error
+
+
+def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> None:
+    """Raise ValueError for a tokenizer that cannot be used with a model of this `text_cfg`."""
+    if not pads:
+        raise ValueError("it has no pad_token; name one in its tokenizer_config.json")
+    words = text.get("vocab_size", VOCABULARY)
+    largest = max(vocabulary.values(), default=0)
+    if largest >= words and not text.get("hf_model_name"):
+        raise ValueError(f"its largest token is {largest}, and the model has {words}: it is another model's")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from open_clip.model import CustomTextCLIP
 from timm.layers import to_2tuple
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
@@ -34,6 +35,8 @@ from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+TOWERS = ("image", "text")
+NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
 # In pixels, where open_clip's description names none.
 IMAGE_SIZE = 224
 
@@ -193,7 +196,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     """
     needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-    with library("model.architecture does not describe an open_clip model", lacks):
+    with library(NO_DESCRIPTION, lacks):
         encoders = CustomTextCLIP(**description)
         if has_own_trunk(description["vision_cfg"]):
             encoders.visual.trunk = own_trunk(description["vision_cfg"])
@@ -201,6 +204,25 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))
     return encoders
+
+
+@torch.no_grad()
+def check_encoders(encoders: CustomTextCLIP, description: Record) -> None:
+    """Raise UserError unless open_clip's own towers take a sample and give a row of features.
+
+    Some of a description is checked at first use alone. The sample is on the meta device: nothing is computed.
+    """
+    vision, text = description["vision_cfg"], description["text_cfg"]
+    pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
+    tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
+    of_others = "timm_model_name" in vision, "hf_model_name" in text
+    for name, tower, inputs, skipped in zip(TOWERS, (encoders.visual, encoders.text), (pixels, tokens), of_others):
+        if not skipped:
+            with library(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
+                state = {key: x.to("meta") for key, x in (*tower.named_parameters(), *tower.named_buffers())}
+                rows = functional_call(tower.eval(), state, (inputs,))
+                if getattr(rows, "shape", None) != (1, description["embed_dim"]):
+                    raise ValueError("its output is no row of features of width embed_dim")
 
 
 def has_own_trunk(vision: Record) -> bool:
@@ -260,6 +282,8 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
     encoders = encoders_of(description, config.image_size)
+    if config.architecture:
+        check_encoders(encoders, description)
     load_weights(encoders, config)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing()

@@ -3,10 +3,11 @@
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.common.errors import StoppedError, UserError, explained, library
+from clipscale.common.errors import StoppedError, UserError, explained, library, one_line
 
 
 @given(st.text(st.characters(categories=None, codec=None)), st.sampled_from([UserError, StoppedError]))
@@ -24,3 +25,15 @@ def test_no_memory_is_one_line_and_a_mistake_of_ours_is_not(error: Exception) ->
         raise NameError("x")
     with pytest.raises(UserError, match="TypeError: no subscript"), library("the file"):
         raise TypeError("no subscript")
+
+
+def test_a_library_that_asserts_is_no_mistake_of_ours() -> None:
+    with pytest.raises(UserError, match=r"the file .*must be divisible"), library("the file"):
+        torch.nn.MultiheadAttention(7, 2)
+    with pytest.raises(AssertionError), library("the file"):
+        assert not "ours"
+
+
+def test_a_message_has_no_colours_and_no_addresses_of_objects() -> None:
+    error = ValueError(f"\x1b[1mcannot\x1b[0m identify {object()}")
+    assert one_line(error) == "cannot identify <object object>"

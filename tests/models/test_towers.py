@@ -62,6 +62,23 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
         build_model(config)
 
 
+@pytest.mark.parametrize(
+    ("part", "words", "message"),
+    [
+        ("vision_cfg", {"head_width": 3}, "divisible by num_heads"),
+        ("vision_cfg", {"patch_size": 24}, "image tower cannot be used"),
+        ("vision_cfg", {"output_tokens": True}, "image tower cannot be used .*no row of features"),
+        ("text_cfg", {"pool_type": "none"}, "text tower cannot be used .*no row of features"),
+        ("text_cfg", {"heads": 5}, "divisible by num_heads"),
+    ],
+)
+def test_a_description_is_tried_when_the_model_is_built(part: str, words: dict[str, Any], message: str) -> None:
+    """open_clip checks some of it when the model is first used, and by assertions."""
+    described = SMALL | {part: SMALL[part] | words}
+    with pytest.raises(UserError, match=f"does not describe an open_clip model.*{message}"):
+        build_model(ModelConfig("theirs", described))
+
+
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
@@ -107,8 +124,26 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
     hostile = {"vocab": str(opened), "merges": str(opened), "tokenizer_file": str(opened), "vocab_file": str(opened)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | hostile))
     assert torch.equal(build_model(with_tokenizer(str(tmp_path))).tokenizer(["A red, SQUARE!", "a " * 20]), tokens)
+    del settings["pad_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"tokenizer cannot be loaded \(it has no pad_token; name one in"):
+        build_model(with_tokenizer(str(tmp_path))).tokenizer(["a"])
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        build_model(with_tokenizer(str(tmp_path))).tokenizer(["a"])
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    """Or the first step ends in an IndexError."""
+    for words in (100, 49407):
+        with pytest.raises(UserError, match=f"its largest token is 49407, and the model has {words}"):
+            build_model(ModelConfig("own", architecture(words=words))).tokenizer(["a"])
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "far": 70000}, "<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<unk>").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its largest token is 70000, and the model has 49408"):
         build_model(with_tokenizer(str(tmp_path))).tokenizer(["a"])
 
 
