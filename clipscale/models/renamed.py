@@ -13,13 +13,10 @@ Weights = dict[str, Tensor]
 
 
 def of_transformers(state: Weights) -> Weights:
-    """Weights of transformers' CLIP or SigLIP, or of one of their towers, under open_clip's names; others as they are.
+    """Weights of transformers' CLIP or SigLIP under open_clip's names; others as they are.
 
     Names that are not known stay. Raises what torch raises for other shapes, and KeyError.
     """
-    for tower, known in (("vision_model.", "patch"), ("text_model.", "token")):
-        if f"embeddings.{known}_embedding.weight" in state:  # a tower alone
-            state = {f"{tower}{name}": value for name, value in state.items()}
     if not any(name.startswith(("vision_model.", "text_model.")) for name in state):
         return state
     kind = "siglip" if any("_model.head." in name for name in state) else "clip"

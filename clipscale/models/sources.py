@@ -22,10 +22,13 @@ from clipscale.config.libraries import model_description
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
-from clipscale.models import hugging_face
+from clipscale.models import adapters, hugging_face
+from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, matched, namings, tower_alone
 from clipscale.models.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
+# Between a path and the set of weights in it.
+SET = "::"
 # May begin the name or path of a run; needed where a folder has weights of its own, too.
 RUN = "run:"
 OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
@@ -35,6 +38,7 @@ WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensor
 LONGEST_JSON = 2**26
 ELSEWHERE = "; download it elsewhere, give it"
 UNKNOWN = ModelConfig("")
+PARTS = {"vision_cfg": VISUAL, "text_cfg": TEXT}
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
 # What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -52,6 +56,8 @@ class Source:
     shards: tuple[Path, ...] = ()
     # What is known of it: with a name, its architecture, too; `preprocess`.
     model: ModelConfig = UNKNOWN
+    # Which of several sets of weights; empty: the usual one.
+    key: str = ""
 
     def reading(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""
@@ -73,6 +79,21 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
 def local_source(value: str, setting: str = "model.weights") -> Source | None:
     """The weights that a setting names, if they are on this machine. Raises UserError for what is no weights."""
     origin = f"{setting}={value!r}"
+    key = ""
+    if not Path(value).expanduser().exists():
+        value, _, key = value.partition(SET)
+    source = _at(value, origin)
+    if source:
+        return replace(source, key=key)
+    if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
+        raise UserError(
+            f"{origin}: there is no {Path(value).expanduser()}; give a path that exists, a run, hf-hub:ORG/NAME, or a "
+            "tag of open_clip"
+        )
+    return None
+
+
+def _at(value: str, origin: str) -> Source | None:
     path = Path(value).expanduser()
     named = run_folder(value.removeprefix(RUN))
     if value.startswith(RUN):
@@ -83,13 +104,7 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
         return _in_folder(path, origin, path.resolve().name)
     if path.is_file():
         return Source(origin, path, _checked([path], origin))
-    if is_run(named):
-        return _in_run(named, origin)
-    if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
-        raise UserError(
-            f"{origin}: there is no {path}; give a path that exists, a run, hf-hub:ORG/NAME, or a tag of open_clip"
-        )
-    return None
+    return _in_run(named, origin) if is_run(named) else None
 
 
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
@@ -169,10 +184,20 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
     description = config.description
     with source.reading():
-        shapes = shapes_of(source.shards)
-    known = {"embed_dim", *COMPARED} <= description.keys()
-    if shapes and known and (wrong := misfit(shapes, _compared(description), sections)):
-        raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}; give another model=")
+        shapes = shapes_of(source.shards, source.key, source.setting)
+    if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
+        return
+    part = PARTS[sections[0]] if len(sections) == 1 else ""
+    found = matched(shapes, namings(known_names(), part), source.setting)
+    ours = {found.names[name]: shape for name, shape in shapes.items() if name in found.names}
+    tower = tower_alone(shapes, source.setting)
+    wrong = ""
+    if tower and tower != part:
+        wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
+    elif found.own:  # else open_clip may know the names
+        wrong = misfit(ours, _compared(description), sections, found.beside)
+    if wrong:
+        raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
 
 
 def _compared(description: Record) -> Record:
@@ -204,19 +229,42 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
     if path is None:
         if is_run(folder):
             return _in_run(folder, origin)
-        raise UserError(f"{origin}: the folder holds no weights ({', '.join(WEIGHTS)}); give one that does, or a file")
+        raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
     with library(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
         shards = _checked(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
             if file.stat().st_size > LONGEST_JSON:
                 raise ValueError(f"{file.name} is too large to describe a model")
+        alone = _tower_of(folder)
+        if alone and origin.startswith("model.weights="):
+            raise UserError(f"{origin} has the {alone} tower alone; give it as model.{alone}.weights=")
         model = _described(folder, name)
         if model.name:
             _compared(model.architecture)
             if not _parameters(model.architecture) <= size:
                 raise ValueError("it describes a larger model than these weights")
     return Source(origin, path, shards, model)
+
+
+def _instead_of_weights(folder: Path) -> str:
+    """What a folder without weights has, and the remedy."""
+    if any((folder / name).is_file() for name in (adapters.CONFIG, *adapters.WEIGHTS)):
+        return f"adapters of PEFT alone; merge first: {adapters.MERGE}"
+    inner = [path for path in files.folders(folder) if any((path / name).is_file() for name in WEIGHTS)]
+    if inner:  # of sentence-transformers, diffusers
+        return f"no weights itself; give {' or '.join(map(str, inner))}"
+    return f"no weights ({', '.join(WEIGHTS)}); give one that does, or a file"
+
+
+def _tower_of(folder: Path) -> str:
+    """The tower, `image` or `text`, that the configuration of transformers or timm in a folder describes alone."""
+    if (folder / OPEN_CLIP).is_file() or not (folder / CONFIG).is_file():
+        return ""
+    content = files.read_json(folder / CONFIG)
+    if "pretrained_cfg" in content:  # of timm
+        return "image"
+    return {"vision_model": "image", "text_model": "text"}.get(str(content.get("model_type")).partition("_")[2], "")
 
 
 def _shards_of(path: Path) -> list[Path]:
@@ -246,6 +294,11 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
                     f"{origin}: {path.name} is a TorchScript archive, a program, which is not run; take OpenAI's "
                     "weights as model=vit-b32-quickgelu model.weights=openai, or its state dict (m.state_dict())"
                 )
+            if members and all(member.filename.endswith(".npy") for member in members):
+                raise UserError(
+                    f"{origin}: {path.name} holds arrays of numpy, as big_vision's; take model=siglip-b16 "
+                    "model.weights=webli, or save what open_clip.create_model(NAME, pretrained=FILE).state_dict() has"
+                )
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise UserError(f"{origin} is compressed, and may fill any memory; load and save it")
     return tuple(paths)
@@ -271,7 +324,8 @@ def _described(folder: Path, name: str) -> ModelConfig:
         else:
             pixels = hugging_face.pixels(folder, kind)
             if not tower:
-                description = hugging_face.description(content)
+                with library(f"{folder / CONFIG} describes no model that can be built here"):  # nor by any model=
+                    description = hugging_face.description(content)
                 text = description["text_cfg"]
                 if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
                     text["hf_tokenizer_name"] = kind

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from open_clip.convert import convert_state_dict
-from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
+from open_clip.model import CustomTextCLIP
 from open_clip.transformer import TextTransformer
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
@@ -19,11 +19,15 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
+from clipscale.models import adapters
+from clipscale.models.names import SHARED, held, listed, matched, namings
 from clipscale.models.renamed import Weights, of_transformers
-from clipscale.models.shapes import unwrapped
-from clipscale.models.sources import Source, find, with_architecture_of
+from clipscale.models.shapes import differing, saved_by_torch
+from clipscale.models.sources import SET, Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
+# After `::`, the moving average of a run.
+AVERAGE = "ema"
 POSITIONS = ("positional_embedding", "pos_embed")
 # Weights that may be missing from or left over in a tower of another task: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
@@ -68,7 +72,7 @@ def load(encoders: CustomTextCLIP, config: ModelConfig) -> None:
     for setting, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:
             source = find(weights, config.name, f"model.{setting}.weights")
-            fill(encoders, of_tower(read(source), encoders, part, source), source, part)
+            fill(encoders, converted(read(source), encoders, source, part), source, part)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -80,53 +84,69 @@ def read(source: Source) -> Weights:
     Raises UserError for a damaged file and for one that would execute code.
     """
     if not source.shards:
-        state = checkpoint.load(source.path, entries=("model",)).model
-        return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
-    state = {}
+        return _of_run(source)
+    state: Weights = {}
+    others: tuple[str, ...] = ()
     for path in source.shards:
         with source.reading():
-            state |= unwrapped(_loaded(path))
+            part = held(_loaded(path), source.key, source.setting)
+        state |= part.tensors
+        others += part.others
+    if others:
+        also = listed([f"{SET}{key}" for key in others])
+        log.warning(f"{source.setting}: takes the weights {part.key or 'at the top'}; others are {also}")
     sparse = [n for n, x in state.items() if x.layout != torch.strided or x.nbytes > x.untyped_storage().nbytes()]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
+    with source.reading():
+        scale = adapters.factor(state, source.path.parent, source.setting)
+        if scale:
+            log.warning(f"{source.setting}: adds its adapters, times {scale:g}, to its weights")
+            state = adapters.merged(state, scale)
     return state
 
 
+def _of_run(source: Source) -> Weights:
+    """A run's weights, or their moving average with the key `ema`."""
+    saved = checkpoint.load(source.path, entries=("model", source.key))
+    state = saved.model
+    if source.key:
+        if source.key != AVERAGE or not saved.ema:
+            raise UserError(f"{source.setting}: the run has no {source.key!r}; leave {SET}{source.key} out")
+        state |= saved.ema["weights"]
+    elif saved.ema:
+        log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
+    return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
+
+
 def _loaded(path: Path) -> Record:
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 
-def converted(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
-    """The weights of a whole model under the names and in the shapes of `encoders`."""
-    with library(f"{source.setting} does not fit this architecture"):  # they compute with shapes as they expect them
-        state = of_transformers(state)
-        if "positional_embedding" in state:
-            state = convert_to_custom_text_state_dict(state)
-        state = dict(convert_state_dict(encoders, state))
+def converted(state: Weights, encoders: CustomTextCLIP, source: Source, part: str = "") -> Weights:
+    """The weights of a model, or those of its tower `part`, under the names and in the shapes of `encoders`.
+
+    Raises UserError for weights that none of the model's names has.
+    """
     ours = encoders.state_dict()
-    for name in ("logit_scale", "logit_bias"):
+    found = matched(state.keys(), namings(ours, part), source.setting)
+    if found.wrappers or found.beside:
+        taken_off = f" without {listed(found.wrappers)}" if found.wrappers else ""
+        rest = f"; left over: {listed(found.beside)}" if found.beside else ""
+        log.warning(f"{source.setting}: {len(found.own)} weights by their names{taken_off}{rest}")
+    with library(f"{source.setting} does not fit this architecture"):  # they compute with shapes as they expect them
+        state = of_transformers({found.names[name]: value for name, value in state.items() if name in found.names})
+        state = dict(convert_state_dict(encoders, state))
+    theirs = sorted(state)
+    state = {name: value for name, value in state.items() if name.startswith(part)}
+    if not state.keys() & ours.keys():
+        problem = differing(min(name for name in ours if name.startswith(part)), theirs)
+        raise UserError(f"{source.setting} does not fit this architecture: {problem}")
+    for name in SHARED:
         if name in state and name in ours and state[name].numel() == 1:
             state[name] = state[name].reshape(ours[name].shape)
     state.pop("text.transformer.embeddings.position_ids", None)
     return resized(state, encoders, source)
-
-
-def of_tower(state: Weights, encoders: CustomTextCLIP, part: str, source: Source) -> Weights:
-    """One tower's weights, under the names of the whole model: its part of a whole model, or a tower alone."""
-    state = of_transformers(state)
-    if any(name.startswith(("visual.", "text.")) for name in state):
-        return {name: value for name, value in converted(state, encoders, source).items() if name.startswith(part)}
-    tower = encoders.visual if part == "visual." else encoders.text
-    inner = ""
-    if hasattr(tower, "trunk"):
-        inner = "trunk."
-    elif hasattr(tower, "config"):
-        inner = "transformer."
-    ours = tower.state_dict()
-    named = {part + (name if name in ours else inner + name): value for name, value in state.items()}
-    return resized(named, encoders, source)
 
 
 def resized(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
@@ -185,7 +205,10 @@ def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") ->
         elif names:
             log.warning("%s: %s: %s", source.setting, what, ", ".join(names))
     if problems:
-        raise UserError(f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give another model=")
+        raise UserError(
+            f"{source.setting} does not fit this architecture: the names differ ({'; '.join(problems)}); "
+            "rename them as the model's"
+        )
 
 
 def _may_differ(name: str, part: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
 import timm
@@ -21,7 +22,6 @@ from clipscale.checkpoint import Saved
 from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models.shapes import unwrapped
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import completed_by_weights
@@ -88,14 +88,6 @@ def test_weights_of_every_layout_give_the_same_features(
     prefix = "run:" if write is run else ""
     ours = build_model(config(weights=f"{prefix}{write(tmp_path, reference)}"))
     assert all(map(torch.equal, features(ours), features(reference)))
-
-
-@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict"])
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
-def test_what_trainers_put_around_weights_is_taken_off(wrapper: str, prefix: str) -> None:
-    state = {"visual.proj": torch.ones(2), "text.ln.bias": torch.zeros(1)}
-    named = {f"{prefix}{name}": value for name, value in state.items()}
-    assert unwrapped({"epoch": 3, wrapper: named, "optimizer": {"state": {}}}) == state
 
 
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
@@ -192,7 +184,13 @@ def test_files_that_are_no_weights_are_named_as_what_they_are(tmp_path: Path) ->
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "wide.pt")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    np.savez(tmp_path / "b16.npz", **{"params/img/head/bias": np.zeros(2)})
     for name, message in (
+        ("module.pt", r"objects of Python, as torch\S*Linear, .*; save model.state_dict\(\) alone"),
+        ("tensor.pt", "it holds a Tensor, not weights by name"),
+        ("b16.npz", "arrays of numpy, as big_vision's.*model.weights=webli"),
         ("ViT-B-32.pt", "TorchScript archive.*model.weights=openai"),
         ("model.safetensors", "git lfs pull"),
         ("", "git lfs pull"),

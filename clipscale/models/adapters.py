@@ -1,0 +1,64 @@
+"""Weights in which PEFT's low-rank adapters (LoRA) lie beside the weights that they change. Imports nothing heavy."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.record import Record
+
+CONFIG = "adapter_config.json"
+LONGEST = 2**20
+# In a folder of adapters alone.
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Segments of names that PEFT makes: of an adapter, of what it keeps beside a module, and of the module.
+ADAPTER, KEPT, BASE = "lora_", "modules_to_save", "base_layer"
+A, B = ".lora_A.", ".lora_B."
+MERGE = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
+# Settings of PEFT under which an adapter is not alpha / r * B A, unless they are empty.
+OTHER = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
+
+
+def is_adapter(name: str) -> bool:
+    return f".{ADAPTER}" in name
+
+
+def factor(names: Iterable[str], folder: Path, setting: str) -> float:
+    """alpha / r of the adapters among these weights, by the configuration beside them; 0: there are none.
+
+    Raises UserError for adapters that cannot be merged here.
+    """
+    every = [*names]
+    adapters = [name for name in every if is_adapter(name) or f".{KEPT}." in name]
+    if not adapters:
+        return 0.0
+    with files.reported(f"{setting}: damaged", folder / CONFIG, "download it again"):
+        path = folder / CONFIG
+        known = path.is_file() and path.stat().st_size < LONGEST
+        config: Record = files.read_json(path) if known else {}
+    alpha, rank = config.get("lora_alpha"), config.get("r")
+    plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in OTHER)
+    bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
+    targets = {_target(name) for name in adapters}
+    if not (plain and isinstance(alpha, int | float) and isinstance(rank, int) and rank > 0 and targets <= bases):
+        raise UserError(f"{setting} has adapters of PEFT, such as {adapters[0]}; merge first: {MERGE}")
+    return alpha / rank
+
+
+def _target(name: str) -> str:
+    """The weight that an adapter's part changes: MODULE.lora_A.NAME.weight -> MODULE.weight."""
+    module = name.partition(A)[0].partition(B)[0]
+    return f"{module}.weight"
+
+
+def merged(state: Record, scale: float) -> Record:
+    """Weights of torch with their adapters added, and without them; `scale` is alpha / r.
+
+    Raises what torch raises for other shapes.
+    """
+    new = {name.replace(f".{BASE}.", "."): value for name, value in state.items() if not is_adapter(name)}
+    for name, down in state.items():
+        if A in name:
+            up = state[name.replace(A, B)]
+            new[_target(name)] = new[_target(name)] + scale * (up.float() @ down.float()).to(up.dtype)
+    return new
