@@ -64,8 +64,8 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
         data = build_dataset(f"wds/{name}", str(paths[name]), transform, "test", task=task)
         return torch.utils.data.DataLoader(data.batched(16), batch_size=None)
 
-    # clip-benchmark 1.6.2 makes a float of an array with one element, which numpy 2.4 no longer does: docs/evaluation.md
-    # gives it an environment with an older one.
+    # clip-benchmark 1.6.2 makes a float of an array with one element, which numpy 2.4 no longer does:
+    # docs/evaluation.md gives it an environment with an older one.
     monkeypatch.setattr(zeroshot_classification, "float", lambda x: np.asarray(x).item(), raising=False)
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
         results = ours[name]
