@@ -6,10 +6,13 @@ is whole. An empty file run=NAME names the run.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -20,6 +23,7 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import Record
+from clipscale.common.remote import ANSWER_S, NO_CREDENTIALS, SLOWEST, check_credentials, no_credentials, within
 from clipscale.common.terminal import tell
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
@@ -28,11 +32,40 @@ SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
-def open_store(address: str) -> DirFileSystem:
-    """Raises UserError for an address that cannot keep a copy."""
+class Limited:
+    """A file system whose calls end, with TimeoutError where the store does not answer."""
+
+    def __init__(self, system: AbstractFileSystem, what: str, *, says: bool) -> None:
+        """`says`: a line says after a while that `what` is waited for."""
+        self._system, self._what, self._says = system, what, says
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._system, name)
+        if name.startswith("_") or not callable(value):
+            return value
+        return lambda *args, **options: within(partial(value, *args, **options), self._what, ANSWER_S, says=self._says)
+
+    def put_file(self, source: str, target: str, **options: Any) -> None:
+        limit_s = ANSWER_S + Path(source).stat().st_size / SLOWEST
+        within(partial(self._system.put_file, source, target, **options), self._what, limit_s, says=self._says)
+
+    def get(self, sources: list[str], targets: list[str], **options: Any) -> None:
+        """It may take as long as bytes arrive."""
+
+        def arrived() -> int:
+            return sum(path.stat().st_size for path in map(Path, targets) if path.exists())
+
+        work = partial(self._system.get, sources, targets, **options)
+        within(work, self._what, ANSWER_S, progress=arrived, says=self._says)
+
+
+def open_store(address: str, *, says: bool = True) -> DirFileSystem:
+    """`says`: a line says after a while what is waited for. Raises UserError for an address that cannot keep a copy."""
     check_address(address)
+    what = f"checkpoint.copy={address}"
+    check_credentials(address.partition("://")[0], what)
     system, root = url_to_fs(address, use_listings_cache=False)
-    return DirFileSystem(root, LOCAL if isinstance(system, LocalFileSystem) else system)
+    return DirFileSystem(root, Limited(LOCAL if isinstance(system, LocalFileSystem) else system, what, says=says))
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
@@ -62,6 +95,8 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
         try:
             found = complete_checkpoints(store, run)
         except Exception as error:
+            if type(error).__name__ in NO_CREDENTIALS:
+                raise no_credentials(f"checkpoint.copy={address}", error) from error
             if not whole or isinstance(error, UserError):
                 raise
             tell(f"warning: {unreadable} ({one_line(error)}); the run goes on from {whole.name}")
@@ -173,7 +208,7 @@ class Copies:
         while self.due.get():
             self.problem = "it is not complete"
             try:
-                self._copy(open_store(self.address))
+                self._copy(open_store(self.address, says=False))
                 self.problem = ""
                 reported = None
             except Exception as error:  # each library behind fsspec has its own
@@ -197,6 +232,11 @@ class Copies:
             store.pipe_file(RESULT, json.dumps(self.results).encode())
 
 
+def size_and_crc32_of(store: DirFileSystem, name: str) -> list[int]:
+    with store.open(name) as stream:
+        return [*stream_size_and_crc32(stream)]
+
+
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     """Copy a checkpoint that the store does not have. Raises OSError if a file that is read back differs."""
     prefix = f"checkpoints/{path.name}/"
@@ -205,8 +245,8 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
         return
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
-        with store.open(prefix + name) as stream:
-            if [*stream_size_and_crc32(stream)] != expected:
-                raise OSError(f"{path.name}/{name} differs when it is read back")
+        limit_s = ANSWER_S + expected[0] / SLOWEST
+        if within(partial(size_and_crc32_of, store, prefix + name), name, limit_s, says=False) != expected:
+            raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), COPYING)
     store.mv(COPYING, meta)

@@ -14,9 +14,11 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
-from clipscale.checkpoint.copies import copy_checkpoint
+from clipscale.checkpoint import copies
+from clipscale.checkpoint.copies import Limited, copy_checkpoint
 from clipscale.checkpoint.folder import discard
 from clipscale.cli.train import finished
+from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
@@ -260,7 +262,42 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     assert len(lines) == 2 - hangs, "and one that waits"
     assert ("not complete" if hangs else "No space left") in lines[-1]
     assert finished(config) is None, "the same command copies again"
-    if not hangs:
-        monkeypatch.setattr(LocalFileSystem, "find", put)
-        train(replace(config, samples=72))
-        assert len(curve(tmp_path / "run")) == 6 and "cannot be read" in capsys.readouterr().out
+    monkeypatch.setattr(LocalFileSystem, "find", put)
+    monkeypatch.setattr(copies, "ANSWER_S", 0.5)
+    monkeypatch.setattr(remote, "LOOK_S", 0.1)
+    train(replace(config, samples=72))
+    output = capsys.readouterr().out
+    assert len(curve(tmp_path / "run")) == 6 and "cannot be read" in output
+    assert ("(no answer within 0 s)" if hangs else "No space left") in output
+
+
+class Slow:
+    """A store that sends a byte every fifth of a second, so many in all, and no more."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get(self, sources: list[str], targets: list[str]) -> None:
+        for _ in range(self.size):
+            with Path(targets[0]).open("ab") as file:
+                file.write(b"x")
+            time.sleep(0.2)
+        time.sleep(1000 * (self.size < 6))
+
+    def ls(self, path: str) -> None:
+        time.sleep(1000)
+
+
+def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line says what is waited for."""
+    monkeypatch.setattr(copies, "ANSWER_S", 0.6)
+    monkeypatch.setattr(remote, "LOOK_S", 0.1)
+    monkeypatch.setattr(remote, "SAID_S", 0.3)
+    Limited(Slow(8), "it", says=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
+    assert (tmp_path / "x").stat().st_size == 8
+    assert "waiting" not in capsys.readouterr().err
+    silent = Limited(Slow(2), "checkpoint.copy=s3://b", says=True)  # type: ignore[arg-type]
+    for call in (lambda: silent.get(["x"], [str(tmp_path / "y")]), lambda: silent.ls("x")):
+        with pytest.raises(TimeoutError, match="no answer"):
+            call()
+        assert capsys.readouterr().err.count("waiting for checkpoint.copy=s3://b") == 1

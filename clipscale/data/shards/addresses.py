@@ -36,6 +36,11 @@ def scheme_of(url: str) -> str:
     return "" if is_local(url) else url.partition(":")[0].lower()
 
 
+def bucket_of(url: str) -> str:
+    """The scheme and the bucket or server of an address."""
+    return "/".join(url.split("/")[:3])
+
+
 def unsigned(url: str) -> str:
     """The address without its query, which may be a signature: with another signature it names the same shard."""
     return url if is_local(url) else url.partition("?")[0]

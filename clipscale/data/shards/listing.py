@@ -11,12 +11,14 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import call
 from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError, library
+from clipscale.common.remote import within
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain
@@ -34,6 +36,8 @@ SHARDS = (".tar", ".tar.gz", ".tgz")
 DOWNLOADING = ".aria2"
 # A run checks whether about this many addresses exist; other missing ones are found when they are read.
 MAX_CHECKED_URLS = 256
+# Seconds of a listing: that of a million objects takes minutes.
+LISTING_S = 900.0
 # Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 # Matches an address in a brace list that names several objects: a pattern or a folder.
@@ -221,11 +225,22 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
             if not PATTERN.search(url):
                 names.append(url)
                 continue
+            check_answers(url)
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
-            found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+            listed = within(partial(system.glob, path), f"the list of {url}", LISTING_S)
+            found = sorted(str(system.unstrip_protocol(name)) for name in listed)
             names += _shards(found, url, note) if url.endswith("/") else found
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
+
+
+def check_answers(url: str) -> None:
+    """Ask for some object below a pattern or folder: a listing may take minutes, also of a server that answers. Raises
+    UserError."""
+    some = PATTERN.split(url, maxsplit=1)[0].rstrip("/") + "/0.tar"
+    error = look_up([some], f"a first answer, before {url} is listed").get(some)
+    if error and error.reason == UNKNOWN_HOST:
+        raise error
 
 
 def _from_list(path: Path, setting: str) -> list[str]:

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from clipscale.common.errors import UserError
-from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
+from clipscale.common.errors import LoaderError, UserError
+from clipscale.common.remote import NO_CREDENTIALS, SAID_S, check_credentials, no_credentials
+from clipscale.common.terminal import main_rank, tell
+from clipscale.data.shards.addresses import EVENT, SourceError, bucket_of, is_local, scheme_of
 
 # A shard is given up after this many failed retries in a row: about a minute.
 RETRIES = 8
@@ -53,8 +55,6 @@ _MOVED = {301, 302, 303, 307, 308}
 REDIRECTS = 10
 # Settings of fsspec's http that only the server in the user's address gets.
 _SECRETS = ("headers", "auth", "cookies", "params")
-# What botocore and google-auth raise without credentials.
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 # Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted.
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
@@ -160,11 +160,26 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
             time.sleep(min(left, TICK_S))
 
 
-def look_up(urls: Sequence[str]) -> dict[str, SourceError]:
-    """Request a byte of each object, all at once; returns the errors of those that cannot be read."""
-    requests = [(url, start_request(url, 0, 1)) for url in urls]
-    answers = [(url, request.exception()) for url, request in requests]
-    return {url: error for url, error in answers if isinstance(error, SourceError)}
+def look_up(urls: Sequence[str], what: str = "") -> dict[str, SourceError]:
+    """Request a byte of each object, all at once; returns the errors of those that cannot be read.
+
+    After SAID_S a line says `what` is waited for. Raises LoaderError if none has an answer, UserError without
+    credentials.
+    """
+    requests = {url: start_request(url, 0, 1) for url in urls}
+    late = futures.wait(requests.values(), SAID_S).not_done
+    if late and main_rank():
+        asked = f"an answer about {len(late)} of {len(urls)} shards (first: {urls[0]})"
+        tell(f"waiting for {what or asked}", error=True)
+    futures.wait(requests.values())  # each has its limit
+    errors = {url: error for url, request in requests.items() if (error := request.exception())}
+    for error in errors.values():
+        if isinstance(error, UserError):
+            raise error
+    silent = [error for error in errors.values() if isinstance(error, SourceError) and error.reason == NO_ANSWER]
+    if urls and len(silent) == len(urls):
+        raise LoaderError(f"data.train: {urls[0]}: {silent[-1]}; the server is silent, give the command again later")
+    return {url: error for url, error in errors.items() if isinstance(error, SourceError)}
 
 
 class RemoteFile(io.RawIOBase):
@@ -248,7 +263,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
             data, state = await _from_web(address, start, stop, limit, build_hf_headers())
         else:
             data, state = await asyncio.wait_for(_from_file_system(url, start, stop), limit)
-    except SourceError:
+    except (SourceError, UserError):
         raise
     except TimeoutError as error:
         seconds = time.monotonic() - begun
@@ -256,9 +271,8 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
     except Exception as error:  # each library has its own
-        if type(error).__name__ in _NO_CREDENTIALS:
-            remedy = "give its library's environment variables or files, as for the cloud's own command line"
-            raise UserError(f"data.train: {url}: {error}; {remedy}") from error
+        if type(error).__name__ in NO_CREDENTIALS:
+            raise no_credentials(f"data.train: {bucket_of(url)}", error) from error
         reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"
         raise TransientError(reason, f"{type(error).__name__}: {error}") from error
     missing = min(stop, state[0]) - start - len(data)
@@ -272,6 +286,7 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
     """By fsspec's file system for the address, with that library's credentials and settings."""
     from fsspec.core import url_to_fs
 
+    await asyncio.to_thread(check_credentials, scheme_of(url), f"data.train: {bucket_of(url)}")
     system, path = url_to_fs(url, use_listings_cache=False)
     data = await system._cat_file(path, start=start, end=stop)
     info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile

@@ -1,21 +1,25 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
 import re
+import socket
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from fsspec.config import conf
 
+from clipscale.checkpoint.copies import open_store
+from clipscale.common.errors import LoaderError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store, first_bytes
+from tests.conftest import Cap
 from tests.data.files import link, picture, sample, write_shards, write_tar
 from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
@@ -215,11 +219,65 @@ def test_storage_without_credentials_is_one_line_at_once(monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     begun = time.monotonic()
     try:
-        with refused(r"s3://no-credentials/0.tar: .*credentials"):
+        with refused(r"data\.train: s3://no-credentials has no credentials .*AWS_ACCESS_KEY_ID.*ANON"):
             read("s3://no-credentials/0.tar")
     finally:
         s3fs.S3FileSystem.clear_instance_cache()  # it remembers that there are none
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("source", ["gs://bucket/{0..9}.tar", "gs://bucket/*.tar", "gs://bucket/set/"])
+def test_google_without_credentials_is_one_line_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """gcsfs takes minutes to say so."""
+    pytest.importorskip("gcsfs")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    begun = time.monotonic()
+    with refused(r"data\.train: gs://bucket has no credentials .*gcloud auth .*; for public data FSSPEC_GS_TOKEN=anon"):
+        open_stream(source, batch=10)
+    with refused(r"checkpoint\.copy=gs://bucket/x has no credentials .*gcloud auth"):
+        open_store("gs://bucket/x")
+    assert time.monotonic() - begun < 10
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that takes connections and says nothing, and short limits."""
+    for name, value in {"WAIT_S": 0.5, "SAID_S": 0.1}.items():
+        monkeypatch.setattr(store, name, value)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield "http://{}:{}".format(*server.getsockname())
+
+
+def test_a_silent_server_is_said_and_ends_the_start(silent: str, web: Web, tmp_path: Path, capsys: Cap) -> None:
+    with refused(r"data\.train: .*/00\.tar: no answer .*within 0\.\d+ s; the server is silent") as failure:
+        open_stream(f"{silent}/{{00..20}}.tar", batch=10)
+    assert isinstance(failure.value, LoaderError), "it may pass"
+    assert "waiting for an answer about 21 of 21 shards" in capsys.readouterr().err
+    write_shards(tmp_path, [20])
+    with open_stream(f"{web.url}/00000.tar::{silent}/0.tar", batch=10, order="resampled"):
+        assert "waiting for an answer about 1 of 2 shards" in capsys.readouterr().err
+
+
+def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**names, "AWS_ENDPOINT_URL": silent}.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(store, "WAIT_S", 3.0)  # botocore is imported meanwhile
+    begun = time.monotonic()
+    try:
+        with refused(r"data\.train: s3://b/0\.tar: no answer .*; the server is silent"):
+            expand("s3://b/*.tar")
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert time.monotonic() - begun < 20
+    assert "waiting for a first answer, before s3://b/*.tar is listed" in capsys.readouterr().err
 
 
 def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> None:
