@@ -190,7 +190,7 @@ def private_names() -> set[str]:
                 names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
             elif isinstance(node, ast.Import):
                 names |= {name for alias in node.names for name in alias.name.split(".")}
-    return {name for name in names if re.match("_[^_]", name)} - {"_replace"}  # of named tuples, documented
+    return {name for name in names if re.match("_[^_]", name)} - {"_replace", "_exit"}  # documented by Python
 
 
 def test_every_private_name_of_another_package_is_in_the_table_with_its_test() -> None:

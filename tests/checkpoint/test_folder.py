@@ -154,7 +154,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
-        checkpoint.set_later_aside(tmp_path, 1)
+        checkpoint.set_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
         assert checkpoint.to_resume(tmp_path, "auto", ALONE) == checkpoint.path_of(tmp_path, 1)
     names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]

@@ -78,8 +78,9 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage, sample.detail)
-            caption, _ = chosen.draw(sample.members, CounterRNG(sample.index))
-            chosen.check(sample, caption)
+            captions = chosen.draw(sample.members, CounterRNG(sample.index))
+            chosen.check(sample, [caption for caption, _ in captions])
+            chosen.draw_negatives(sample.members, CounterRNG(sample.index))
             Picture(image_bytes(sample.members)).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
