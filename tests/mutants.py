@@ -37,7 +37,7 @@ TARGETS = ("loss", "step", "data/order.py", "data/loader", "checkpoint", "distri
 # Tests beside those of a file's own folder, by the start of its path.
 MORE = {
     "step": ("test_exactness.py", "state", "distributed", "test_train.py"),
-    "distributed": ("test_exactness.py", "checkpoint/test_ranks.py", "test_train.py", "test_faults.py"),
+    "distributed": ("test_exactness.py", "checkpoint/test_ranks.py", "launch", "test_train.py", "test_faults.py"),
     "data/order.py": ("data/loader", "data/shards/test_subset.py"),
     "data/loader": ("data/shards/test_subset.py", "data/shards/test_index.py", "test_train.py", "test_faults.py"),
     "checkpoint": ("state", "test_train.py", "test_faults.py"),
@@ -307,6 +307,10 @@ def tested(mutants: Sequence[Mutant], folders: Sequence[Path], limit_s: float) -
                 yield each.result(status)
 
 
+def ending(result: dict[str, Any]) -> str:
+    return {None: "lives", "time": "late"}.get(result["by"], "dead")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=100)
@@ -316,6 +320,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a pattern of paths and changes: these of the drawn ones")
     parser.add_argument("--list", action="store_true", help="show what is drawn, and run nothing")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "build/mutants.jsonl", help="one result a line")
+    parser.add_argument("--resume", action="store_true", help="keep the results that --out has, and go on")
     words = parser.parse_args()
     began = time.monotonic()
     mutants = drawn(words.number, words.seed, target_files())
@@ -324,10 +329,16 @@ def main() -> int:
         for each in mutants:
             print(f"{each.file}:{each.line}  {each.change}")
         return 0
+    earlier = [json.loads(line) for line in words.out.read_text().splitlines()] if words.resume else []
+    known = {(result["file"], result["line"], result["change"]) for result in earlier}
+    mutants = [each for each in mutants if (each.file, each.line, each.change) not in known]
     tests = list(dict.fromkeys(test for each in mutants for test in each.tests))
-    counts: Counter[str] = Counter()
+    counts = Counter(ending(result) for result in earlier)
     words.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as home, words.out.open("w") as out:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as home,
+        words.out.open("a" if words.resume else "w") as out,
+    ):
         folders = [copy_of_checkout(Path(home) / str(number)) for number in range(words.jobs)]
         load_other_packages(folders[0], tests)
         _, status = os.waitpid(start(folders[0], tests), 0)
@@ -337,12 +348,12 @@ def main() -> int:
         for result in tested(mutants, folders, words.limit):
             out.write(json.dumps(result) + "\n")
             out.flush()
-            end = {None: "lives", "time": "late"}.get(result["by"], "dead")
+            end = ending(result)
             counts[end] += 1
             place = f"{result['file']}:{result['line']}"
             print(f"{end} {result['seconds']:.0f}s {place}  {result['change']}  {result['by'] or ''}", flush=True)
     noticed, minutes = counts["dead"] + counts["late"], (time.monotonic() - began) / 60
-    print(f"{noticed} of {len(mutants)} are noticed, {counts['late']} of them by the time they take")
+    print(f"{noticed} of {counts.total()} are noticed, {counts['late']} of them by the time they take")
     print(f"{minutes:.0f} minutes, {words.jobs} at a time, load {os.getloadavg()[2]:.1f}")
     return 0
 

@@ -72,3 +72,9 @@ def test_sources_share_the_window_by_their_weights() -> None:
     """So that several hold no more samples than one."""
     order = WeightedSources((1.0, 3.0, 0.0), (0, 1, 2), (9, 9, 9), 4, seed=1)
     assert [source.window for source in OrderedShards(("a", "b", "c"), order, 8).sources] == [2, 6, 1]
+
+
+def test_a_shard_without_samples_is_counted_as_one(tmp_path: Path) -> None:
+    """Of a count that nobody knows: it is read to its end."""
+    (item,) = items_of(Segment(0, 0, 0, None, None), str(write_tar(tmp_path / "x.tar", [])))
+    assert (item.damage, item.is_lost, item.url) == ("empty_shard", True, str(tmp_path / "x.tar"))
