@@ -101,7 +101,7 @@ def read(shell: str, folder: Path) -> Commands:
     for page, text in PAGES.items():
         found += [Block(page, "sh", IN_TEXT, f"{' '.join(line.split())}\n") for line in INLINE.findall(text)]
     typed = "".join(f"block {number}\n{block.code}" for number, block in enumerate(found))
-    environment = {"PATH": path, "PS1": "", "PS2": ""}
+    environment = {"PATH": path, "HOME": "/home/user", "PS1": "", "PS2": ""}
     done = subprocess.run(SHELLS[shell], input=typed, cwd=folder, env=environment, capture_output=True, text=True)
     lines = [line.split("\37")[:-1] for line in (folder / "noted").read_text().splitlines()]
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), f"{shell}: {done.stderr} after {lines[-2:]}"
@@ -234,7 +234,7 @@ def test_python_blocks_work() -> None:
 
 # Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.
 CODE, QUOTED = re.compile(r"`([^`]+)`"), re.compile(r"'[^']*'|\"[^\"]*\"")
-PATTERN = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)*=\S*?(?:[\[*?]|\{\S*?,)")
+PATTERN = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)*=\S*?(?:\[\S*?\]|[*?]|\{\S*?,)")
 
 
 def test_words_of_commands_between_the_words_can_be_typed_in_zsh() -> None:
