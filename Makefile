@@ -6,7 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Without CUDA's libraries: CPU_WHEELS=ADDRESS names an index with the CPU builds of torch and torchvision that constraints.txt pins.
+# TORCH=cpu: without CUDA's libraries, which are most of it, by uv, which knows where torch's builds are (also TORCH=cu126 and so on).
+# CPU_WHEELS=ADDRESS: an index of your own with the CPU builds of torch and torchvision that constraints.txt pins.
+TORCH ?=
 CPU_WHEELS ?=
 # Where the packages are there already (on PYTHONPATH, say) and nothing is to be installed: make gpu-loss INSTALLED= RUN=python3
 INSTALLED := $(STAMP)
@@ -26,6 +28,7 @@ demo: $(INSTALLED)
 	$(CLIPSCALE) train experiment=demo run=demo
 	$(CLIPSCALE) eval run=demo
 	$(CLIPSCALE) report demo
+	$(RUN) benchmarks/demo.py beside=runs/demo
 
 # Three workers for two cores: many tests wait for processes and servers of their own.
 # Compiled modules are kept, also where the environment says not to: the tests' many processes would each compile them.
@@ -205,8 +208,9 @@ install: $(INSTALLED)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)') \
-	    --constraint constraints.txt --editable '.[dev,bench]'
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
+	$(if $(TORCH),$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH),$(BIN)/python -m pip install --quiet \
+	    --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)')) --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
 # Keeps runs/ and the demo set.

@@ -1,23 +1,25 @@
 """What the demo reaches with each of several seeds, and how long its training takes.
 
     python benchmarks/demo.py out=docs/benchmarks
-    python benchmarks/demo.py seeds=0,1,2 samples=70k
+    python benchmarks/demo.py seeds=0,1 samples=20k runs=FOLDER
+    python benchmarks/demo.py beside=runs/demo
 
-Renders the demo set if it is not there, trains as `make demo` does and evaluates by `clipscale eval`. The README gives
-the range of the seeds: rounding, which differs with threads and processor, moves a score as a seed does.
+Renders the demo set if it is not there, trains as `make demo` does and evaluates by `clipscale eval`. A run that `runs`
+has already is evaluated again. The README gives the range of the seeds: rounding, which differs with threads and
+processor, moves a score as a seed does. `beside` prints a run's scores beside the recorded range.
 """
 
 import json
 import subprocess
 import sys
-import tempfile
-import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 from measure import Row, counts, main
 
-DEFAULTS = {"seeds": "0,1,2", "samples": "70k", "out": "runs/bench"}
+DEFAULTS = {"seeds": "0,1,2,3,4", "samples": "56k", "runs": "runs/seeds", "out": "runs/bench"}
+RECORD = Path(__file__).parents[1] / "docs/benchmarks/demo.json"
 SCORES = {
     "objects": ("objects", "top1"),
     "unseen": ("unseen", "top1"),
@@ -28,20 +30,25 @@ SCORES = {
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
-    return "demo", [{"seed": seed, "samples": settings.samples} for seed in counts(settings.seeds)]
+    seeds = counts(settings.seeds)
+    return "demo", [{"seed": seed, "samples": settings.samples, "runs": settings.runs} for seed in seeds]
 
 
-def measure(seed: int, samples: str) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        called("data", "demo")
-        start = time.perf_counter()
-        called("train", "experiment=demo", f"run={folder}/run", f"seed={seed}", f"samples={samples}")
-        wall_s = time.perf_counter() - start
-        called("eval", f"run={folder}/run")
-        (file,) = Path(folder, "run/eval").glob("*.json")
-        results = json.loads(file.read_text())["results"]
-        last = json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
-    return [{"wall_s": wall_s, "last_loss": last["loss"], "results": results}]
+def measure(seed: int, samples: str, runs: str) -> list[Row]:
+    run = Path(runs, f"{samples}-{seed}")
+    called("data", "demo")
+    called("train", "experiment=demo", f"run={run}", f"seed={seed}", f"samples={samples}")
+    called("eval", f"run={run}")
+    env = json.loads((run / "env.json").read_text())
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    wall_s = last["time"] - datetime.fromisoformat(env["time"]).timestamp()
+    return [{"wall_s": wall_s, "last_loss": last["loss"], "commit": env["commit"], "results": results(run)}]
+
+
+def results(run: Path) -> Row:
+    """Those of the run's last evaluation."""
+    newest = max((run / "eval").glob("*.json"), key=lambda file: file.stat().st_mtime)
+    return dict(json.loads(newest.read_text())["results"])
 
 
 def called(*words: str) -> None:
@@ -62,6 +69,21 @@ def compare(rows: list[Row]) -> None:
         }
 
 
+def recorded() -> dict[str, tuple[float, float]]:
+    """The range of each score over the recorded seeds."""
+    return {head: (low, high) for head, (low, high) in json.loads(RECORD.read_text())["rows"][-1]["over_seeds"].items()}
+
+
+def beside(run: Path) -> str:
+    """A run's scores beside the recorded ranges, in per cent."""
+    scores = {head: results(run)[name][metric] for head, (name, metric) in SCORES.items()}
+    seeds = len(json.loads(RECORD.read_text())["rows"])
+    lines = [f"{'':<18}  {run.name[:10]:>10}  {seeds} recorded seeds"]
+    for head, (low, high) in recorded().items():
+        lines.append(f"{head:<18}  {100 * scores[head]:>9.1f}%  {100 * low:.1f} to {100 * high:.1f} %")
+    return "\n".join(lines)
+
+
 COLUMNS = {
     "seed": lambda row: str(row["seed"]),
     "training, s": lambda row: f"{row['wall_s']:.0f}",
@@ -72,4 +94,7 @@ COLUMNS = {
 }
 
 if __name__ == "__main__":
-    main(DEFAULTS, plan, measure, COLUMNS, compare)
+    if sys.argv[1:2] and sys.argv[1].startswith("beside="):
+        print(beside(Path(sys.argv[1].removeprefix("beside="))))
+    else:
+        main(DEFAULTS, plan, measure, COLUMNS, compare)
