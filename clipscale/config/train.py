@@ -14,7 +14,7 @@ from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
+from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import MEANT
@@ -130,11 +130,15 @@ def beyond_published(batch: int, samples: int | None) -> str:
     best = next((best for most, best in BEST_BATCHES.items() if samples <= most), None)
     if best and batch > TOLERATED * best:
         return (
-            f"batch={batch} for {samples} samples: in published sweeps of that length {best} was best, and a larger "
+            f"batch={format_count(batch)} for {format_decimal(samples)} samples: in published sweeps of that length "
+            f"{format_count(best)} was best, and a larger "
             "batch makes too few steps; take a smaller one, or more samples"
         )
     if not best and batch > LARGEST_SHOWN:
-        return f"batch={batch}: no published run shows a gain beyond {LARGEST_SHOWN}; a smaller one makes more steps"
+        most = format_count(LARGEST_SHOWN)
+        return (
+            f"batch={format_count(batch)}: no published run shows a gain beyond {most}; a smaller one makes more steps"
+        )
     return ""
 
 

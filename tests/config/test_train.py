@@ -91,11 +91,11 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "samples", "words"),
     [
-        (1 << 16, 12_800_000, "2048 was best"),
-        (1 << 16, 128_000_000, "8192 was best"),
+        (1 << 16, 12_800_000, "2k was best"),
+        (1 << 16, 128_000_000, "8k was best"),
         (90_000, 1_280_000_000, ""),
         (90_112, 13_000_000_000, ""),
-        (1 << 20, 13_000_000_000, "no published run shows a gain beyond 262144"),
+        (1 << 20, 13_000_000_000, "no published run shows a gain beyond 256k"),
         (256, 10_000, ""),
         (1 << 20, None, ""),
     ],
