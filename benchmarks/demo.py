@@ -86,6 +86,7 @@ def beside(run: Path) -> str:
 
 COLUMNS = {
     "seed": lambda row: str(row["seed"]),
+    "trained at": lambda row: str(row["commit"])[:8],
     "training, s": lambda row: f"{row['wall_s']:.0f}",
     **{
         head: lambda row, of=of: f"{100 * row['results'][of[0]][of[1]]:.1f} %"  # type: ignore[misc]
