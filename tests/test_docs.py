@@ -37,7 +37,7 @@ ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 # Of help's examples, which have no titles, those that need a GPU, the network or a browser.
-LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore")
+LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore|average=")
 LARGE_TITLE = ' title="needs GPUs and the network"'
 PAGES["--help"] = "".join(
     f"```{'text' if 'fish' in line else 'sh'}{LARGE_TITLE if LARGE.search(line) else ''}\n{line}\n```\n"

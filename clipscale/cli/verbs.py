@@ -161,7 +161,8 @@ clipscale report b32 b16 out=both.html""",
         """\
 clipscale export run=b32
 clipscale export run=b32 checkpoint=latest out=/models/b32
-clipscale export run=b32 format=hf""",
+clipscale export run=b32 format=hf
+clipscale export run=tuned average=runs/start 'shares=[0.5,0.5]'""",
         check=lambda settings: existing_run(settings.run),
     ),
     "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.eval import RunModel
 from clipscale.config.setting import setting
@@ -18,4 +19,14 @@ class ExportSettings(RunModel):
     )
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
-    out: str | None = setting(None, "Folder to write; null: RUN/export, of `hf` RUN/export-hf.")
+    average: list[str] = setting(
+        [],
+        "Averaged with the run: values of `model.weights`, such as a run or RUN/checkpoints/step_N (WiSE-FT, soups).",
+    )
+    shares: list[float] = setting([], "Of the run and of each in `average`, adding up to 1; empty: equal ones.")
+    out: str | None = setting(None, "Folder to write; null: RUN/export, with -average and -hf where they apply.")
+
+    def check(self) -> None:
+        """Raises UserError for shares of nothing."""
+        if self.shares and not self.average:
+            raise UserError(f"shares={self.shares}: of what? Give average=RUN too")

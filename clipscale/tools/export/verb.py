@@ -10,13 +10,14 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.config.eval import existing_run
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import WEIGHTS, ModelConfig
 from clipscale.config.setting import flat
 from clipscale.data.shards.addresses import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
+from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
 
 # Settings of the run in the card, as far as they are set.
@@ -34,13 +35,20 @@ def main(settings: ExportSettings) -> Path:
     """
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
-    name = "export-hf" if settings.format == "hf" else "export"
+    name, origin = "export", settings.weights
+    if settings.average:
+        shares = average(model, config, settings.average, settings.shares, settings.weights)
+        names = [run.name, *map(started, settings.average)]
+        parts = [f"{share:g} {source}" for share, source in zip(shares, names, strict=True)]
+        name, origin = f"{name}-average", f"{' + '.join(parts)} ({settings.weights})"
+    if settings.format == "hf":
+        name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name
     readme = out / "README.md"
     ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
     if out.is_dir() and any(out.iterdir()) and not ours:
         raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    note = {"run": utf8(run.name), "step": str(step), "weights": settings.weights}
+    note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     call = write(model, config, out, note)
@@ -56,7 +64,8 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     settings = dict(flat(files.settings_of_run(run)))
     of_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
-    results = with_start(of_step.get(note["step"], {}), of_step.get("0", {}))
+    own = of_step.get(note["step"], {}) if note["weights"] in WEIGHTS else {}  # an average has not been evaluated
+    results = with_start(own, of_step.get("0", {}))
     scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)

@@ -1,0 +1,58 @@
+"""Averages of weights: of a fine-tuned model and its start (WiSE-FT), or of runs and checkpoints (model soups)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.models.sources import find
+from clipscale.models.towers import ClipModel, build_model, load_model
+from clipscale.models.weights import Weights, without_weights
+
+
+def average(
+    model: ClipModel, config: ModelConfig, others: Sequence[str], shares: Sequence[float], weights: str
+) -> list[float]:
+    """theta = sum_k w_k theta_k over the model and `others`, in the model; returns the w_k: `shares`, or equal ones.
+
+    Sources: WiSE-FT (arXiv 2109.01903), model soups (arXiv 2203.05482). Sums are float64, and a share of 1 gives that
+    model bit for bit. `others`: values of `model.weights`; of a run or a checkpoint the set `weights`, `trained` or
+    `ema`. Running statistics are averaged, too; counts are those of the model with the largest share. Raises UserError
+    for shares that do not add up to 1, and for models of another architecture or of other pixels.
+    """
+    number = len(others) + 1
+    chosen = [*shares] or [1 / number] * number
+    if len(chosen) != number or not math.isclose(sum(chosen), 1, abs_tol=1e-6):
+        raise UserError(f"shares={[*shares]}: give {number} that add up to 1: of the run, then of {[*others]}")
+    ours = model.state_dict()
+    totals: Weights = {}
+    largest = chosen.index(max(chosen))
+    for k, share in enumerate(chosen):  # one model at a time is in memory
+        state = state_of(others[k - 1], ours, config, weights) if k else ours
+        for name, value in state.items():
+            if value.is_floating_point() and share:
+                totals[name] = totals.get(name, 0) + share * value.double()
+            elif k == largest and not value.is_floating_point():
+                totals[name] = value.clone()
+    for name, value in ours.items():
+        value.copy_(totals[name])
+    return chosen
+
+
+def state_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> Weights:
+    """The weights of `other`. Raises UserError for another architecture than that of `ours`, and for other pixels."""
+    source = find(other, config.name, "average")
+    if source.shards:
+        pixels = replace(config, preprocess={**config.preprocess, **source.model.preprocess}).pixels
+        architecture = source.model if source.model.name else without_weights(config)
+        theirs = build_model(replace(architecture, weights=other))
+    else:
+        theirs, trained, _ = load_model(source.path, str(source.path), weights)
+        pixels = trained.pixels
+    state = theirs.state_dict()
+    if {n: x.shape for n, x in state.items()} != {n: x.shape for n, x in ours.items()}:
+        raise UserError(f"average={other}: another architecture than the run's {config.name}")
+    if pixels != config.pixels:
+        raise UserError(f"average={other}: trained with another model.preprocess than the run")
+    return state
