@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.saved import Saved
@@ -150,14 +150,13 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises UserError."""
-        path = Path(self.path)
+        path = Path(self.checkpoint_id)
         with library(f"checkpoint {path} is damaged or not a checkpoint"):
             check_inside(path / ".metadata", path)
             with (path / ".metadata").open("rb") as file:
                 metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
             for name in {stored.relative_path for stored in metadata.storage_data.values()}:
                 check_inside(path / name, path)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 

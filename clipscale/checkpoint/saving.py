@@ -182,7 +182,7 @@ class Writer(dcp.FileSystemWriter):
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from error
-        file_sum = cache(lambda name: size_and_crc32(Path(self.path) / name))
+        file_sum = cache(lambda name: size_and_crc32(Path(self.checkpoint_id) / name))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
@@ -195,7 +195,7 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written: torch's metadata, and if all files are here ours. Raises OSError."""
         super().finish(metadata, results)
-        path = Path(self.path)
+        path = Path(self.checkpoint_id)
         sums = {
             result.storage_data.relative_path: result.file
             for rank in results

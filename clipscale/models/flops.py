@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -45,13 +46,8 @@ def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int
     encoders = unbuilt_encoders(config)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     encoder = encoders.text
-    mask = getattr(encoder, "attn_mask", None)
-    if mask is None:
-        return _count(encoder, tokens, trained)
-    encoder.attn_mask = mask[:length, :length]
-    flops = _count(encoder, tokens, trained)
-    encoder.attn_mask = mask
-    return flops
+    masks = {name: mask[:length, :length] for name, mask in encoder.named_buffers() if name == "attn_mask"}
+    return _count(encoder, tokens, trained, masks)
 
 
 def unbuilt_encoders(config: ModelConfig) -> Any:
@@ -67,11 +63,12 @@ def _encoders(model: str) -> Any:
         return encoders_of(architecture(config), image_size).eval()
 
 
-def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str]) -> PassFlops:
+def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str], buffers: Mapping[str, Tensor] = {}) -> PassFlops:
+    """`buffers`: in the place of the encoder's own ones."""
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
     with ProductCounter() as counter, torch.enable_grad():
-        encoder(inputs)
+        functional_call(encoder, dict(buffers), (inputs,))
     return PassFlops(counter.forward, counter.backward)
 
 

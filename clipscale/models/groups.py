@@ -4,7 +4,7 @@ A tower has n groups: what embeds its input, each block (with the last one its n
 projection. They are timm's for timm's towers, and as in open_clip's `lock` for the others.
 """
 
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 from timm.models import group_parameters
@@ -15,6 +15,18 @@ from clipscale.config.sections import TowerConfig
 from clipscale.models.families import family_of
 
 
+class WithoutTrunk(nn.Module):
+    """An encoder whose parameters have the names that timm's patterns know: without a leading `trunk.`."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.encoder.named_parameters(*args, **kwargs):
+            yield name.removeprefix("trunk."), parameter
+
+
 def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     """The names of an encoder's parameters by group. `tower`: `image` or `text`, for messages. Raises UserError."""
     trunk = getattr(encoder, "trunk", None)
@@ -22,16 +34,15 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
         raise UserError(
             f"model.{tower}: timm has no layer groups of {type(trunk).__name__}; take layer_decay=1, train=all or none"
         )
-    names = [(name.removeprefix("trunk."), name) for name, _ in encoder.named_parameters()]
-    named: Any = SimpleNamespace(named_parameters=lambda: names)
     patterns = family_of(encoder).groups if trunk is None else trunk.group_matcher()
-    groups = group_parameters(named, patterns, return_values=True)
+    groups = group_parameters(WithoutTrunk(encoder), patterns, return_values=True)
     if len(groups) < 3:  # no blocks between what embeds the input and the heads
         raise UserError(
             f"model.{tower}: the blocks of {type(encoder).__name__} are not known, so it has no layer groups; take "
             "layer_decay=1, and train=all or none"
         )
-    return [groups[i] for i in range(len(groups))]
+    names = {id(parameter): name for name, parameter in encoder.named_parameters()}
+    return [[names[id(parameter)] for parameter in groups[i]] for i in range(len(groups))]
 
 
 def rate_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[str, float]:

@@ -153,9 +153,22 @@ class LeanVision(Replacement, VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = run_blocks(self.transformer, self._embeds(x), False, 0 if self.pool_type == "tok" else None)
-        pooled = self._pool(x)[0] if x.ndim == 3 else self.ln_post(x)
+        x = run_blocks(self.transformer, self.embed(x), False, 0 if self.pool_type == "tok" else None)
+        pooled = self.pool(x) if self.pool_type == "avg" else self.ln_post(x)
         return pooled if self.proj is None else pooled @ self.proj
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        """The class token and the patches, with their positions, less what patch dropout leaves out: (N, T, W)."""
+        patches = self.conv1(pixels).flatten(2).transpose(1, 2)
+        first = self.class_embedding.view(1, 1, -1).expand(len(patches), -1, -1)
+        tokens = torch.cat([first.to(patches.dtype), patches], dim=1)
+        return self.ln_pre(self.patch_dropout(tokens + self.positional_embedding.to(patches.dtype)))
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """The mean of all tokens but the first, normalised before or afterwards: (N, T, W) -> (N, W)."""
+        if self.final_ln_after_pool:
+            return self.ln_post(tokens[:, 1:].mean(dim=1))
+        return self.ln_post(tokens)[:, 1:].mean(dim=1)
 
 
 class LeanText(Replacement, TextTransformer):
@@ -163,9 +176,8 @@ class LeanText(Replacement, TextTransformer):
 
     def forward(self, text: Tensor) -> Tensor:
         backend = partial(sdpa_kernel, CAPTION_SDPA_BACKENDS, set_priority=True)
-        x = run_blocks(
-            self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text), backend
-        )
+        embedded = self.token_embedding(text) + self.positional_embedding[: text.shape[1]]
+        x = run_blocks(self.transformer, embedded, self.attn_mask is not None, self.position(text), backend)
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):

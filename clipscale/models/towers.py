@@ -199,7 +199,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     with library(NO_DESCRIPTION, lacks):
         encoders = CustomTextCLIP(**description)
         if has_own_trunk(description["vision_cfg"]):
-            encoders.visual.trunk = own_trunk(description["vision_cfg"])
+            encoders.set_submodule("visual.trunk", own_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))

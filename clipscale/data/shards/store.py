@@ -305,22 +305,23 @@ async def _answer(
     import aiohttp
     from fsspec import filesystem
     from fsspec.config import conf
+    from yarl import URL
 
     configured = conf.get("http", {}).get("client_kwargs", {})
     if headers is None:
         configured = {name: value for name, value in configured.items() if name not in _SECRETS}
-    system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
+    system = filesystem("http", client_kwargs={"trust_env": True, **configured})  # True: HTTPS_PROXY
     session = await system.set_session()
     options = {name: value for name, value in system.kwargs.items() if name not in _SECRETS or headers is not None}
     options["headers"] = {**options.get("headers", {}), **(headers or {}), **span, "Accept-Encoding": "identity"}
     options["allow_redirects"] = False
     timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
-    address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
+    address = URL(quote(url, safe=_IN_ADDRESSES), encoded=True)
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
         if not (answer.status in _MOVED and left and "Location" in answer.headers):
             yield answer
             return
-        target = answer.url.join(system.encode_url(answer.headers["Location"]))
+        target = answer.url.join(URL(answer.headers["Location"], encoded=True))
         own = headers if target.origin() == answer.url.origin() else None
     async with _answer(str(target), limit, own, span, left - 1) as answer:
         yield answer

@@ -60,7 +60,7 @@ def unpacked(source: Any, name: str = "FILE") -> tuple[Any, bool]:
     if first[:2] != b"\x1f\x8b":
         check_kind(first, name)
         return source, True
-    stream = Unpacked(fileobj=source)
+    stream = Unpacked(source)
     check_kind(stream.peek(BLOCK_BYTES), name, "a gzip of ")
     return stream, False
 
@@ -85,10 +85,13 @@ def check_kind(first: bytes, name: str, wrapped: str = "") -> None:
 class Unpacked(gzip.GzipFile):
     """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MOST_UNPACKED allows."""
 
+    def __init__(self, packed: Any) -> None:
+        super().__init__(fileobj=packed)
+        self.packed = packed
+
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
-        packed: Any = self.fileobj
-        if self.tell() > UNPACK_ALLOWANCE + MOST_UNPACKED * packed.tell():
+        if self.tell() > UNPACK_ALLOWANCE + MOST_UNPACKED * self.packed.tell():
             raise tarfile.ReadError(f"unpacks to over {MOST_UNPACKED} times its size")
         return data
 

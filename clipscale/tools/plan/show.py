@@ -22,9 +22,9 @@ def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
     here = not config.hardware
     config = replace(on_machine(config), model=with_hub_architecture(config.model))
-    without_unused(config.model)
-    from clipscale.tools.plan.planner import plan
-    from clipscale.tools.plan.text import render
+    with without_unused(config.model):
+        from clipscale.tools.plan.planner import plan
+        from clipscale.tools.plan.text import render
 
     stages = stages_of(config)
     results = [plan(stage) for stage in stages]
