@@ -84,9 +84,11 @@ class Run:
                 self.evaluate()
             while self.step < self.total:
                 agreement = self.train_step()
+                is_best = False
                 if self.step < self.total and every.evaluates_after(self.step):
                     results = self.evaluate()
-                if agreement.save or self.step == self.total or every.saves_after(self.step):
+                    is_best = self.is_best()
+                if is_best or agreement.save or self.step == self.total or every.saves_after(self.step):
                     self.save(last=self.step == self.total)
             if self.begun.evaluation.sets:
                 results = self.evaluate()
@@ -94,6 +96,9 @@ class Run:
             title = f"{folder.name}, step {self.step}, {self.begun.evaluation.facts['precision']}"
             print_results(with_start(results, ResultsFile(folder, 0).record()["results"]), title)
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
+            if best := self.begun.saver.retention.best:
+                step = best.among(map(checkpoint.step_of, checkpoint.checkpoints_of(folder)))
+                tell(f"best by {best.goal}: step {step}" if step is not None else f"no checkpoint has a {best.goal}")
             tell(f"clipscale report {shlex.quote(str(folder))} shows it")
         return {"run": str(folder), "step": self.step, "loss": self.loss, "eval": results}
 
@@ -148,6 +153,12 @@ class Run:
         reshard(trainer.model)
         records.evaluation(self.step, results)
         return results
+
+    def is_best(self) -> bool:
+        """Whether this step, just evaluated, is better than all checkpoints. A collective."""
+        saver = self.begun.saver
+        best = saver.retention.best
+        return best is not None and self.world.on_main(lambda: best.improves(self.step, saver.last_step))
 
     def save(self, *, last: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. Waits for the `last` one.

@@ -19,6 +19,7 @@ from clipscale.common.errors import LoaderError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
+    EvalConfig,
     LaunchConfig,
     OptimConfig,
     ScheduleConfig,
@@ -26,10 +27,12 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.workers import InProcess
+from clipscale.eval.classification import ClassificationSet
 from clipscale.launch import local
+from clipscale.models.towers import load_model
 from clipscale.step.grad_cache import GradCache
 from clipscale.train import train
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 from tests.support.runs import begun, curve, on_a_rank, records, settings, small
@@ -47,6 +50,27 @@ def test_the_last_line_names_a_run_so_that_it_can_be_pasted(
 ) -> None:
     train(small(shards, tmp_path / "my run", samples=12))
     assert f"clipscale report '{tmp_path}/my run' shows it" in capsys.readouterr().out
+
+
+def test_the_best_step_is_saved_and_stays_also_after_a_resume(
+    shards: str, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = iter([0.1, 0.9, 0.3, 0.5, 0.9, 0.2])  # after steps 1 to 4 and, resumed, 5 and 6
+    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: [{"top1": next(values)}])
+    config = small(
+        shards,
+        tmp_path / "run",
+        eval=EvalConfig(every=1, sets=[str(demo / "objects")], limit=8),
+        checkpoint=CheckpointConfig(every="0", keep=1, best="objects/top1"),
+    )
+    train(config)
+    assert steps(tmp_path / "run") == [2, 4]
+    assert "best by objects/top1: step 2" in capsys.readouterr().out
+    train(replace(config, samples=72))
+    assert steps(tmp_path / "run") == [2, 6], "of equal ones the first"
+    assert load_model(tmp_path / "run", "best")[2] == 2
+    with refused(r"checkpoint\.best=birds/top1.*objects"):
+        train(replace(config, run=str(tmp_path / "other"), checkpoint=CheckpointConfig(best="birds/top1")))
 
 
 def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:

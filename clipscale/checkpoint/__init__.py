@@ -16,10 +16,10 @@ from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import to_resume
 from clipscale.checkpoint.saved import Saved
 from clipscale.checkpoint.saving import Saver, UnwritableError
-from clipscale.common.checkpoints import checkpoints_of, locate, path_of, step_of
+from clipscale.common.checkpoints import Best, checkpoints_of, locate, path_of, step_of
 
 __all__ = [
-    "Copies", "Retention", "Saved", "Saver", "UnwritableError", "check_room", "checkpoints_of", "load", "locate",
-    "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_outdated_aside", "step_of",
-    "to_resume", "verify",
+    "Best", "Copies", "Retention", "Saved", "Saver", "UnwritableError", "check_room", "checkpoints_of", "load",
+    "locate", "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_outdated_aside",
+    "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.checkpoints import RESULT, check_own, checkpoints_of, step_of
+from clipscale.common.checkpoints import RESULT, Best, check_own, checkpoints_of, step_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes, unused
 
@@ -40,11 +40,15 @@ class Retention:
     newest: int = 2
     # Those at multiples of this many steps; 0: none.
     every: int = 0
+    # The best one; None: it goes as all others do.
+    best: Best | None = None
 
     def outdated(self, checkpoints: list[Path], last: str) -> list[Path]:
         """The checkpoints to delete, of those given by step, up to the one named `last`."""
         earlier = [path for path in checkpoints if path.name <= last]
-        return [path for path in earlier if not self.every or step_of(path) % self.every][: -self.newest]
+        best = self.best.among(map(step_of, earlier)) if self.best else None
+        others = [path for path in earlier if step_of(path) != best]
+        return [path for path in others if not self.every or step_of(path) % self.every][: -self.newest]
 
 
 def make_folder(run_dir: Path) -> None:

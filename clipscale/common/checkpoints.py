@@ -1,18 +1,26 @@
 """The folder of a run, and where its checkpoints are: RUN/checkpoints/step_00001000. Imports nothing heavy."""
 
+import math
 import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.files import visible
+from clipscale.common.terminal import tell
 
 # The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
 LOCK = "run.lock"
 # The file of a run's folder with what the run returned. It exists only when the run is complete.
 RESULT = "result.json"
+# Metrics of which less is better.
+LOSSES = ("loss",)
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
 LOGS = (".log", ".out", ".err", ".txt")
 
@@ -76,8 +84,65 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
+@dataclass(frozen=True)
+class Best:
+    """Which of a run's checkpoints is the best one, by the results of the run's own evaluations."""
+
+    run: Path
+    # `SET/METRIC`, by the names in RUN/eval/step_N.json; what follows a set in parentheses there may be left out.
+    goal: str
+
+    def label(self, labels: Iterable[str]) -> str | None:
+        """Of these sets the one that is meant, if it is there."""
+        name = self.goal.rpartition("/")[0]
+        return min((label for label in labels if f"{label} (".startswith(f"{name} (")), key=len, default=None)
+
+    def value(self, step: int) -> float | None:
+        """The metric at a step; None: it was not measured, or is no number."""
+        metric = self.goal.rpartition("/")[2]
+        with suppress(*files.DAMAGED):
+            results = files.read_record(self.run / "eval" / f"step_{step:08d}.json")["results"]
+            value = float(results[self.label(results)][metric])
+            return None if math.isnan(value) else value
+        return None
+
+    def among(self, steps: Iterable[int]) -> int | None:
+        """The step with the best value, of equal ones the first; None: none has a value."""
+        values = {step: value for step in sorted(steps) if (value := self.value(step)) is not None}
+        choose = min if self.goal.rpartition("/")[2] in LOSSES else max
+        return choose(values, key=lambda step: values[step]) if values else None
+
+    def improves(self, step: int, pending: int | None) -> bool:
+        """Whether `step`, just evaluated, is better than all checkpoints. Says so, or that it has no result.
+
+        `pending`: the step of a checkpoint that is perhaps not complete yet.
+        """
+        value = self.value(step)
+        if value is None:
+            tell(f"warning: checkpoint.best={self.goal}: step {step} has no such result in {self.run / 'eval'}")
+            return False
+        steps = [*map(step_of, checkpoints_of(self.run)), step]
+        better = self.among(steps if pending is None else [*steps, pending]) == step
+        if better:
+            tell(f"step {step} is the best so far: {self.goal} is {value:.4f}")
+        return better
+
+
+def best_of(run: Path) -> Path:
+    """The checkpoint that is best by the run's setting `checkpoint.best`. Raises UserError where there is none."""
+    goal = files.settings_of_run(run).get("checkpoint", {}).get("best", "")
+    if not goal:
+        raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
+    step = Best(run, goal).among(map(step_of, checkpoints_of(run)))
+    if step is None:
+        raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / 'eval'}; give a step's number")
+    return path_of(run, step)
+
+
 def locate(run: Path, which: str) -> Path:
-    """A run's checkpoint: `latest`, a step number, or a path. Raises UserError where there is none."""
+    """A run's checkpoint: `latest`, `best`, a step number, or a path. Raises UserError where there is none."""
+    if which == "best":
+        return best_of(run)
     if which == "latest":
         checkpoints = checkpoints_of(run)
         if not checkpoints:

@@ -21,7 +21,20 @@ class RunModel:
     """The model of a run."""
 
     run: str = setting("", "NAME of the run's folder under runs/, or its path.")
-    checkpoint: str = setting("latest", "`latest`, a step's number, or a checkpoint's path.")
+    checkpoint: str = setting(
+        "latest", "`latest`, `best` (by the run's `checkpoint.best`), a step's number, or a path."
+    )
+    step: str = setting("", "`best`, or a step's number: another word for `checkpoint`.")
+
+    @property
+    def which(self) -> str:
+        """The checkpoint that is meant."""
+        return self.step or self.checkpoint
+
+    def check(self) -> None:
+        """Raises UserError where two checkpoints are given."""
+        if self.step and self.checkpoint not in ("latest", self.step):
+            raise UserError(f"step={self.step} and checkpoint={self.checkpoint} are two; give one of them")
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,8 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):
         raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")
-    if config.checkpoint != "latest" or weights == "ema":
-        raise UserError(f"checkpoint={config.checkpoint}, {weights} weights: only a run has them; give run=NAME")
+    if config.which != "latest" or weights == "ema":
+        raise UserError(f"checkpoint={config.which}, {weights} weights: only a run has them; give run=NAME")
     return None
 
 

@@ -47,6 +47,11 @@ class CheckpointConfig:
     every: str = setting("30m", "Time or steps between checkpoints: `30m`, `2h` or `500`; 0: none.")
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
     keep_every: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.", least=0)
+    best: str = setting(
+        "",
+        "`SET/METRIC`, as `imagenet1k/top1`: the checkpoint that is best by it, as evaluated, stays beside the newest; "
+        "`step=best` takes it.",
+    )
     copy: str = setting(
         "",
         "Address of a copy of the run: s3://bucket/path, a folder, ...; a start resumes from it if it is newer.",
@@ -63,8 +68,10 @@ class CheckpointConfig:
         return (0, float(UNITS[unit] * count)) if unit else (count, 0.0)
 
     def check(self) -> None:
-        """Raises UserError for another form of `every`."""
+        """Raises UserError for another form of `every`, and of `best`."""
         _ = self.interval
+        if self.best and not all(self.best.rpartition("/")[::2]):
+            raise UserError(f"checkpoint.best={self.best}: give SET/METRIC, as imagenet1k/top1")
 
 
 @dataclass(frozen=True)

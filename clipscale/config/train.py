@@ -158,6 +158,8 @@ def check(config: TrainConfig) -> None:
             "for a copy there"
         )
     check_address(config.checkpoint.copy)
+    if config.checkpoint.best and not config.eval.every:
+        raise UserError(f"checkpoint.best={config.checkpoint.best}: nothing is evaluated in between; give eval.every=N")
     if config.samples is not None and config.epochs is not None:
         raise UserError(
             f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them"

@@ -49,10 +49,10 @@ def work(config: EvalRunConfig) -> Results:
         with closing(Sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
             doing("loading the model")
             model, settings, step = world.on_all(
-                partial(load_any, run, config.checkpoint, config.eval.weights, config.model, world.on_main)
+                partial(load_any, run, config.which, config.eval.weights, config.model, world.on_main)
             )
             source = {"model": settings.name, "source": config.model.weights}
-            facts = {"checkpoint": Path(config.checkpoint).name} if run else source
+            facts = {"checkpoint": Path(config.which).name} if run else source
             results = evaluate(
                 model.to(world.device),
                 Evaluation(sets, config.eval.batch, *(loss_of(folder) if run else ())),

@@ -82,9 +82,9 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     key = ""
     if not Path(value).expanduser().exists():
         value, _, key = value.partition(SET)
-    source = _at(value, origin)
+    source = _at(value, origin, key)
     if source:
-        return replace(source, key=key)
+        return source
     if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
         raise UserError(
             f"{origin}: there is no {Path(value).expanduser()}; give a path that exists, a run, hf-hub:ORG/NAME, or a "
@@ -93,18 +93,18 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     return None
 
 
-def _at(value: str, origin: str) -> Source | None:
+def _at(value: str, origin: str, key: str) -> Source | None:
     path = Path(value).expanduser()
     named = run_folder(value.removeprefix(RUN))
     if value.startswith(RUN):
         if not is_run(named):
             raise UserError(f"{origin}: there is no run {named}")
-        return _in_run(named, origin)
+        return _in_run(named, origin, key)
     if path.is_dir():
-        return _in_folder(path, origin, path.resolve().name)
+        return _in_folder(path, origin, path.resolve().name, key)
     if path.is_file():
-        return Source(origin, path, _checked([path], origin))
-    return _in_run(named, origin) if is_run(named) else None
+        return Source(origin, path, _checked([path], origin), key=key)
+    return _in_run(named, origin, key) if is_run(named) else None
 
 
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
@@ -214,21 +214,22 @@ def _compared(description: Record) -> Record:
 # -- where they are ----------------------------------------------------------------------------------------------------
 
 
-def _in_run(folder: Path, origin: str) -> Source:
-    """The weights of a run's newest checkpoint, or of this one."""
+def _in_run(folder: Path, origin: str, key: str) -> Source:
+    """The weights of a run's newest checkpoint, with the key `best` of its best one; or of this checkpoint."""
     if (folder / "checkpoints").is_dir():
-        folder = locate(folder, "latest")
+        folder = locate(folder, "best" if key == "best" else "latest")
+        key = key if key != "best" else ""
     with files.reported(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
         files.check_inside(folder / META, folder)
         trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
-    return Source(origin, folder, model=trained)
+    return Source(origin, folder, model=trained, key=key)
 
 
-def _in_folder(folder: Path, origin: str, name: str) -> Source:
+def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         if is_run(folder):
-            return _in_run(folder, origin)
+            return _in_run(folder, origin, key)
         raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
     with library(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
         shards = _checked(_shards_of(path), origin)
@@ -244,7 +245,7 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
             _compared(model.architecture)
             if not _parameters(model.architecture) <= size:
                 raise ValueError("it describes a larger model than these weights")
-    return Source(origin, path, shards, model)
+    return Source(origin, path, shards, model, key)
 
 
 def _instead_of_weights(folder: Path) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
 from clipscale.config.train import TrainConfig
@@ -65,6 +66,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = evaluation_of(config, world)
+    check_best(config.checkpoint.best, [each.label for each in evaluation.sets])
 
     # Which settings and which checkpoint.
     start = settle(config, world, fetches=copies is None)
@@ -122,10 +124,18 @@ def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
     )
 
 
+def check_best(goal: str, labels: list[str]) -> None:
+    """Raise UserError for a `checkpoint.best` whose set is not evaluated. `labels`: those of the evaluated sets."""
+    if goal and checkpoint.Best(Path(), goal).label(labels) is None:
+        raise UserError(f"checkpoint.best={goal}: no such set is evaluated; give SET/METRIC of {', '.join(labels)}")
+
+
 def begin_copies(start: Start, world: World) -> checkpoint.Copies:
     """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
     settings = start.config.checkpoint
-    copies = checkpoint.Copies(start.folder, settings.copy, checkpoint.Retention(settings.keep, settings.keep_every))
+    best = checkpoint.Best(start.folder, settings.best) if settings.best else None
+    retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
+    copies = checkpoint.Copies(start.folder, settings.copy, retention)
     if copies.address and world.is_rank0:
         copies.start()
     return copies

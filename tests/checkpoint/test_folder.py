@@ -1,6 +1,8 @@
 """Checkpoints appear whole or not at all, damage is found, and what does not fit a run is named."""
 
+import json
 import logging
+import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from clipscale import __version__, checkpoint
+from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
@@ -187,3 +190,38 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
 
     with refused("the processes see different checkpoints; put the folder on storage"):
         checkpoint.to_resume(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
+
+
+def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
+    """What an evaluation of a step leaves."""
+    (run / "eval").mkdir(exist_ok=True)
+    record = {"results": {"birds": {metric: value}, "cats (ema)": {metric: value}}}
+    (run / f"eval/step_{step:08d}.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("goal", "best"), [("birds/top1", 3), ("cats/top1", 3), ("birds/loss", 2), ("dogs/top1", None)]
+)
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, best: int | None) -> None:
+    """Of equal ones the first; a step without a number is none."""
+    values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
+    for step, value in values.items():
+        result(tmp_path, step, value, goal.rpartition("/")[2])
+    retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, goal))
+    saver = checkpoint.Saver(tmp_path, ALONE, retention)
+    for step in range(1, 8):
+        saver.save(checkpoint.Saved(step, **some_state()), last=True)
+    assert steps(tmp_path) == ([best] if best else []) + [7]
+
+
+def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -> None:
+    for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
+        save(tmp_path, step, some_state(), keep=0)
+        result(tmp_path, step, value)
+    with pytest.raises(UserError, match=r"step=best: .* was not trained with checkpoint\.best"):
+        checkpoint.locate(tmp_path, "best")
+    (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top1}")
+    assert checkpoint.locate(tmp_path, "best").name == "step_00000002"
+    (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
+    with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
+        checkpoint.locate(tmp_path, "best")

@@ -51,7 +51,7 @@ def work(config: EmbedConfig) -> Record:
     try:
         torch.manual_seed(0)
         run = check_embed(config)
-        model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
+        model, settings, _ = load_any(run, config.which, config.weights, config.model, world.on_main)
         sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]

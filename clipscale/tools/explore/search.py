@@ -47,7 +47,7 @@ class Explorer:
         self.lock = threading.Lock()
         world = init_world(config.device)
         run = existing_run(config.run) if config.run else None
-        model, _, step = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
+        model, _, step = load_any(run, config.which, config.weights, config.model, world.on_main)
         self.title = f"{run.name}, step {step}" if run else str(config.model.weights)
         expected = {
             "weights": model.image.digest(),

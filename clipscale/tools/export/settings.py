@@ -27,6 +27,7 @@ class ExportSettings(RunModel):
     out: str | None = setting(None, "Folder to write; null: RUN/export, with -average and -hf where they apply.")
 
     def check(self) -> None:
-        """Raises UserError for shares of nothing."""
+        """Raises UserError for shares of nothing, and for two checkpoints."""
+        super().check()
         if self.shares and not self.average:
             raise UserError(f"shares={self.shares}: of what? Give average=RUN too")

@@ -34,7 +34,7 @@ def main(settings: ExportSettings) -> Path:
     Raises UserError without a checkpoint, and for a model that open_clip would build otherwise.
     """
     run = existing_run(settings.run)
-    model, config, step = load_model(run, settings.checkpoint, settings.weights)
+    model, config, step = load_model(run, settings.which, settings.weights)
     name, origin = "export", settings.weights
     if settings.average:
         shares = average(model, config, settings.average, settings.shares, settings.weights)
