@@ -26,13 +26,14 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.terminal import main_rank, say
 from clipscale.common.units import nearest, one_of
-from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
+from clipscale.config.parse import ABSENT, MEANT, as_typed, misnamed, removed, typed, within
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
 from clipscale.models.sources import resolve_architecture
 
+QUOTES = "'\""
 # Sections that are typed as their first setting, too.
 SHORT = {"holdout": "holdout.share"}
 # A text in a value that Hydra reads: quoted; or up to a comma or a bracket outside of braces, quotes, and of brackets
@@ -46,17 +47,24 @@ TEXT = re.compile(
 FUNCTION = re.compile(rf"({'|'.join(create_functions().functions)})\(.*\)")
 
 
+# Of an unknown flag.
+REMEDY = "settings are KEY=VALUE; page 'Moving from open_clip' has its flags"
+
+
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        meant = nearest(message.rpartition(" ")[2], FLAGS)
-        raise UserError(f"{message}{meant}; settings are KEY=VALUE; page 'Moving from open_clip' has its flags")
+        raise UserError(f"{message}{nearest(message.rpartition(' ')[2], FLAGS)}; {REMEDY}")
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+def parse(name: str, argv: Sequence[str]) -> Namespace:
     """Flags (FLAGS) and `words` of a verb: settings, and plain words such as shards.
 
     Raises UserError.
     """
+    unknown = [word for word in argv if re.match(r"--\w", word) and word.partition("=")[0] not in FLAGS]
+    if unknown:
+        answers = dict.fromkeys(of_flag(name, word) for word in unknown)
+        raise UserError(f"{' '.join(unknown)}: {'; '.join(answers)}; {REMEDY}")
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
@@ -64,6 +72,16 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
     return parser.parse_intermixed_args(argv)
+
+
+def of_flag(name: str, flag: str) -> str:
+    """The answer to a flag that a verb does not have: that to the setting of this name."""
+    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    known = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
+    if key in known:
+        return f"write {key}=..."
+    meant = nearest(flag, FLAGS)
+    return f"unknown flag{meant}" if meant and key not in {*MEANT, *ABSENT["open_clip"]} else misnamed(key, known, name)
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
@@ -173,14 +191,16 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     groups = default_choices(verb.conf)
     changes = values_of_presets(words, config_dir)
     for word in words:
-        key = word.partition("=")[0]
+        key, _, value = word.partition("=")
+        if gone := removed(f"{key}={value.strip(QUOTES)}", name):
+            raise UserError(gone)
         if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
             meant = MEANT.get(key, key).partition("=")[0]
             if within(trains, meant) and not within(declared, meant):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
-            raise UserError(misnamed(key, [*declared, *groups]))
+            raise UserError(misnamed(key, [*declared, *groups], name))
         changes.append(word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
@@ -206,7 +226,7 @@ def with_lists(pairs: list[tuple[str, Any]]) -> Record:
 
 def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
     """The values of the presets of optimizer and loss that are typed with an experiment, whose own count less."""
-    typed_words = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
+    typed_words = {key: value.strip(QUOTES) for key, _, value in (word.partition("=") for word in words)}
     if "experiment" not in typed_words:
         return []
     values: Record = {}

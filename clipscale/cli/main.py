@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     from clipscale.cli import compose  # imports Hydra
 
     verb = VERBS[name]
-    line = compose.parse(words)
+    line = compose.parse(name, words)
     if not (line.cfg or line.check or name in PRINT):
         outlive_output()
     if line.multirun:

@@ -20,6 +20,8 @@ from clipscale.config.stages import SETTINGS
 T = TypeVar("T")
 # Words of open_clip and of other programs -> our setting or preset.
 MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
+# `open_clip`: its words without a setting here; `removed`, by version: what there was. With what to do instead.
+ABSENT: Record = files.read_yaml(Path(__file__).parent / "absent.yaml")
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
@@ -64,7 +66,8 @@ def accepted(setting: Setting, value: Any) -> Any:
     result = converted(setting, value)
     if setting.choices and result not in setting.choices:
         meant = MEANT.get(f"{key}={result}", str(result))
-        raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
+        gone = removed(f"{key}={result}")
+        raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
         if not all(
@@ -116,16 +119,37 @@ def within(names: Iterable[str], key: str) -> bool:
     return any(f"{name}.".startswith(f"{key}.") for name in names)
 
 
-def misnamed(key: str, names: Iterable[str]) -> str:
-    """The message for a key that is not among `names`: it is a section of them, or unknown."""
+def misnamed(key: str, names: Iterable[str], verb: str = "") -> str:
+    """The message for a key of a verb that is not among `names`: it is a section of them, was removed, means
+    another one, or is unknown."""
     names = list(names)
     inside = [name for name in names if name.startswith(key + ".")]
     if inside:
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
+    if gone := removed(key, verb):
+        return gone
     word = key.replace("-", "_")
-    meant = MEANT.get(word) or MEANT.get(word.rpartition(".")[2], key)
-    likely = f"; did you mean '{meant}'?" if meant.partition("=")[0] in names else nearest(key, names)
-    return f"unknown key '{key}'{likely or '; --help lists the keys'}"
+    leaf = word.rpartition(".")[2]
+    meant = MEANT.get(word) or MEANT.get(leaf, key)
+    if meant.partition("=")[0] in names:
+        return f"unknown key '{key}'; did you mean '{meant}'?"
+    if leaf in ABSENT["open_clip"]:
+        return f"unknown key '{key}': {ABSENT['open_clip'][leaf]}"
+    return f"unknown key '{key}'{nearest(key, names) or '; --help lists the keys'}"
+
+
+def removed(word: str, verb: str = "") -> str:
+    """What an earlier version had, and what to do instead, if this word is that; else empty.
+
+    word: a setting, of the `verb` or of any; SETTING=VALUE, GROUP=PRESET; `verb NAME`.
+    """
+    parts = [word] if "=" in word else word.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the setting, and the sections around it
+    for version, words in ABSENT["removed"].items():
+        for name in (*(f"{verb} {name}" for name in names), *names):
+            if name in words:
+                return f"{word} was removed in {version}: {words[name]}"
+    return ""
 
 
 def as_typed(value: object) -> str:
