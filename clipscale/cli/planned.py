@@ -5,11 +5,11 @@ If the planner fails, also by a torch with other private parts, the run prints o
 
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -19,6 +19,7 @@ from clipscale.common.record import Record
 from clipscale.common.signals import blocked
 from clipscale.common.terminal import tell
 from clipscale.config.train import TrainConfig
+from clipscale.launch.stopping import interrupt, interruptible
 
 # Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores.
 LIMIT_S = 300.0
@@ -41,20 +42,19 @@ def answer(connection: Connection, config: TrainConfig) -> None:
 
 
 class Planner:
-    """The planner's process, and a thread that prints what it answers."""
+    """The planner's process, and a thread that prints what it answers. `start_planner` starts both."""
 
-    def __init__(self, config: TrainConfig, *, forked: bool) -> None:
-        """`forked`: from the data workers' server, which has imported torch; else the process imports it itself."""
-        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-        self._connection, sends = context.Pipe(duplex=False)
-        self.process = context.Process(target=answer, args=(sends, config), daemon=True)
-        with blocked():
-            self.process.start()
-        sends.close()
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        """`connection`: to the process."""
+        self.process = process
+        self._connection = connection
         # Why the run cannot fit.
         self.refusal = ""
         self._closed = Event()
         self._thread = Thread(target=self._report, daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for the plan, and print it."""
         self._thread.start()
 
     def close(self) -> None:
@@ -86,14 +86,20 @@ class Planner:
                 tell(f"plan: {line}")
             return
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
-        loading = signal.getsignal(signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        # An import may swallow the first SIGINT, and background shells ignore it: send another to the run's own
-        # handler.
-        while not self._closed.wait(0.2):
-            if signal.getsignal(signal.SIGINT) is not loading:
-                os.kill(os.getpid(), signal.SIGINT)
-                break
+        interrupt()
+
+
+def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
+    """`forked`: from the data workers' server, which has imported torch; else the process imports it itself."""
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    connection, of_process = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(of_process, config), daemon=True)
+    with blocked():
+        process.start()
+    of_process.close()
+    planner = Planner(process, connection)
+    planner.start()
+    return planner
 
 
 @contextmanager
@@ -102,12 +108,13 @@ def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
 
     If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """
-    planner = Planner(config, forked=forked)
+    planner = start_planner(config, forked=forked)
     try:
-        try:
-            yield
-        finally:
-            planner.close()  # a plan that is ready at the run's very end interrupts here
+        with interruptible():
+            try:
+                yield
+            finally:
+                planner.close()  # a plan that is ready at the run's very end interrupts here
     except (KeyboardInterrupt, StoppedError):
         if planner.refusal:
             raise UserError(planner.refusal) from None

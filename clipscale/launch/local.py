@@ -25,7 +25,7 @@ from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
-from clipscale.launch.stopping import AtOnce, stopped
+from clipscale.launch.stopping import AtOnce, check_interrupted, stopped
 from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
@@ -165,8 +165,10 @@ def start(config: Launched, main: str, count: int) -> Record:
         with blocked():  # starts the resource tracker that the workers share
             pass
         terminal.doing(f"starting {count} process{'es' if count > 1 else ''}")
-        tempfile.tempdir, before = folder, tempfile.tempdir  # torch leaves its error files there
+        before = tempfile.tempdir
+        tempfile.tempdir = folder  # torch leaves its error files there
         try:
+            check_interrupted()
             return elastic_launch(elastic, worker)(config, main, Path(folder))[0]
         except ChildFailedError as error:
             raise cause_of(error, Path(folder)) from None

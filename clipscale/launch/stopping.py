@@ -54,6 +54,35 @@ def counted_as(number: int) -> int:
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 
+# Whether `interrupt` has asked the main thread to leave its work.
+_interrupted = Event()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Around work that another thread may `interrupt`. A later work is not interrupted for that."""
+    try:
+        yield
+    finally:
+        _interrupted.clear()
+
+
+def interrupt() -> None:
+    """Interrupt the main thread, as Ctrl-C does.
+
+    A background shell ignores SIGINT, and an import may swallow it. So where the work begins to handle signals after
+    this, it hears of it at once.
+    """
+    _interrupted.set()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def check_interrupted() -> None:
+    """Raise KeyboardInterrupt if there was an `interrupt`: before work that handles signals in another way."""
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], heard: Callable[[int], None]) -> Iterator[None]:
     """Handle Ctrl-C and WARNINGS by `handler`, in the main thread, where it runs Python. SIGHUP stays ignored where it
@@ -76,6 +105,8 @@ def _handled(handler: Callable[[int, Any], None], heard: Callable[[int], None]) 
     thread = Thread(target=listen, name="signals", daemon=True)
     thread.start()
     try:
+        if _interrupted.is_set():
+            handler(signal.SIGINT, None)
         yield
     finally:
         signal.set_wakeup_fd(outer)

@@ -13,17 +13,14 @@ import pytest
 
 from clipscale.cli.planned import Planner, planned
 from clipscale.cli.planned import answer as planners
-from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
+from clipscale.launch.stopping import AtOnce
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
 REFUSED = {"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}
-
-
-def stop(number: int, _: Any) -> None:
-    raise StoppedError("stopped", number)
 
 
 def answer(_: Planner) -> tuple[Record, str]:
@@ -66,7 +63,7 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, mo
 
 
 @pytest.mark.parametrize("loading", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_at_its_steps(
+def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_signals(
     monkeypatch: pytest.MonkeyPatch, loading: Any
 ) -> None:
     """By an import that swallows it, or since a script's background ignores it."""
@@ -76,8 +73,8 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_at_its_steps(
         with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
             with suppress(KeyboardInterrupt):
                 time.sleep(2)
-            signal.signal(signal.SIGINT, stop)
-            time.sleep(10)
-            pytest.fail("the run goes on")
+            with AtOnce():
+                time.sleep(10)
+                pytest.fail("the run goes on")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -16,8 +16,8 @@ from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.launch import stopping
-from clipscale.launch.stopping import SignalError, Stop
+from clipscale.launch import local, stopping
+from clipscale.launch.stopping import AtOnce, SignalError, Stop, interrupt, interruptible
 from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, steps
@@ -67,6 +67,26 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> None:
+    """Also where torch does, which starts the workers of a run of several processes."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible():
+            interrupt()
+            with pytest.raises(KeyboardInterrupt), AtOnce():
+                pytest.fail("the work begins")
+            stop = Stop(ALONE)
+            with stop, pytest.raises(SignalError):
+                stop.check()
+            with pytest.raises(KeyboardInterrupt):
+                local.start(TrainConfig(device="cpu"), local.TRAIN, 2)
+        later = Stop(ALONE)
+        with later, AtOnce():
+            later.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
