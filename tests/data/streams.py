@@ -18,7 +18,7 @@ from clipscale.data.filters import Selection, selection
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
-from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import Report, WorkerSpec, open_filler
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
@@ -136,7 +136,7 @@ class Inline:
 
     def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
         self._random = random
-        self.fillers = [BatchFiller(spec, arena, lambda: None) for spec in specs]
+        self.fillers = [open_filler(spec, arena, lambda: None) for spec in specs]
         self._steps: list[deque[int]] = [deque() for _ in specs]
         self._at: list[Iterator[Report]] = [iter(()) for _ in specs]
 
@@ -169,5 +169,5 @@ class Inline:
 def inline_workers(seed: int) -> Iterator[None]:
     """Streams that are opened here have no processes, but their workers' division of the work."""
     chosen = random.Random(seed)
-    with mock.patch("clipscale.data.loader.stream.Workers", lambda *given: Inline(chosen, *given)):
+    with mock.patch("clipscale.data.loader.stream.start_workers", lambda *given: Inline(chosen, *given)):
         yield

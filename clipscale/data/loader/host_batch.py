@@ -78,35 +78,25 @@ class Layout:
 
 
 class Arena:
-    """The memory of one rank's batches, shared with its worker processes.
+    """The memory of one rank's batches, shared with its worker processes. `create_arena` makes it.
 
     It is an anonymous file (memfd), which does not count against /dev/shm: containers keep that small.
     """
 
-    def __init__(self, layout: Layout, shared: Any = None) -> None:
-        """`shared`: the file of an arena that another process has created."""
+    def __init__(self, layout: Layout, fd: int, memory: mmap.mmap) -> None:
+        """`fd`: the file, which is mapped at `memory`."""
         self.layout = layout
-        self._fd: int = shared.detach() if shared else os.memfd_create("clipscale-batch")
-        if not shared:
-            os.ftruncate(self._fd, layout.memory_bytes())
-        self._memory = mmap.mmap(self._fd, layout.memory_bytes())
-        self._end = 0
-        specs = layout.slot_arrays()
-        self.slots: list[Slot] = [{name: self._view(spec) for name, spec in specs.items()} for _ in range(layout.slots)]
+        self._fd = fd
+        self._memory = memory
+        self.slots = slots_in(memory, layout)
         # Whether the memory is page-locked.
         self.pinned = False
-
-    def _view(self, spec: ArraySpec) -> np.ndarray:
-        """The next array in the memory."""
-        at = self._end
-        self._end += spec.size
-        return np.ndarray(spec.shape, spec.dtype, self._memory, at)
 
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Arena, (self.layout, DupFd(self._fd))
+        return _shared_arena, (self.layout, DupFd(self._fd))
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the GPU overlap with computation. Needs CUDA."""
@@ -134,6 +124,31 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def create_arena(layout: Layout) -> Arena:
+    fd = os.memfd_create("clipscale-batch")
+    os.ftruncate(fd, layout.memory_bytes())
+    return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
+
+
+def _shared_arena(layout: Layout, shared: Any) -> Arena:
+    """In another process, the arena with the file that its creator has `shared`."""
+    fd: int = shared.detach()
+    return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
+
+
+def slots_in(memory: mmap.mmap, layout: Layout) -> list[Slot]:
+    """The arrays of all slots, one after another in the memory."""
+    slots: list[Slot] = []
+    offset = 0
+    for _ in range(layout.slots):
+        slot: Slot = {}
+        for name, spec in layout.slot_arrays().items():
+            slot[name] = np.ndarray(spec.shape, spec.dtype, memory, offset)
+            offset += spec.size
+        slots.append(slot)
+    return slots
 
 
 class HostBatch:

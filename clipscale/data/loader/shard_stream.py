@@ -4,7 +4,7 @@ order.py fixes the order of all samples. Each stream skips its broken samples by
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,36 +62,32 @@ class WorkerSpec:
 
 
 class ShardStream:
-    """The usable samples of a shard stream, one after another."""
+    """The usable samples of a shard stream, one after another. `open_shard_stream` makes it."""
 
-    def __init__(self, spec: WorkerSpec, stream: int, store: Store, set_status: SetStatus) -> None:
-        """`store` opens the shards, and counts what is skipped by its reason."""
+    def __init__(
+        self, spec: WorkerSpec, stream: int, readers: Sequence[ShardReader], store: Store, set_status: SetStatus
+    ) -> None:
+        """`readers`: of each source. `store` counts what is skipped by its reason."""
         self._spec = spec
-        self._set_status = set_status
         self._stream = stream
+        self._readers = readers
         self._store = store
-        size_limits = limits(IMAGE_TYPES, spec.selection.members())
-        sources = spec.shards.sources
-        self._weighted = isinstance(spec.shards.order, WeightedSources)
-        start = spec.start_of[stream]
-        starts = [(start.epoch, start.samples)]
-        if self._weighted:
-            starts = list(start.sources) or [(0, 0)] * len(sources)
-        subset = subset_of(spec.config)
-        self._readers = [
-            ShardReader(
-                source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}")
-            )
-            for source, position in zip(sources, starts, strict=True)
-        ]
-        self._used = start.samples  # usable samples
-        self._forget_skipped()
+        self._set_status = set_status
+        # Usable samples.
+        self._used = spec.start_of[stream].samples
+        # What was skipped since the last usable sample: by its reason; visits to shards, with the samples that were
+        # read; visits to shards that could not be reached.
+        self._reasons: Counter[str] = Counter()
+        self._visits: Counter[tuple[int, int]] = Counter()
+        self._unreachable: set[tuple[int, int]] = set()
 
     @property
     def position(self) -> StreamPosition:
         """The position after the samples taken so far."""
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
-        return StreamPosition(0, self._used, of_sources) if self._weighted else StreamPosition(*of_sources[0])
+        if isinstance(self._spec.shards.order, WeightedSources):
+            return StreamPosition(0, self._used, of_sources)
+        return StreamPosition(*of_sources[0])
 
     def take(self, row: np.ndarray) -> tuple[list[str], int]:
         """Write the next usable sample's pixels to `row`; returns its captions, behind them its hard negatives, and its
@@ -137,9 +133,9 @@ class ShardStream:
             reader.items.close()
 
     def _forget_skipped(self) -> None:
-        self._reasons: Counter[str] = Counter()
-        self._visits: Counter[tuple[int, int]] = Counter()  # to shards, with the samples that were read
-        self._unreachable: set[tuple[int, int]] = set()
+        self._reasons.clear()
+        self._visits.clear()
+        self._unreachable.clear()
 
     def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
         """Count a broken sample; returns how many came from its shard in a row. Raises UserError if the stream gives
@@ -167,6 +163,22 @@ class ShardStream:
         return self._visits[visit]
 
 
+def open_shard_stream(spec: WorkerSpec, stream: int, store: Store, set_status: SetStatus) -> ShardStream:
+    """A shard stream from its start in `spec` on. `store` opens the shards."""
+    sources = spec.shards.sources
+    start = spec.start_of[stream]
+    starts = [(start.epoch, start.samples)]
+    if isinstance(spec.shards.order, WeightedSources):
+        starts = list(start.sources) or [(0, 0)] * len(sources)
+    size_limits = limits(IMAGE_TYPES, spec.selection.members())
+    subset = subset_of(spec.config)
+    readers = [
+        ShardReader(source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}"))
+        for source, position in zip(sources, starts, strict=True)
+    ]
+    return ShardStream(spec, stream, readers, store, set_status)
+
+
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
     """(N, T) -> (N,) int: tokens of each caption up to the last that is not padding; 0 for an empty caption."""
     counts = np.arange(1, tokens.shape[1] + 1)
@@ -186,18 +198,19 @@ class Report:
 
 
 class BatchFiller:
-    """Fills one worker's rows of every local batch from its shard streams."""
+    """Fills one worker's rows of every local batch from its shard streams. `open_filler` makes it."""
 
-    def __init__(
-        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
-    ) -> None:
-        self.counts: Counter[str] = Counter()
-        self._left_out = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
+    def __init__(self, spec: WorkerSpec, arena: Arena, store: Store, streams: Mapping[int, ShardStream]) -> None:
+        """`store`: with which the streams read; it counts what they skip."""
         self._spec = spec
         self._arena = arena
-        self._tick = tick
-        store = Store(self.counts, tick, spec.config.timeout_s)
-        self.streams = {stream: ShardStream(spec, stream, store, set_status) for stream in spec.start_of}
+        self._store = store
+        self.streams = streams
+        self._left_out = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
+
+    def while_waiting(self, tick: Callable[[], None]) -> None:
+        """Call it between samples and while the storage is waited for, from now on."""
+        self._store.tick = tick
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
@@ -213,7 +226,7 @@ class BatchFiller:
             piece = work[start : start + self._spec.piece]
             texts: dict[int, str] = {}  # by their row of the tokens
             for stream, row in piece:
-                self._tick()
+                self._store.tick()
                 mine = row in local
                 of_sample, key = stream.take(slot["pixels"][row] if mine else self._left_out)
                 if mine:
@@ -229,10 +242,19 @@ class BatchFiller:
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """A report with the counts since the last one."""
-        report = Report(step, done, Counter(self.counts))
-        self.counts.clear()
+        report = Report(step, done, Counter(self._store.counts))
+        self._store.counts.clear()
         return report
 
     def close(self) -> None:
         for stream in self.streams.values():
             stream.close()
+
+
+def open_filler(
+    spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
+) -> BatchFiller:
+    """One worker's streams, ready to fill its rows. `tick`: see `BatchFiller.while_waiting`."""
+    store = Store(Counter(), tick, spec.config.timeout_s)
+    streams = {stream: open_shard_stream(spec, stream, store, set_status) for stream in spec.start_of}
+    return BatchFiller(spec, arena, store, streams)

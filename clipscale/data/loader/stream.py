@@ -22,11 +22,11 @@ from clipscale.common.terminal import report
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
-from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
+from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
 from clipscale.data.loader.memory import stated_memory
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
-from clipscale.data.loader.shard_stream import WorkerSpec
-from clipscale.data.loader.workers import InProcess, Workers
+from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
+from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import CHANGED, EVENT
 from clipscale.data.shards.counts import OnMain, build_order
@@ -81,7 +81,10 @@ class TrainStream:
         self.failure: UserError | None = None
         # Over all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
-        for step in range(len(arena.slots)):
+
+    def request_first(self) -> None:
+        """Let the workers fill the first batches, one for each slot of the memory."""
+        for step in range(len(self._arena.slots)):
             self._request(step)
 
     @property
@@ -270,7 +273,7 @@ def open_stream(
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.samples, side, empty.shape[1], workers)
     memory = stated_memory(layout, free)
-    arena = Arena(layout)
+    arena = create_arena(layout)
     if gpu:
         arena.pin()
     count = max(1, workers)
@@ -290,8 +293,14 @@ def open_stream(
         )
         for number in range(count)
     ]
-    readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    return TrainStream(specs, arena, readers, start, memory)
+    readers: Workers | InProcess
+    if workers:
+        readers = start_workers(specs, arena, config.timeout_s)
+    else:
+        readers = InProcess(open_filler(specs[0], arena, lambda: None))
+    stream = TrainStream(specs, arena, readers, start, memory)
+    stream.request_first()
+    return stream
 
 
 def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, StreamPosition]:

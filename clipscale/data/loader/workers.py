@@ -20,7 +20,7 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.terminal import prepare
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, open_filler
 from clipscale.data.shards.addresses import utf8
 
 # Seconds after which a wait for samples looks for a signal.
@@ -35,9 +35,8 @@ STATUS_BYTES = 1024
 class InProcess:
     """Does the work of one worker in the training process, when a sample is waited for (data.workers=0)."""
 
-    def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
-        self._tick: Callable[[], None] = lambda: None
-        self.filler = BatchFiller(spec, arena, lambda: self._tick())
+    def __init__(self, filler: BatchFiller) -> None:
+        self.filler = filler
         self._steps: deque[int] = deque()
         self._reports = self._work()
 
@@ -50,7 +49,7 @@ class InProcess:
 
     def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
         """`tick` is called between samples and while the storage is waited for. Raises what it raises."""
-        self._tick = tick
+        self.filler.while_waiting(tick)
         return [(0, next(self._reports))] if needed else []
 
     def close(self) -> None:
@@ -87,7 +86,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) ->
             send(filler.report())
 
     try:
-        filler = BatchFiller(spec, arena, tick, set_status)
+        filler = open_filler(spec, arena, tick, set_status)
         while True:
             with _ended_if_lost():
                 step = connection.recv()
@@ -109,34 +108,40 @@ def _ended_if_lost() -> Iterator[None]:
 
 
 class Workers:
-    """The worker processes of one rank, seen from the training process. The death of one ends the run."""
+    """The worker processes of one rank, seen from the training process. The death of one ends the run.
 
-    def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
-        self._rank = specs[0].share.rank
+    `start_workers` starts them.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        """`timeout_s`: longest silence of a worker that is waited for."""
+        self._rank = rank
         self.timeout_s = timeout_s
-        warm_up()
         self._connections: list[Connection] = []
         # The shard or sample that each worker reads, in shared memory.
         self._statuses: list[Any] = []
+        # When each worker has sent its last message.
+        self._last: list[float] = []
         self._failure: Exception | None = None
         self.processes: list[Any] = []
         # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
         # ever: it sends children a signal that is blocked in them.
         # End the processes.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
+
+    def start(self, spec: WorkerSpec, arena: Arena) -> None:
+        """Start one more worker."""
         context = multiprocessing.get_context("forkserver")
-        for number, spec in enumerate(specs):
-            connection, of_worker = context.Pipe()
-            status = RawArray("c", STATUS_BYTES)
-            process = context.Process(
-                target=work, args=(of_worker, spec, arena, status), name=f"data-worker-{number}", daemon=True
-            )
-            process.start()
-            of_worker.close()
-            self._connections.append(connection)
-            self._statuses.append(status)
-            self.processes.append(process)
-        self._last = [time.monotonic()] * len(specs)  # times of each worker's last message
+        connection, of_worker = context.Pipe()
+        status = RawArray("c", STATUS_BYTES)
+        name = f"data-worker-{len(self.processes)}"
+        process = context.Process(target=work, args=(of_worker, spec, arena, status), name=name, daemon=True)
+        process.start()
+        of_worker.close()
+        self._connections.append(connection)
+        self._statuses.append(status)
+        self.processes.append(process)
+        self._last.append(time.monotonic())
 
     def fill(self, step: int) -> None:
         """Let every worker fill its part of batch `step`."""
@@ -203,6 +208,15 @@ class Workers:
             f"{self._name(number)} {how}{self._status(number)}; if the machine "
             "ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
         )
+
+
+def start_workers(specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> Workers:
+    """Start a worker process for each of the specs, which are one rank's. `timeout_s`: see `Workers`."""
+    warm_up()
+    workers = Workers(specs[0].share.rank, timeout_s)
+    for spec in specs:
+        workers.start(spec, arena)
+    return workers
 
 
 def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:

@@ -77,7 +77,8 @@ class Store:
         `limit_s`: a server's time for a sample."""
         self.tick = tick
         self.limit_s = limit_s
-        self.begin_sample()
+        # When the server's time for the present sample ends.
+        self.until = time.monotonic() + limit_s
         self.counts = Counter() if counts is None else counts
 
     def begin_sample(self) -> None:
@@ -93,7 +94,7 @@ class Store:
             state = self.state(url)  # first: opening a pipe would wait
             return Path(url).open("rb", BUFFER), state
         self.begin_sample()
-        remote = RemoteFile(url, self)
+        remote = open_remote(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
 
     def state(self, url: str) -> ObjectState:
@@ -183,16 +184,21 @@ def look_up(urls: Sequence[str], what: str = "") -> dict[str, SourceError]:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a seekable file. Prefetches the next block while one is read. Raises SourceError."""
+    """An object as a seekable file. Prefetches the next block while one is read. Raises SourceError.
 
-    def __init__(self, url: str, store: Store) -> None:
+    `open_remote` makes it.
+    """
+
+    def __init__(self, url: str, store: Store, block: bytes, state: ObjectState) -> None:
+        """`block`: the first one. `state`: the object's."""
         self._url = url
         self._store = store
         self._at = self._start = 0
         # The request for the next block.
         self._ahead: Request | None = None
-        self._block, self.state = fetch(store, url, 0, REQUEST_BYTES)
-        self.size = self.state[0]
+        self._block = block
+        self.state = state
+        self.size = state[0]
 
     def readable(self) -> bool:
         return True
@@ -241,6 +247,12 @@ class RemoteFile(io.RawIOBase):
         end = self._start + len(self._block)
         if sequential and end < self.size:
             self._ahead = start_request(self._url, end, min(end + REQUEST_BYTES, self.size))
+
+
+def open_remote(url: str, store: Store) -> RemoteFile:
+    """The object with its first block, which is fetched. Raises as `fetch`."""
+    block, state = fetch(store, url, 0, REQUEST_BYTES)
+    return RemoteFile(url, store, block, state)
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------

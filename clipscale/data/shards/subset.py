@@ -4,6 +4,7 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,21 +45,20 @@ class Table(NamedTuple):
         return hashlib.blake2b(self.rows.view("u1").data).hexdigest()
 
 
+@dataclass(frozen=True)
 class Subset:
     """The samples that a file lists. Pickles as the file's path: each process reads the file itself."""
 
-    def __init__(self, setting: str, path: str) -> None:
-        """Raises UserError if there is no such file."""
-        self.given = setting, path
-        self.setting = f"data.{setting}={path}"
-        self.file = Path(path).expanduser().absolute()
-        with library(f"{self.setting}: cannot be read"):
-            state = self.file.stat()
-        # A digest of the file's path, size and time of change, and of what its index holds.
-        self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns} weights")
+    # The setting that names the file, with its value.
+    setting: str
+    file: Path
+    # A digest of the file's path, size and time of change, and of what its index holds.
+    name: str
+    # The arguments of `open_subset`.
+    given: tuple[str, str]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Subset, self.given
+        return open_subset, self.given
 
     @property
     def table(self) -> Table:
@@ -83,11 +83,20 @@ class Subset:
         return float(rows[at]["weight"]) if rows.dtype == ROW else 1.0
 
 
+def open_subset(name: str, path: str) -> Subset:
+    """The subset of the setting `data.NAME`. Raises UserError if there is no such file."""
+    setting = f"data.{name}={path}"
+    file = Path(path).expanduser().absolute()
+    with library(f"{setting}: cannot be read"):
+        state = file.stat()
+    return Subset(setting, file, digest(f"{file} {state.st_size} {state.st_mtime_ns} weights"), (name, path))
+
+
 def subset_of(config: DataConfig) -> Subset | None:
     """The subset of `data.only_keys` or `data.sample_weights`. Raises UserError if there is no such file."""
     if config.sample_weights is not None:
-        return Subset("sample_weights", config.sample_weights)
-    return Subset("only_keys", config.only_keys) if config.only_keys is not None else None
+        return open_subset("sample_weights", config.sample_weights)
+    return open_subset("only_keys", config.only_keys) if config.only_keys is not None else None
 
 
 def _digest(key: str) -> bytes:
