@@ -220,49 +220,72 @@ def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
 
+@dataclass(frozen=True)
 class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
     As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before
     resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation. A file of
     several pictures (MPO, GIF, WebP) gives its first one.
-    Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
-    def __init__(self, data: bytes, most: float = MOST_PIXELS) -> None:
-        """`most`: pixels. For a file that the user names, callers allow as many as Pillow does."""
+    # The file.
+    data: bytes
+    # Its header, read by Pillow.
+    image: Image.Image
+    # How the pixels of the file are to be turned: 1 to 8, as in EXIF.
+    orientation: int = 1
+
+    @classmethod
+    def read(cls, data: bytes, most: float = MOST_PIXELS) -> "Picture":
+        """Read the header. `most`: pixels. For a file that the user names, callers allow as many as Pillow does.
+
+        Raises BrokenSampleError: `huge_image`, `unreadable_image`.
+        """
         with broken_pictures():
-            self._data = data
-            self._image = open_picture(data, most)
-            # Its extension in IMAGE_TYPES, by its content and not by its name.
-            self.type = NAME_OF[str(self._image.format)]
-            self.width, self.height = self._image.size
-            orientation = self._image.getexif().get(_ORIENTATION, 1) if "exif" in self._image.info else 1
-            self._orientation: int = orientation if orientation in range(1, 9) else 1
-            if self._orientation >= 5:
-                self.width, self.height = self.height, self.width
+            image = open_picture(data, most)
+            orientation = image.getexif().get(_ORIENTATION, 1) if "exif" in image.info else 1
+            return cls(data, image, orientation if orientation in range(1, 9) else 1)
+
+    @property
+    def type(self) -> str:
+        """Its extension in IMAGE_TYPES, by its content and not by its name."""
+        return NAME_OF[str(self.image.format)]
+
+    @property
+    def is_on_its_side(self) -> bool:
+        """Whether the rows of the file are the columns of the upright picture."""
+        return self.orientation >= 5
+
+    @property
+    def width(self) -> int:
+        return self.image.height if self.is_on_its_side else self.image.width
+
+    @property
+    def height(self) -> int:
+        return self.image.width if self.is_on_its_side else self.image.height
 
     def decode(self) -> np.ndarray:
         """(H, W, C) uint8 RGB, upright. Raises BrokenSampleError."""
         with broken_pictures():
             pixels = None
-            if self.type == "jpg" and self._image.mode in ("RGB", "L"):
+            if self.type == "jpg" and self.image.mode in ("RGB", "L"):
                 # The strict decoder rejects defects with ValueError. Pillow tolerates them, such as stray bytes between
                 # markers. But it fills a picture that ends early with grey, so that one is an error here.
                 try:
-                    pixels = simplejpeg.decode_jpeg(self._data, colorspace="RGB")
+                    pixels = simplejpeg.decode_jpeg(self.data, colorspace="RGB")
                 except ValueError as error:
                     if "premature end" in str(error):
                         raise
             if pixels is None:
-                pixels = decode_by_pillow(self._image)
+                pixels = decode_by_pillow(self.image)
             # Upright, by the EXIF standard: swap the axes, then reverse the rows, then the columns.
-            orientation = self._orientation
-            if orientation >= 5:
+            if self.is_on_its_side:
                 pixels = pixels.swapaxes(0, 1)
-            down, across = -1 if orientation in (3, 4, 7, 8) else 1, -1 if orientation in (2, 3, 6, 7) else 1
+            down = -1 if self.orientation in (3, 4, 7, 8) else 1
+            across = -1 if self.orientation in (2, 3, 6, 7) else 1
             pixels = pixels[::down, ::across]
-            if orientation < 5:
+            if not self.is_on_its_side:
                 return np.ascontiguousarray(pixels)
             upright = np.empty(pixels.shape, np.uint8)
             for columns in strips(self.width, self.height):  # whole, it takes three times as long
@@ -336,7 +359,7 @@ class TrainTransform:
         """
         import torch  # here: `data check` decodes pictures without torch
 
-        picture = Picture(data)
+        picture = Picture.read(data)
         augment = self.augment
         left, top, right, bottom = random_box(picture.width, picture.height, augment.scale, augment.ratio, rng)
         flipped = augment.flip > 0 and rng.uniform() < augment.flip

@@ -77,7 +77,7 @@ class Selection:
                 for caption in captions:
                     _require(condition, len(caption))
             elif condition.name in SIZES:
-                picture = picture or Picture(image_bytes(sample.members))
+                picture = picture or Picture.read(image_bytes(sample.members))
                 _require(condition, SIZES[condition.name](picture.width, picture.height))
             else:
                 if fields is None:

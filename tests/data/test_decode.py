@@ -84,12 +84,12 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
 )
 def test_modes_become_rgb_as_pillow_converts_them(mode: str, kind: str) -> None:
     data = encode(opened(picture(2, (12, 9))).convert(mode), kind)
-    assert np.array_equal(Picture(data).decode(), np.asarray(opened(data).convert("RGB")))
+    assert np.array_equal(Picture.read(data).decode(), np.asarray(opened(data).convert("RGB")))
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
     values = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
-    grey = Picture(encode(Image.fromarray(values), "PNG")).decode()
+    grey = Picture.read(encode(Image.fromarray(values), "PNG")).decode()
     assert np.abs(grey[:, :, 0] - values / 257).max() <= 0.51, grey[:, :, 0]
     assert np.array_equal(grey[:, :, 0], grey[:, :, 2])
 
@@ -115,7 +115,7 @@ def test_sixteen_bits_are_the_same_picture_wherever_it_is_decoded(colour: int, m
     channels = {0: 1, 2: 3, 4: 2}[colour]
     values = np.random.default_rng(0).integers(0, most + 1, (64, 64, channels))
     data = png(values, colour)
-    trained = Picture(data).decode()
+    trained = Picture.read(data).decode()
     evaluated = EvalTransform(64)(data).transpose(1, 2, 0)
     assert np.array_equal(evaluated, trained) and len(np.unique(trained)) > 10
     assert np.abs(trained[..., 0] - values[..., 0] / 257).max() < 1
@@ -136,7 +136,7 @@ def test_a_pngs_large_texts_and_profiles_do_not_matter(kind: bytes, behind: bool
     packed = zlib.compress(bytes(3 << 20))
     text = chunk(kind, b"about\0\1\0\0\0" + packed if kind == b"iTXt" else b"about\0\0" + packed)
     at = len(whole) - 12 if behind else 33
-    assert np.array_equal(Picture(whole[:at] + text + whole[at:]).decode(), Picture(whole).decode())
+    assert np.array_equal(Picture.read(whole[:at] + text + whole[at:]).decode(), Picture.read(whole).decode())
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -146,7 +146,7 @@ def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
     exif[0x0112] = orientation
     data = encode(opened(picture(5, (240, 160))), kind, exif=exif)
     upright = ImageOps.exif_transpose(opened(data)).convert("RGB")
-    got = Picture(data).decode()
+    got = Picture.read(data).decode()
     assert got.shape == (upright.height, upright.width, 3)
     assert np.abs(got.astype(int) - np.asarray(upright)).max() <= 1
 
@@ -156,7 +156,7 @@ def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
     stray = data[:2] + b"\xff\xe1\x00\x08abcdef\x00\x00" + data[2:]  # bytes between two markers
     with pytest.raises(ValueError):
         simplejpeg.decode_jpeg(stray)
-    difference = np.abs(Picture(stray).decode().astype(int) - Picture(data).decode())
+    difference = np.abs(Picture.read(stray).decode().astype(int) - Picture.read(data).decode())
     assert difference.max() <= 1
 
 
@@ -178,7 +178,7 @@ UNREADABLE += [_SMALL["PNG"][:33] + _EMPTY * 100_000 + _SMALL["PNG"][33:]]
 @pytest.mark.parametrize("data", [*UNREADABLE, picture(0, (50, 50), "JPEG")[:-300], picture(0, (50, 50))[:-200]])
 def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
     with pytest.raises(BrokenSampleError) as error:
-        Picture(data).decode()
+        Picture.read(data).decode()
     assert error.value.reason == "unreadable_image"
 
 
@@ -197,7 +197,7 @@ def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
 )
 def test_the_line_about_an_unreadable_picture_says_what_it_is(data: bytes, words: str) -> None:
     with pytest.raises(BrokenSampleError) as error:
-        Picture(data)
+        Picture.read(data)
     assert str(error.value).startswith(f"unreadable_image: {words}")
 
 
@@ -215,7 +215,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
     out = np.zeros((3, 16, 16), dtype=np.uint8)
     cut_off = bytes(data[: int(len(data) * (1 - cut**4))])
     try:
-        Picture(cut_off, 100_000)
+        Picture.read(cut_off, 100_000)
         TrainTransform(16, AugmentConfig((0.5, 1.0), flip=0.5))(cut_off, CounterRNG(1), out)
     except BrokenSampleError as error:
         assert error.reason in ("unreadable_image", "huge_image")
@@ -234,22 +234,22 @@ def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest
     data = encode(opened(picture(2, (40, 40))), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     many = data[:-2] + 20 * scan + data[-2:]
-    Picture(many)
+    Picture.read(many)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
-        Picture(data[:-2] + 120 * scan + data[-2:])
+        Picture.read(data[:-2] + 120 * scan + data[-2:])
     monkeypatch.setattr(decode, "MOST_SCANNED", 20 * 40 * 40)  # as a large picture's are too many
-    Picture(data)
+    Picture.read(data)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
-        Picture(many)
+        Picture.read(many)
 
 
 def test_slow_kinds_of_pictures_have_fewer_pixels() -> None:
     """90 bytes of WebP can ask for 1.7 GiB."""
     frames = [Image.new("RGB", (60, 60), colour) for colour in ("red", "blue")]
     data = encode(frames[0], "WEBP", save_all=True, append_images=frames[1:])
-    assert Picture(data, 4 * 60 * 60).decode()[0, 0, 0] > 200
+    assert Picture.read(data, 4 * 60 * 60).decode()[0, 0, 0] > 200
     deep = encode(Image.new("I;16", (60, 60)), "PNG")  # and 16 bits take twice the time of 8
-    Picture(deep, 2 * 60 * 60)
+    Picture.read(deep, 2 * 60 * 60)
     runs = bytearray(encode(Image.new("P", (60, 60)), "BMP"))
     runs[30] = 1
     inks = encode(Image.new("CMYK", (60, 60)), "JPEG")
@@ -257,7 +257,7 @@ def test_slow_kinds_of_pictures_have_fewer_pixels() -> None:
     slow = [(bytes(each), 60 * 60) for each in (deep, inks, runs)]
     for refused, most in ((data, 2 * 60 * 60), (rows, 2e6), *slow):
         with pytest.raises(BrokenSampleError, match="huge_image"):
-            Picture(refused, most)
+            Picture.read(refused, most)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
@@ -267,7 +267,7 @@ def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
 
 def test_a_palette_with_transparency_prints_nothing(tmp_path: Path) -> None:
     Image.new("P", (9, 9)).save(tmp_path / "a.png", transparency=bytes(range(9)))
-    code = "from clipscale.data.decode import Picture; Picture(open('a.png', 'rb').read()).decode()"
+    code = "from clipscale.data.decode import Picture; Picture.read(open('a.png', 'rb').read()).decode()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
     assert done.stdout + done.stderr == b""
 
@@ -278,7 +278,7 @@ def test_the_name_of_a_pictures_content_is_one_that_readers_take(kind: str) -> N
     first = opened(photograph(64, 1)).crop((0, 0, 64, 48))
     second = Image.new("RGB", (64, 48), "red")
     data = encode(first, kind, **({"save_all": True, "append_images": [second]} if kind == "MPO" else {}))
-    picture = Picture(data)
+    picture = Picture.read(data)
     assert image_bytes({picture.type: data}) == data
     assert Image.registered_extensions()[f".{picture.type}"] == kind.replace("MPO", "JPEG")
     assert np.array_equal(picture.decode(), np.asarray(opened(data).convert("RGB")))

@@ -81,7 +81,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             captions = chosen.draw(sample.members, CounterRNG(sample.index))
             chosen.check(sample, [caption for caption, _ in captions])
             chosen.draw_negatives(sample.members, CounterRNG(sample.index))
-            Picture(image_bytes(sample.members)).decode()
+            Picture.read(image_bytes(sample.members)).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{basename(url)}/{sample.key}: {error}"[:200])

@@ -234,7 +234,7 @@ def captions_of(pair: Pair) -> list[str]:
 def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> Record:
     """A sample as `shard_writer` takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     try:
-        picture = Picture(data, math.inf)
+        picture = Picture.read(data, math.inf)
         pixels = picture.decode()
     except BrokenSampleError as error:
         raise BrokenSampleError(kind_of(data) or error.reason, str(error)) from error

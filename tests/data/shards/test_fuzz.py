@@ -57,7 +57,7 @@ def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage)
-            Picture(image_bytes(sample.members), 100_000).decode()
+            Picture.read(image_bytes(sample.members), 100_000).decode()
             reasons["usable"] += 1
         except BrokenSampleError as error:
             reasons[error.reason] += 1
