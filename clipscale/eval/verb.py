@@ -12,7 +12,7 @@ from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.log.sinks import Sinks, tell_wandb_mode
+from clipscale.log.sinks import open_sinks, tell_wandb_mode
 from clipscale.log.table import print_results, show
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
@@ -42,11 +42,11 @@ def work(config: EvalRunConfig) -> Results:
     world = init_world(config.device, config.launch.timeout_s)
     try:
         sets = world.on_all(lambda: chosen_sets(config.eval))  # before a model is loaded: a mistyped path is reported
-        precision = Precision(config.precision, world.device)
+        precision = Precision.of(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             tell_wandb_mode(config.log.wandb, wandb_mode)
-        with closing(Sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
+        with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
             doing("loading the model")
             model, settings, step = world.on_all(
                 partial(load_any, run, config.which, config.eval.weights, config.model, world.on_main)

@@ -17,7 +17,7 @@ from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, tell
 from clipscale.log.environment import environment
 from clipscale.log.records import Record, whole_lines
-from clipscale.log.sinks import Sinks
+from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
 
@@ -56,7 +56,7 @@ def open_log(
         files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
     if is_training or not (run_dir / "config.yaml").exists():
         files.write_text(run_dir / "config.yaml", settings)
-    sinks = Sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
+    sinks = open_sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
     return MetricLog(path.open("ab", buffering=0), sinks, every=every, total=total)  # unbuffered: a kill loses no line
 
 

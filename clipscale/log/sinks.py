@@ -19,22 +19,14 @@ Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
 
 
 class Sinks:
-    """The sinks that the settings ask for. A sink that fails gives one warning and is closed."""
+    """The sinks of a run. A sink that fails gives one warning and is closed. `open_sinks` opens them."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        wandb_mode: str,
-        uses_tensorboard: bool,
-        settings: Record,
-        resume_step: int = 0,
-    ) -> None:
-        """`wandb_mode`: online, offline or disabled. `settings`: those of the run, for wandb."""
+    def __init__(self) -> None:
         self._sinks: dict[str, Sink] = {}
-        if uses_tensorboard:
-            self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
-        if wandb_mode != "disabled":
-            self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, wandb_mode, settings)))
+
+    def open(self, name: str, opened: Callable[[], Sink]) -> None:
+        """Add the sink that the function opens."""
+        self._call(name, lambda: self._sinks.update({name: opened()}))
 
     def write(self, step: int, record: Record) -> None:
         """Give the numbers of a record to every sink, under their names."""
@@ -58,6 +50,19 @@ class Sinks:
         except Exception as error:
             self._sinks.pop(name, None)
             tell(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+
+
+def open_sinks(run_dir: Path, wandb_mode: str, uses_tensorboard: bool, settings: Record, resume_step: int = 0) -> Sinks:
+    """The sinks that the settings ask for.
+
+    `wandb_mode`: online, offline or disabled. `settings`: those of the run, for wandb.
+    """
+    sinks = Sinks()
+    if uses_tensorboard:
+        sinks.open("tensorboard", lambda: tensorboard(run_dir, resume_step))
+    if wandb_mode != "disabled":
+        sinks.open("wandb", lambda: wandb(run_dir, wandb_mode, settings))
+    return sinks
 
 
 def tell_wandb_mode(setting: str, mode: str) -> None:

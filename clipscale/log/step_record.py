@@ -42,7 +42,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, done.phases, [*scalars], Readback(*scalars.values()), widths
+        self._unfinished = record | measured, done.phases, [*scalars], Readback.start(*scalars.values()), widths
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""

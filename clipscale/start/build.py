@@ -73,7 +73,7 @@ def build(start: Start, world: World) -> Parts:
         doing("building the model")
         torch.manual_seed(config.seed)
         model = build_model(config.model, tokenizer=tokenizer).to(world.device)
-        precision = Precision(config.precision, world.device)
+        precision = Precision.of(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
         # Chunks before `wrap`: sharded towers gather their weights, so all ranks would have to try the same sizes.

@@ -1,6 +1,7 @@
 """Number formats of a run: autocast, TF32, the type of frozen weights, and the loss scale of fp16."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +16,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_LOSS_SCALE = 1.0
 
 
+@dataclass
 class Precision:
-    """Autocast and the gradient scaler of a `precision`. Trained weights, gradients and optimizer state are float32."""
+    """Autocast and the gradient scaler of a run. Trained weights, gradients and optimizer state are float32."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.dtype = DTYPES[name]
-        self.device = device
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+    # Autocast's.
+    dtype: torch.dtype
+    device: torch.device
+    scaler: torch.amp.GradScaler | None = None
+
+    @classmethod
+    def of(cls, name: str, device: torch.device) -> "Precision":
+        """The precision of this name. Allows TF32 on CUDA, in the whole process."""
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
+        return cls(DTYPES[name], device, torch.amp.GradScaler(device.type) if name == "fp16" else None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A new autocast context for one chunk: a later pass must not use weights that were cast without a graph."""

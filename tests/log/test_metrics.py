@@ -223,7 +223,7 @@ def test_wandbs_mode_is_that_of_the_environment(
     monkeypatch.setattr(sinks, "wandb_module", Client)
     config = SinkConfig(wandb=setting)
     sinks.tell_wandb_mode(setting, config.wandb_mode)
-    sinks.Sinks(tmp_path, config.wandb_mode, False, {}).close()
+    sinks.open_sinks(tmp_path, config.wandb_mode, False, {}).close()
     assert asked == [used] * bool(used)
     assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))
 

@@ -24,7 +24,7 @@ from clipscale.data.shards.addresses import utf8
 from clipscale.distributed.world import init_world
 from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
 from clipscale.tools.data.settings import SelectSettings
-from clipscale.tools.embed.arrays import EmbeddedSet
+from clipscale.tools.embed.arrays import EmbeddedSet, open_embedded_set
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE, TEXT
 
@@ -40,7 +40,7 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
     look = out.with_suffix(".html")
     if out.exists() or look.exists():
         raise UserError(f"out={out}: it, or {look}, exists; remove both, or choose another file")
-    embedded = EmbeddedSet(Path(*words).expanduser())
+    embedded = open_embedded_set(Path(*words).expanduser())
     weights, shown = choose(embedded, settings, out.parent)
     with embedded.reading():
         text = page(embedded, **shown)

@@ -8,7 +8,8 @@ import json
 import linecache
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +30,23 @@ def array_path(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
 
 
+@dataclass(frozen=True)
 class EmbeddedSet:
-    """A folder of arrays by `clipscale embed`, which somebody may have sent. Raises UserError for another folder."""
+    """A folder of arrays by `clipscale embed`, which somebody may have sent. `open_embedded_set` checks it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # Around what reads the files: raises UserError for damaged ones.
-        self.reading = partial(
-            library, f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again"
-        )
-        with self.reading():
-            self.note = files.read_json(folder / NOTE)["features"]
-            shards = files.read_json(folder / SHARDS)
-            # The shard that has the pictures of each part.
-            self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
-            for source in self.sources.values():
-                check_address(source, f"data: {folder}: source")
-            self.paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
-            self.firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
-            for kind in KINDS:
-                for _ in self.features(kind):  # each mapped file takes a descriptor: one at a time
-                    pass
+    folder: Path
+    # What the folder says of its features.
+    note: Record
+    # The shard that has the pictures of each part.
+    sources: dict[str, str]
+    # The list of samples of each part.
+    paths: list[Path]
+    # The number of each part's first sample; at the end that of all samples.
+    firsts: list[int]
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around what reads the files: raises UserError for damaged ones."""
+        return reading(self.folder)
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -71,3 +68,24 @@ class EmbeddedSet:
         row = number - self.firsts[part]
         entry = json.loads(linecache.getline(str(path), row + 1))
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}
+
+
+def reading(folder: Path) -> AbstractContextManager[None]:
+    return library(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again")
+
+
+def open_embedded_set(folder: Path) -> EmbeddedSet:
+    """The set in a folder. Raises UserError for another folder, and if a file is damaged or missing."""
+    with reading(folder):
+        note = files.read_json(folder / NOTE)["features"]
+        shards = files.read_json(folder / SHARDS)
+        sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+        for source in sources.values():
+            check_address(source, f"data: {folder}: source")
+        paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
+        firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
+        embedded = EmbeddedSet(folder, note, sources, paths, firsts)
+        for kind in KINDS:
+            for _ in embedded.features(kind):  # each mapped file takes a descriptor: one at a time
+                pass
+    return embedded

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import first_caption, image_bytes
-from clipscale.data.eval_transform import ahead
+from clipscale.data.eval_transform import EvalTransform, ahead
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
@@ -37,15 +37,17 @@ class Group:
     rows: np.ndarray
 
 
+@dataclass(frozen=True)
 class FeatureEncoder:
-    """Computes unit features on one device."""
+    """Computes unit features on one device. `feature_encoder` makes it."""
 
-    def __init__(self, model: ClipModel, device: torch.device, precision: str, data: DataConfig) -> None:
-        self.model = model.to(device)
-        self.device = device
-        self.precision = Precision(precision, device)
-        self.captions = source_names(data.captions)
-        self.transform = model.eval_transform()
+    # On the device.
+    model: ClipModel
+    device: torch.device
+    precision: Precision
+    # The names of the caption sources.
+    captions: Sequence[str]
+    transform: EvalTransform
 
     def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
         """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""
@@ -92,3 +94,9 @@ def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
             size = 0
     if batch:
         yield batch
+
+
+def feature_encoder(model: ClipModel, device: torch.device, precision: str, data: DataConfig) -> FeatureEncoder:
+    """An encoder with the model, which it moves to the device."""
+    captions = source_names(data.captions)
+    return FeatureEncoder(model.to(device), device, Precision.of(precision, device), captions, model.eval_transform())

@@ -30,7 +30,7 @@ from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import NOTE, SHARDS, array_path
-from clipscale.tools.embed.encode import FeatureEncoder, Group
+from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def work(config: EmbedConfig) -> Record:
         run = check_embed(config)
         model, settings, _ = load_any(run, config.which, config.weights, config.model, world.on_main)
         sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
-        encoder = FeatureEncoder(model, world.device, config.precision, config.data)
+        encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
         results = world.all_gather_object({name: embed_shard(encoder, config, url, out / name) for name, url in shown})

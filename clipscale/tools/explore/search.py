@@ -5,6 +5,7 @@ D: feature width.
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import init_world
 from clipscale.models.towers import load_any
-from clipscale.tools.embed.arrays import EmbeddedSet
-from clipscale.tools.embed.encode import FeatureEncoder
+from clipscale.tools.embed.arrays import EmbeddedSet, open_embedded_set
+from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
@@ -36,29 +37,16 @@ def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> li
     return [(row, score) for row, score in zip(best.indices.tolist(), best.values.tolist()) if score > -torch.inf]
 
 
+@dataclass(frozen=True)
 class Explorer:
     """A model, a set that it has embedded, and the set's pictures. Queries come from several threads: a lock lets one
-    picture be decoded at a time, since a large one takes 268 MB."""
+    picture be decoded at a time, since a large one takes 268 MB. `open_explorer` makes it."""
 
-    def __init__(self, config: ExploreConfig) -> None:
-        """Load what the settings name. Raises UserError if the set has features of another model."""
-        (folder,) = config.data.train or []
-        self.embedded = EmbeddedSet(Path(folder).expanduser())
-        self.lock = threading.Lock()
-        world = init_world(config.device)
-        run = existing_run(config.run) if config.run else None
-        model, _, step = load_any(run, config.which, config.weights, config.model, world.on_main)
-        self.title = f"{run.name}, step {step}" if run else str(config.model.weights)
-        expected = {
-            "weights": model.image.digest(),
-            "text": model.text.digest(),
-            "width": model.width,
-            "image_size": model.image_size,
-            "resize": model.pixels.resize_mode,
-        }
-        if any(self.embedded.note.get(name, value) != value for name, value in expected.items()):
-            raise UserError(f"data={folder}: has no features of {self.title}; embed the set with that model")
-        self.encoder = FeatureEncoder(model, world.device, config.precision, config.data)
+    # Names the model.
+    title: str
+    embedded: EmbeddedSet
+    encoder: FeatureEncoder
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def text_feature(self, text: str) -> np.ndarray:
         """The unit feature (D,) of a text."""
@@ -86,3 +74,23 @@ class Explorer:
         data = stored_picture(self.embedded, self.sample(number))
         with self.lock:
             return thumbnail(data, SIDE)
+
+
+def open_explorer(config: ExploreConfig) -> Explorer:
+    """Load what the settings name. Raises UserError if the set has features of another model."""
+    (folder,) = config.data.train or []
+    embedded = open_embedded_set(Path(folder).expanduser())
+    world = init_world(config.device)
+    run = existing_run(config.run) if config.run else None
+    model, _, step = load_any(run, config.which, config.weights, config.model, world.on_main)
+    title = f"{run.name}, step {step}" if run else str(config.model.weights)
+    expected = {
+        "weights": model.image.digest(),
+        "text": model.text.digest(),
+        "width": model.width,
+        "image_size": model.image_size,
+        "resize": model.pixels.resize_mode,
+    }
+    if any(embedded.note.get(name, value) != value for name, value in expected.items()):
+        raise UserError(f"data={folder}: has no features of {title}; embed the set with that model")
+    return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))

@@ -31,6 +31,6 @@ def check_explore(config: ExploreConfig) -> None:
     folders = config.data.train or []
     if len(folders) != 1:
         raise UserError(f"data.train={folders}: give one folder of `clipscale embed`, data=PATH")
-    from clipscale.tools.embed.arrays import EmbeddedSet
+    from clipscale.tools.embed.arrays import open_embedded_set
 
-    EmbeddedSet(Path(folders[0]).expanduser())
+    open_embedded_set(Path(folders[0]).expanduser())

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import doing, say
-from clipscale.tools.explore.search import Explorer
+from clipscale.tools.explore.search import open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
 
 
@@ -18,7 +18,7 @@ def main(config: ExploreConfig) -> None:
     except ImportError as error:
         raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
     doing("loading the model and the features")
-    explorer = Explorer(config)
+    explorer = open_explorer(config)
     try:
         listening = socket.create_server(("127.0.0.1", config.port))
     except OSError as error:

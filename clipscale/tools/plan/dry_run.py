@@ -6,12 +6,12 @@ b: samples of one rank, P: ranks, D: feature width. All sizes in bytes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import build_step
 from clipscale.step.chunk_sizes import ChunkSizes
-from clipscale.step.precision import Precision
+from clipscale.step.precision import DTYPES, Precision
+from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
@@ -36,6 +37,17 @@ CPU = torch.device("cpu")
 BLOCKS = 2
 # Most ranks in the ring of the loss: more hops take no more memory.
 LAPS = 4
+
+
+class Row(NamedTuple):
+    """Shape and type of a row of a tower's input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,24 +91,43 @@ class GatheredWeights:
         return cls(size(rest), 2 * block, 4 * block)
 
 
-class Meter:
-    """Peak and growth of the memory of a pass, as if blocks that are left out ran too."""
+@dataclass(frozen=True)
+class StateMemory:
+    """What a rank holds beside a step's passes. Lists: of each tower."""
 
-    def __init__(self, tracker: MemoryTracker, tower: nn.Module) -> None:
-        """Leaves blocks of the tower out."""
-        self.tracker = tracker
-        blocks, alike = repeated_blocks(tower)
-        self.left_out = len(alike[BLOCKS:])
-        for i, starts in zip(alike[:BLOCKS], (True, False)):
-            blocks[i].register_forward_pre_hook(partial(self._enter, starts))
-        for i in reversed(alike[BLOCKS:]):
-            del blocks[i]
+    # Bytes between steps.
+    state: int
+    # Peak of an update beyond what is live before it.
+    update: int
+    # Gradient bytes, while a tower's chunks add to them.
+    gradients: list[int]
+    # Gradient bytes after a tower's last chunk. DDP: 0, as they are views of the buckets.
+    summed: list[int]
+    # Gradient bytes to add to a tower's replay if it has only one chunk.
+    at_once: list[int]
+    whole: list[GatheredWeights]
+
+
+@dataclass
+class Meter:
+    """Peak and growth of the memory of a pass, as if blocks that are left out ran too. `leave_blocks_out` makes it."""
+
+    tracker: MemoryTracker
+    # The number of blocks that are left out.
+    left_out: int
+    # Live bytes at the pass's start, its peak beyond them, and what the blocks that are left out would add.
+    base: int = 0
+    peak: float = 0.0
+    added: float = 0.0
+    # Live bytes when the first block was entered; None: outside of it.
+    entered: int | None = None
+    is_backward: bool = False
 
     def start(self) -> None:
         self.base = self.tracker.live
         self.peak = 0.0
         self.added = 0.0
-        self.entered: int | None = None
+        self.entered = None
         self.is_backward = False
         self.tracker.take_peak()
 
@@ -109,13 +140,13 @@ class Meter:
         self._mark(False)
         return self.peak
 
-    def _enter(self, starts: bool, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A pass enters the first (`starts`) or the second block. The backward pass visits them in reverse order."""
+    def enter(self, is_first: bool, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """A pass enters the first or the second block. The backward pass visits them in reverse order."""
         if self.is_backward:  # checkpointing runs them again
             return
-        self._mark(starts)
+        self._mark(is_first)
         if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: self._mark(not starts))
+            inputs[0].register_hook(lambda _: self._mark(not is_first))
 
     def _mark(self, starts: bool) -> None:
         """The first block begins (`starts`) or ends, forward or backward."""
@@ -127,103 +158,80 @@ class Meter:
         self.entered = self.tracker.live if starts else None
 
 
+def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> Meter:
+    """Keep BLOCKS of the tower's identical blocks. Returns a meter of the passes of the tower that is left."""
+    blocks, alike = repeated_blocks(tower)
+    meter = Meter(tracker, len(alike[BLOCKS:]))
+    for number, is_first in zip(alike[:BLOCKS], (True, False)):
+        blocks[number].register_forward_pre_hook(partial(meter.enter, is_first))
+    for number in reversed(alike[BLOCKS:]):
+        del blocks[number]
+    return meter
+
+
+@dataclass
 class DryRun:
-    """One rank of a run, with tensors of the tracker."""
+    """One rank of a run, with tensors of the tracker. `dry_run` builds it."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        tracker: MemoryTracker,
-        machine: DryMachine,
-        ranks: int,
-        model: ClipModel,
-        flops: tuple[PassFlops, PassFlops],
-    ) -> None:
-        """`model`: on the meta device. `flops`: of a picture and of a caption as long as the context."""
-        self.config = config
-        self.tracker = tracker
-        self.flops = flops
-        self.model = model
-        self.caption_share = caption_share(model)
-        # Captions and hard negatives of a sample.
-        self.texts = config.data.texts_per_step
-        # Shape and type of a row of each tower.
-        self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)
-        # Its bytes.
-        self.row = [math.prod(shape) * dtype.itemsize for shape, dtype in self.inputs]
-        self.towers = model.image, model.text
-        self.passes = cache(self._passes)
-        self.loss = cache(self._loss)
-        before = tracker.live
-        model.to_empty(device=CPU)
-        precision = Precision(config.precision, CPU)
-        precision.cast_frozen_(*self.towers)
-        self.step = build_step(
-            config, World(0, 1, CPU), model, precision, ChunkSizes(1, 1, ""), sort_captions=False, machine=machine
-        )
-        self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
-        # Whether each tower has a second pass.
-        self.trained = self.step.cache.trained
-        # The largest group last: then its update finds the state of all, as in each later step.
-        groups = self.step.optimizer.param_groups
-        groups.sort(key=lambda group: sum(p.nbytes for p in group["params"]))
-        if machine.capability and type(self.step.optimizer).__module__.startswith("torch.optim"):
-            for group in groups:  # torch's own choice on CUDA
-                if group.get("foreach", False) is None and not group.get("fused"):
-                    group["foreach"] = True
-        # The first update makes the optimizer's state: with `foreach` that of a group before its arithmetic.
-        for _ in range(1 if groups[0].get("foreach") else 2):
-            tracker.take_peak()
-            for p in self.step.trainable_parameters:
-                p.grad = torch.empty_like(p)
-            self.step.update(self.step.gradient_norm())
-        # Peak of an update beyond what is live before it.
-        self.update = tracker.take_peak() - tracker.live
-        self.step.optimizer.zero_grad()
-        # Bytes between steps.
-        self.state = tracker.live - before
-        # Gradient bytes of each tower, while its chunks add to them.
-        self.gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in self.towers]
-        # Gradient bytes of each tower after its last chunk. DDP: 0, as they are views of the buckets.
-        self.summed = self.gradients
-        # Gradient bytes to add to the replay of each tower if it has only one chunk.
-        self.at_once = [0, 0]
-        self.whole = [GatheredWeights(), GatheredWeights()]
-        self.is_alone = ranks == 1
-        if ranks > 1:
-            self._divide(ranks)
-        self.meters = [Meter(tracker, tower) for tower in self.towers]
+    config: TrainConfig
+    tracker: MemoryTracker
+    step: TrainStep
+    # Operations of a picture, and of a caption as long as the context.
+    flops: tuple[PassFlops, PassFlops]
+    memory: StateMemory
+    # Of each tower's passes.
+    meters: list[Meter]
+    # Whether there is no other rank.
+    is_alone: bool
 
-    def _divide(self, ranks: int) -> None:
-        """Divide state and gradients among ranks. DDP's buckets are as large as all gradients; the summed ones are
-        views of them."""
-        parallel = self.config.launch.parallel
-        dtype = self.step.precision.dtype
-        if parallel == "ddp":
-            self.state += sum(self.gradients)
-            self.summed = [0, 0]
-            return
-        undivided = 0
-        for i, tower in enumerate(self.towers):
-            if not self.trained[i]:
-                undivided += sum(p.nbytes for p in tower.parameters())
-                continue
-            self.whole[i] = GatheredWeights.of(tower, parallel, dtype)
-            fsdp.cast_gathered_(tower, dtype)
-        self.state = undivided + (self.state - undivided) // ranks
-        self.update //= ranks
-        self.gradients = self.summed = self.at_once = [size // ranks for size in self.gradients]
+    @property
+    def model(self) -> ClipModel:
+        return self.step.model
+
+    @property
+    def towers(self) -> tuple[nn.Module, nn.Module]:
+        return towers_of(self.step)
+
+    @property
+    def trained(self) -> Sequence[bool]:
+        """Whether each tower has a second pass."""
+        return self.step.cache.trained
+
+    @property
+    def texts(self) -> int:
+        """Captions and hard negatives of a sample."""
+        return self.config.data.texts_per_step
+
+    @cached_property
+    def caption_share(self) -> float:
+        return caption_share(self.model)
+
+    @property
+    def inputs(self) -> tuple[Row, Row]:
+        """A row of each tower's input."""
+        side, length = self.model.image_size, self.model.context_length
+        return Row((3, side, side), torch.uint8), Row((length,), torch.int32)
+
+    @cached_property
+    def passes(self) -> Callable[[int, int, bool], ChunkMemory]:
+        """`_passes`, each measured once."""
+        return cache(self._passes)
+
+    @cached_property
+    def loss(self) -> Callable[[int], int]:
+        """`_loss`, each measured once."""
+        return cache(self._loss)
 
     def _passes(self, tower: int, size: int, fresh: bool) -> ChunkMemory:
         """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet."""
         meter = self.meters[tower]
         encoder = self.step.cache.encoders[tower]
-        shape, dtype = self.inputs[tower]
+        row = self.inputs[tower]
 
         def encoded() -> Tensor:
             meter.start()
             with self.step.precision.autocast():
-                return encoder(torch.empty(size, *shape, dtype=dtype))
+                return encoder(torch.empty(size, *row.shape, dtype=row.dtype))
 
         with torch.no_grad():
             encoded()
@@ -254,6 +262,87 @@ class DryRun:
         self.step.cache.loss(*features, keys=torch.empty(batch, dtype=torch.int64)).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
+
+
+def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -> TrainStep:
+    """The step of a run with the model, which is on the meta device. The loss is that of the machine.
+
+    It has no gradient scaler, which takes a few bytes, and whose test of every gradient needs values.
+    """
+    model.to_empty(device=CPU)
+    precision = Precision(DTYPES[config.precision], CPU)
+    precision.cast_frozen_(model.image, model.text)
+    sizes = ChunkSizes(1, 1, "")
+    step = build_step(config, World(0, 1, CPU), model, precision, sizes, sort_captions=False, machine=machine)
+    if machine.capability:
+        choose_foreach(step.optimizer)
+    return step
+
+
+def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """Let one of torch's optimizers update all tensors of a group at once where it would on CUDA."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def update_peak(step: TrainStep, tracker: MemoryTracker) -> int:
+    """Peak of an update beyond what is live before it, in a step that has made its optimizer's state."""
+    for _ in range(2):  # the first makes the state
+        tracker.take_peak()
+        for p in step.trainable_parameters:
+            p.grad = torch.empty_like(p)
+        step.update(step.gradient_norm())
+    peak = tracker.take_peak() - tracker.live
+    step.optimizer.zero_grad()
+    return peak
+
+
+def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
+    return step.model.image, step.model.text
+
+
+def state_memory(step: TrainStep, tracker: MemoryTracker, before: int) -> StateMemory:
+    """Of a rank that is alone. `before`: live bytes before the step was built. Makes the optimizer's state."""
+    update = update_peak(step, tracker)
+    gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in towers_of(step)]
+    return StateMemory(
+        state=tracker.live - before,
+        update=update,
+        gradients=gradients,
+        summed=gradients,
+        at_once=[0, 0],
+        whole=[GatheredWeights(), GatheredWeights()],
+    )
+
+
+def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> StateMemory:
+    """State and gradients divided among ranks. Casts weights that FSDP2 would gather to the types in which it does.
+
+    DDP's buckets are as large as all gradients; the summed ones are views of them.
+    """
+    if parallel == "ddp":
+        return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
+    dtype = step.precision.dtype
+    undivided = 0
+    whole = [GatheredWeights(), GatheredWeights()]
+    for i, tower in enumerate(towers_of(step)):
+        if step.cache.trained[i]:
+            whole[i] = GatheredWeights.of(tower, parallel, dtype)
+            fsdp.cast_gathered_(tower, dtype)
+        else:
+            undivided += sum(p.nbytes for p in tower.parameters())
+    share = [size // ranks for size in memory.gradients]
+    return StateMemory(
+        state=undivided + (memory.state - undivided) // ranks,
+        update=memory.update // ranks,
+        gradients=share,
+        summed=share,
+        at_once=share,
+        whole=whole,
+    )
 
 
 def caption_share(model: ClipModel) -> float:
@@ -298,4 +387,10 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
-        yield DryRun(config, tracker, DryMachine(capability, min(ranks, laps), ranks_of_node), ranks, model, flops)
+        before = tracker.live
+        step = build_dry_step(config, model, DryMachine(capability, min(ranks, laps), ranks_of_node))
+        memory = state_memory(step, tracker, before)
+        if ranks > 1:
+            memory = divided(memory, step, ranks, config.launch.parallel)
+        meters = [leave_blocks_out(tower, tracker) for tower in towers_of(step)]
+        yield DryRun(config, tracker, step, flops, memory, meters, is_alone=ranks == 1)

@@ -5,12 +5,13 @@ All sizes in bytes, of one GPU unless the name says otherwise.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from clipscale.common.record import Record
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import DryRun
+from clipscale.tools.plan.dry_run import ChunkMemory, DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 TOWERS = ("image", "text")
@@ -51,11 +52,20 @@ class StepModel:
         self.rows = batch, batch * dry_run.texts
         # Rows of a chunk.
         self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        # Whether a tower has one chunk.
         self.is_one = [size == rows for size, rows in zip(self.sizes, self.rows)]
-        self.passes = [dry_run.passes(i, self.sizes[i], dry_run.is_alone and self.is_one[i]) for i in (0, 1)]
-        shares = 1, dry_run.caption_share
-        # Chunks.
-        self.counts = [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
+
+    @cached_property
+    def passes(self) -> list[ChunkMemory]:
+        """Of each tower, measured."""
+        is_fresh = [self.dry_run.is_alone and is_one for is_one in self.is_one]
+        return [self.dry_run.passes(i, self.sizes[i], is_fresh[i]) for i in (0, 1)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Chunks of each tower."""
+        shares = 1, self.dry_run.caption_share
+        return [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
 
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
@@ -64,30 +74,30 @@ class StepModel:
         gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
         stays = [
             features[i]
-            + self.resident * self.rows[i] * dry_run.row[i]
-            + dry_run.whole[i].held
+            + self.resident * self.rows[i] * dry_run.inputs[i].nbytes
+            + dry_run.memory.whole[i].held
             + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]
-        live = float(dry_run.state)
+        live = float(dry_run.memory.state)
         before = {"encode": live}
         peak = {}
         for i, name in enumerate(TOWERS):
             live += stays[i]
-            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.whole[i].encode
+            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.memory.whole[i].encode
         before["loss"] = live
         peak["loss"] = live + dry_run.loss(self.batch)
         live += sum(gradients)
         before["replay"] = live
         for i, name in enumerate(TOWERS):
             if dry_run.trained[i]:
-                added = dry_run.at_once if self.is_one[i] else dry_run.gradients
+                added = dry_run.memory.at_once if self.is_one[i] else dry_run.memory.gradients
                 # Kept graphs are used up before the first chunk is encoded again.
                 replay = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
-                peak[f"replay {name}"] = live + added[i] + replay + dry_run.whole[i].replay
-            live += dry_run.summed[i] - stays[i] - gradients[i]
+                peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.whole[i].replay
+            live += dry_run.memory.summed[i] - stays[i] - gradients[i]
         before["optim"] = live
-        peak["optim"] = live + dry_run.update
+        peak["optim"] = live + dry_run.memory.update
         return StepMemory(before, peak, kept)
 
     def budget(self, most: float) -> float:

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect
 from contextlib import suppress
+from functools import cached_property
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
@@ -44,9 +45,9 @@ class Prediction:
             self.outside = outside_torch(config.ranks)
             self.usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve))
             self.free = self.usable - self.workspace - self.outside
-        self.chunks = self.chunk_sizes()
 
-    def chunk_sizes(self) -> PerTower:
+    @cached_property
+    def chunks(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
         given = [
             ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local * of_sample) else size
@@ -73,7 +74,7 @@ class Prediction:
             else:
                 share = MARGIN["cpu"]
                 free = (self.config.host_memory or free_memory()) / self.config.gpus
-            keep = step.budget(self.dry_run.state + share * (free - self.dry_run.state))
+            keep = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
         return step.memory(step.kept(keep))
 
     def fits(self, batch: int) -> bool:

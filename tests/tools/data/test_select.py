@@ -12,7 +12,7 @@ from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.tools.data import near
 from clipscale.tools.data.select import write_weights
-from clipscale.tools.embed.arrays import EmbeddedSet
+from clipscale.tools.embed.arrays import open_embedded_set
 from tests.conftest import Cap
 from tests.data.files import picture, write_tar
 from tests.support.refused import refused
@@ -122,7 +122,7 @@ def test_a_damaged_file_of_an_embedded_set_is_one_line(tmp_path: Path, name: str
         kind, *shape = content
         np.save(folder / name, np.ones(shape, kind))
     with refused("embed its shards again|neither a path nor"):
-        write_weights(tmp_path / "weights", EmbeddedSet(folder), torch.ones(8))
+        write_weights(tmp_path / "weights", open_embedded_set(folder), torch.ones(8))
 
 
 def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Cap) -> None:

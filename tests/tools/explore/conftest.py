@@ -8,7 +8,7 @@ import torch
 
 from clipscale.config.data import DataConfig
 from clipscale.models.towers import build_model
-from clipscale.tools.explore.search import Explorer
+from clipscale.tools.explore.search import open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
 from tests.data.files import picture, write_tar
 from tests.eval.test_verb import TINY
@@ -45,7 +45,7 @@ def client(settings: ExploreConfig) -> Any:
 
     from clipscale.tools.explore.server import application
 
-    return TestClient(application(Explorer(settings)), base_url="http://127.0.0.1:8765")
+    return TestClient(application(open_explorer(settings)), base_url="http://127.0.0.1:8765")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from clipscale.common import files
-from clipscale.tools.explore.search import Explorer, nearest
+from clipscale.tools.explore.search import nearest, open_explorer
 from clipscale.tools.explore.settings import check_explore
 from tests.support.browser import CHROMIUM, browser
 from tests.support.refused import refused
@@ -50,7 +50,7 @@ def names(rows: list[dict]) -> list[tuple[str, int]]:
 
 def test_a_text_finds_the_pictures_whose_features_are_nearest(page: Any, place: Path) -> None:
     features = np.concatenate([np.load(place / f"of-a/0000{shard}.image.npy") for shard in (0, 1)])
-    scores = features @ Explorer(config(place, "of-a")).text_feature("two cats")
+    scores = features @ open_explorer(config(place, "of-a")).text_feature("two cats")
     answer = page.get("/search", params={"text": "two cats"}).json()
     places = [("00000", i) for i in range(7)] + [("00001", i) for i in range(5)]
     assert names(answer["images"]) == [places[n] for n in np.argsort(-scores)]
@@ -79,7 +79,7 @@ def test_the_page_shows_small_pictures_of_the_set(page: Any) -> None:
 
 def test_a_folder_with_features_of_another_model_is_refused(place: Path) -> None:
     with refused(r"of-a: has no features of b, step 7; embed the set with that model"):
-        Explorer(config(place, "of-a", run=str(place / "b")))
+        open_explorer(config(place, "of-a", run=str(place / "b")))
     with refused("give one folder of `clipscale embed`"):
         check_explore(config(place, "of-a", "of-b"))
 
@@ -161,7 +161,7 @@ def test_back_returns_to_what_was_found_and_questions_have_addresses(place: Path
             assert time.monotonic() < end, now
             time.sleep(0.05)
 
-    with served(application(Explorer(config(place, "of-a")))) as port, browser() as opened:
+    with served(application(open_explorer(config(place, "of-a")))) as port, browser() as opened:
         opened.show(f"http://127.0.0.1:{port}/", 390)
         opened.value("id('text').value = 'two cats & a <b>'")
         opened.value("document.querySelector('#ask button').click()")
