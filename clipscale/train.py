@@ -72,13 +72,14 @@ class Run:
         # Completed steps, those of the whole run, and the last one's loss.
         self.step, self.total, self.loss = begun.step, begun.parts.schedule.end, begun.loss
         self.stop = Stop(world)
-        self.stream.while_waiting(self.stop.check_alone)
         self.saved_at = time.monotonic()
 
     def go(self) -> Record:
         """Run the remaining steps and the final evaluation."""
         results: Record = {}
-        every, folder = self.begun.every, self.begun.folder
+        every = self.begun.every
+        folder = self.begun.folder
+        self.stream.while_waiting(self.stop.check_alone)
         with self.stop, closing(self.stream, self.begun.saver, self.begun.records), saving_what_is_done(self):
             if self.step == 0 < self.total and self.begun.evaluates_start:
                 self.evaluate()

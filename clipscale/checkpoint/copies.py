@@ -174,11 +174,11 @@ class Copies:
         # What a complete run returns.
         self.results: Record | None = None
         self.due: SimpleQueue[bool] = SimpleQueue()
-        self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
         """Begin to copy: at once, and then once for each True in `due`."""
+        self.due.put(True)
         self.thread.start()
 
     def close(self, limit: float, results: Record | None = None) -> None:

@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,27 +17,36 @@ from torch.profiler import record_function
 CLOCK_STEP_S = 1e-6
 
 
+@dataclass(frozen=True)
 class Readback:
     """Scalars on their way from the device to the host. Reading waits for them, not for what was queued later."""
 
-    def __init__(self, *values: Tensor) -> None:
-        self._values = torch.stack([value.detach().double() for value in values])
-        self._event = None
-        if self._values.device.type == "cuda":
-            self._values = self._values.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    # (number of scalars,), on the host.
+    values: Tensor
+    # When they are there; None: now.
+    arrival: torch.cuda.Event | None = None
+
+    @classmethod
+    def start(cls, *scalars: Tensor) -> "Readback":
+        """Begin to copy them, after what the device has in its queue."""
+        values = torch.stack([scalar.detach().double() for scalar in scalars])
+        if values.device.type != "cuda":
+            return cls(values)
+        on_host = values.to("cpu", non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return cls(on_host, arrival)
 
     @property
     def ready(self) -> bool:
         """Whether reading would not wait."""
-        return self._event is None or self._event.query()
+        return self.arrival is None or self.arrival.query()
 
     def read(self) -> list[float]:
         """The values, on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [float(value) for value in self._values.tolist()]
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return [float(value) for value in self.values.tolist()]
 
 
 class StepTimer:

@@ -20,26 +20,17 @@ CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
 class ShardedTower(nn.Module):
-    """The tower, sharded in place. Gradients are summed, not averaged: each rank has a share of the loss's gradient.
+    """A sharded tower. Gradients are summed, not averaged: each rank has a share of the loss's gradient.
 
     Between steps weights, gradients and optimizer state are sharded. Within a step, by ZeRO's stages (Rajbhandari et
     al. 2020, arXiv 1910.02054): stage 3 gathers a block's weights again for each chunk, and sums gradients into shards
-    after each chunk. In stage 2 weights stay gathered from the first chunk to the last.
+    after each chunk. In stage 2 weights stay gathered from the first chunk to the last. `shard_tower` makes it.
     """
 
-    def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype) -> None:
-        """`dtype`: autocast's. Weights that autocast casts are gathered in it."""
+    def __init__(self, module: nn.Module, stage: int) -> None:
         super().__init__()
-        pin_cast_dtype(tower)
-        rule = policy(tower, dtype)
-        for module in [*blocks(tower), tower]:
-            fully_shard(module, mesh=mesh, mp_policy=rule)
-        self.module, self.stage = tower, stage
-        for part in sharded(tower):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
-            part.set_reshard_after_forward(stage == 3 and part is not tower, recurse=False)
+        self.module = module
+        self.stage = stage
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
@@ -50,6 +41,20 @@ class ShardedTower(nn.Module):
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(last or self.stage == 3)
         yield
+
+
+def shard_tower(tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype) -> ShardedTower:
+    """Shard the tower in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
+    pin_cast_dtype(tower)
+    rule = policy(tower, dtype)
+    for module in [*blocks(tower), tower]:
+        fully_shard(module, mesh=mesh, mp_policy=rule)
+    for part in sharded(tower):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+        # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
+        part.set_reshard_after_forward(stage == 3 and part is not tower, recurse=False)
+    return ShardedTower(tower, stage)
 
 
 def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
-from clipscale.distributed.fsdp import ShardedTower
+from clipscale.distributed.fsdp import shard_tower
 
 T = TypeVar("T")
 
@@ -156,14 +156,14 @@ class World:
         """The tower under DDP or FSDP2. Gradients are SUMMED, not averaged: each rank has a share of the gradient.
 
         A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch cannot on CPUs. FSDP2
-        (`zero2`, `zero3`) changes the module in place; `dtype`: see ShardedTower.
+        (`zero2`, `zero3`) changes the module in place; `dtype`: see shard_tower.
         """
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
         if self.device.type == "cuda":
             tower = convert_sync_batchnorm(tower)
         if parallel != "ddp":
-            return ShardedTower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
+            return shard_tower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: Record = {_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)

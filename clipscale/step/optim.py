@@ -49,22 +49,18 @@ def build_optimizer(
         optimizer = timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
-    return FastMuon(optimizer) if isinstance(optimizer, timm.optim.Muon) else optimizer
+    return fast_muon(optimizer) if isinstance(optimizer, timm.optim.Muon) else optimizer
 
 
 class FastMuon(torch.optim.Optimizer):
     """The steps and the state of timm's Muon, with two differences in how they are computed.
 
     Embeddings and vectors are updated by torch's fused AdamW, not one by one in Python. On a CPU matrices iterate in
-    float32: many have no bfloat16, and emulate it thirty times as slowly.
+    float32: many have no bfloat16, and emulate it thirty times as slowly. `fast_muon` makes it.
     """
 
     def __init__(self, muon: timm.optim.Muon) -> None:
         super().__init__(muon.param_groups, muon.defaults)
-        for group in self.param_groups:
-            # With Nesterov's momentum timm takes NAdamW, which torch does not fuse.
-            if group.get("use_fallback") and not group["nesterov"]:
-                group["fused"] = True
         self.muon = muon
         self.adamw = torch.optim.AdamW([torch.zeros(())], fused=True)
 
@@ -79,6 +75,14 @@ class FastMuon(torch.optim.Optimizer):
         with Float32OnCpu():
             self.muon.step()
         self.adamw.step()
+
+
+def fast_muon(muon: timm.optim.Muon) -> FastMuon:
+    """Marks the groups that AdamW updates. With Nesterov's momentum timm takes NAdamW, which torch does not fuse."""
+    for group in muon.param_groups:
+        if group.get("use_fallback") and not group["nesterov"]:
+            group["fused"] = True
+    return FastMuon(muon)
 
 
 class Float32OnCpu(TorchFunctionMode):

@@ -166,7 +166,7 @@ class TrainStep:
             assert self.model.logit_scale.grad is not None
             self.model.logit_scale.grad.fill_(math.nan)
         norm = self.gradient_norm()
-        loss, grad_norm = Readback(value, norm).read()
+        loss, grad_norm = Readback.start(value, norm).read()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite:
             self.world.on_all(stream.check)

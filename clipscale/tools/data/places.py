@@ -5,7 +5,7 @@ addresses only those of the web are fetched, or those that begin with the root.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,9 +117,9 @@ def cell_bytes(cell: Cell, most: int) -> Any:
 class Column:
     """The cells of a column in a row group, a batch at a time: a group may decode to more than the memory."""
 
-    def __init__(self, file: str, group: int, name: str) -> None:
-        batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
-        self.batches = (batch.columns[-1] for batch in batches)  # the last of this name
+    def __init__(self, batches: Iterator[Any]) -> None:
+        """`batches`: of the column's cells."""
+        self.batches = batches
         self.cells: Sequence[Any] = ()
         # The row of the first cell in memory.
         self.first = 0
@@ -133,5 +133,8 @@ class Column:
         return self.cells[row - self.first]
 
 
-# Rows come in their order.
-column_of = lru_cache(maxsize=1)(Column)
+@lru_cache(maxsize=1)  # rows come in their order
+def column_of(file: str, group: int, name: str) -> Column:
+    """The column of this name in a row group; the last if there are several."""
+    batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
+    return Column(batch.columns[-1] for batch in batches)
