@@ -96,6 +96,8 @@ class Run:
         if self.world.is_rank0:
             title = f"{folder.name}, step {self.step}, {self.begun.evaluation.facts['precision']}"
             print_results(with_start(results, ResultsFile(folder, 0).record()["results"]), title)
+            if line := self.begun.expected.line(results):
+                tell(line)
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
             if best := self.begun.saver.retention.best:
                 step = best.among(map(checkpoint.step_of, checkpoint.checkpoints_of(folder)))

@@ -25,7 +25,8 @@ def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_
     at_start = train(small(shards, start, eval=sets))["eval"]
     model = ModelConfig(name="test", architecture=ARCHITECTURE, weights=f"run:{start}")
     train(small(shards, plain, model=model))
-    config = small(shards, tuned, model=model, eval=sets)
+    band = {"pairs.text_to_image_r10": [0, 100], "source": "a paper"}
+    config = small(shards, tuned, model=model, eval=sets, expected=band)
     capsys.readouterr()
     train(config)
     said = capsys.readouterr().out
@@ -33,6 +34,8 @@ def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_
     page = re.sub(r"<[^>]+>", "|", write_report([tuned]).read_text())
     for place, text in {"console": said, "card": card, "report": page}.items():
         assert re.search(r"pairs, start.*pairs, end.*pairs, difference[| ]+-?[0-9]", text, re.DOTALL), (place, text)
+    for text in (said, page):
+        assert re.search(r"published: pairs text_to_image_r10 [0-9.]+ %, within 0 to 100 \(a paper\)", text)
     assert curve(tuned) == curve(plain)
     first = json.loads((tuned / "eval/step_00000000.json").read_text())["results"]
     assert first["pairs"]["loss"] == pytest.approx(at_start["pairs"]["loss"], rel=1e-2)

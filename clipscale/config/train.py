@@ -17,6 +17,7 @@ from clipscale.common.record import Record
 from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
+from clipscale.config.expected import bands_of
 from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
@@ -68,6 +69,11 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+    expected: Record = setting(
+        {},
+        "What a run should end with: SET.METRIC: [LOWEST, HIGHEST] in per cent, and the `source`; a line at the "
+        "end says where it lies.",
+    )
 
 
 def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> None:
@@ -152,6 +158,7 @@ def check_sigmoid(config: TrainConfig) -> None:
 def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections. Each section checks its own settings."""
     check_pairs(config)
+    bands_of(config.expected)
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "

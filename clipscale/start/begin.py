@@ -8,8 +8,10 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
+from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
+from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import chosen_sets
 from clipscale.log.step_record import StepRecords
@@ -50,6 +52,8 @@ class Begun:
     loss: float
     parts: Parts
     evaluation: Evaluation
+    # Published scores of the preset.
+    expected: Expected
     # Whether the weights are evaluated before the first step.
     evaluates_start: bool
     every: Every
@@ -98,6 +102,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         loss=start.loss,
         parts=parts,
         evaluation=evaluation,
+        expected=Expected(bands_of(config.expected), config.expected.get(SOURCE, "")),
         evaluates_start=bool(config.model.weights and evaluation.sets),
         every=every,
         records=records,

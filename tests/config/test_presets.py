@@ -11,6 +11,7 @@ import yaml
 
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
+from clipscale.config.expected import bands_of
 from clipscale.config.presets import group_options, header
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig, check, settled
@@ -33,6 +34,8 @@ def composed(*overrides: str) -> TrainConfig:
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 # They have no source, and name no score.
 OWN = {"demo", "finetune", "finetune-head"}
+# Where the source gives a range; else the band is a point around the published score.
+RANGES = {"cc3m-rn50": (18.5, 20.0), "datacomp-small": (2.5, 5.1), "datacomp-medium": (17.6, 27.3)}
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])
@@ -46,8 +49,14 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     assert len(trained) == (1 if config.model.image.train == "none" else 2)
     recipe, comment = dict(RECIPES.get(name, {"source": "", "accuracy": []})), header("experiment", name)
     assert bool(recipe.pop("source")) == (name not in OWN)
-    scores = " % and then ".join(map(str, recipe.pop("accuracy")))
+    accuracy = recipe.pop("accuracy")
+    scores = " % and then ".join(map(str, accuracy))
     assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
+    bands = bands_of(config.expected)
+    assert bool(bands) == bool(scores), "a recipe without a published score expects none"
+    if scores:
+        band = RANGES.get(name) or (accuracy[-1] - 1, accuracy[-1] + 1)
+        assert bands["imagenet1k.top1"] == pytest.approx(band)
     values = dict(flat(json.loads(json.dumps(asdict(config)))))
     assert {key: values[key] for key in recipe} == recipe
 

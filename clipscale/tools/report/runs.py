@@ -11,8 +11,10 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run, runs_of_sweep
+from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
+from clipscale.eval.expected import Expected
 from clipscale.log.records import Record, read_evaluations, read_metrics
 
 
@@ -29,6 +31,8 @@ class Run:
     rows: list[Record]
     # As one types them.
     settings: dict[str, str]
+    # Its newest scores beside the published ones; empty: there are none.
+    expected: str
     environment: Record
 
 
@@ -64,4 +68,7 @@ def _read(folder: Path) -> Run:
             rows.append(row)
         settings = {name: as_typed(value) for name, value in flat(config)}
         environment = files.read_record(folder / "env.json")
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment)
+        published = config.get("expected", {})
+        expected = Expected(bands_of(published), str(published.get(SOURCE, "")))
+        line = expected.line(evaluations[-1]["results"]) if evaluations else ""
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, line, environment)

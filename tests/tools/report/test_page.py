@@ -130,12 +130,14 @@ def plain(html: str) -> str:
 
 def test_scores_come_first(tmp_path: Path) -> None:
     sizes = {"mem_peak_bytes": 1.5 * 2**30, "host_rss_bytes": 20.0 * 2**20}
-    run = make_run(tmp_path / "a", [5.0, 4.0], 64, samples_per_s_wall=128 / 367, **sizes)
+    expected = {"imagenet1k.top1": [18.5, 20.0], "source": "a paper"}
+    run = make_run(tmp_path / "a", [5.0, 4.0], 64, expected=expected, samples_per_s_wall=128 / 367, **sizes)
     evaluate(run, 2, {"imagenet1k": {"top1": 0.1996, "images": 10}, "mine": {"image_to_text_r1": 0.5, "loss": 2.0}})
     html = write_report([run]).read_text()
     text = plain(html)
     scores = "report a imagenet1k, top-1 20.0 % mine, image→text R@1 50.0 % mine, held-out loss 2 Loss 4 "
     assert f"{scores}Samples 128 Steps 2 Training time 6 min 7 s GPU memory 1.50 GiB Host memory 20.0 MiB" in text
+    assert "published: imagenet1k top1 20.0 %, within 18.5 to 20 (a paper)" in text
     charts = data_of(html)["charts"]
     drawn = [chart["key"] for chart in charts if chart["drawn"]]
     assert drawn == ["loss", "mem_peak_bytes", "host_rss_bytes"], "one measured point is a number"

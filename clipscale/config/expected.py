@@ -1,0 +1,22 @@
+"""What a preset's run should end with, by its source: the setting `expected`."""
+
+from clipscale.common.errors import UserError
+from clipscale.common.record import Record
+from clipscale.config.parse import accepted
+from clipscale.config.setting import Setting, flat
+
+# The key that is no metric: who has published the numbers.
+SOURCE = "source"
+PER_CENT = {"least": 0, "most": 100}
+
+
+def bands_of(expected: Record) -> dict[str, tuple[float, float]]:
+    """`SET.METRIC` -> the lowest and the highest value, in per cent. Raises UserError for other forms."""
+    bands = {}
+    for name, band in flat(expected):
+        if name != SOURCE:
+            low, high = accepted(Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PER_CENT), band)
+            if low > high or "." not in name:
+                raise UserError(f"expected.{name}=[{low:g},{high:g}]: give SET.METRIC: [LOWEST, HIGHEST]")
+            bands[name] = (low, high)
+    return bands

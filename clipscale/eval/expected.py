@@ -1,0 +1,42 @@
+"""Compares a run's results with those that its preset's source has published."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clipscale.common.record import Results
+from clipscale.eval.sets.known import known_sets
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Published scores, and where they are from."""
+
+    # `SET.METRIC` -> the lowest and the highest value, in per cent.
+    bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    source: str = ""
+
+    def line(self, results: Results) -> str:
+        """All results that have a band, beside it; empty: none has. results: set -> metric -> share in [0, 1]."""
+        parts = []
+        for key, (low, high) in self.bands.items():
+            name, _, metric = key.rpartition(".")
+            for label in labels_of(name):
+                if metric in results.get(label, {}):
+                    value = round(100 * results[label][metric], 1)
+                    parts.append(f"{label} {metric} {value:.1f} %, {place(value, low, high)} {low:g} to {high:g}")
+        source = f" ({self.source})" if self.source else ""
+        return f"published: {'; '.join(parts)}{source}" if parts else ""
+
+
+def labels_of(name: str) -> list[str]:
+    """The names that results of a set may have, by the folder where it lies, and those of its moving average."""
+    known = known_sets().get(name)
+    labels = {label.removeprefix("wds_") for label in known.candidates} if known else {name}
+    return sorted(labels | {f"{label} (ema)" for label in labels})
+
+
+def place(value: float, low: float, high: float) -> str:
+    """Where a value lies beside a band, ends included."""
+    if value < low:
+        return "below"
+    return "within" if value <= high else "above"
