@@ -1,7 +1,8 @@
 """make mutants: breaks the core in a hundred places, one at a time, and says which breaks no test notices.
 
-mutmut makes the breaks. This script draws them by a seed, chooses the tests of each by its file's path, and runs these
-in a fork of one process that has loaded all other packages, in a copy of the checkout.
+mutmut makes the breaks. This script draws them by a seed. It chooses the tests of each by its file's path, and of these
+the ones that ran its line when there was no break. It runs them, the quick ones first, in a fork of one process that
+has loaded all other packages, in a copy of the checkout.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,24 +29,35 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import libcst as cst
+import pytest
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
+
+from tests.support import ran
 
 CHECKOUT = Path(__file__).parents[1]
 # What is broken, below clipscale/.
 TARGETS = ("loss", "step", "data/order.py", "data/loader", "checkpoint", "distributed")
 # Tests beside those of a file's own folder, by the start of its path.
 MORE = {
-    "step": ("test_exactness.py", "state", "distributed", "test_train.py"),
+    "step": ("test_exactness.py", "start", "distributed", "test_train.py"),
     "distributed": ("test_exactness.py", "checkpoint/test_ranks.py", "launch", "test_train.py", "test_faults.py"),
     "data/order.py": ("data/loader", "data/shards/test_subset.py"),
     "data/loader": ("data/shards/test_subset.py", "data/shards/test_index.py", "test_train.py", "test_faults.py"),
-    "checkpoint": ("state", "test_train.py", "test_faults.py"),
-    "loss": ("step/test_grad_cache.py", "test_exactness.py", "state/test_texts.py"),
+    "checkpoint": ("start", "test_train.py", "test_faults.py"),
+    "loss": ("step/test_grad_cache.py", "test_exactness.py", "start/test_texts.py"),
 }
 # Kernels run in a process of its own (Triton's interpreter), which is the first of their tests.
 KERNELS = re.compile(r"/kernel\.py$|^loss/triton/")
 INTERPRETER = "loss/triton/test_interpreter.py"
+# What every interpreter of the tests runs first, to note the lines.
+NOTES = """
+import json
+from pathlib import Path
+from tests.support.ran import note_lines
+folder = Path(__file__).parent
+note_lines(json.loads((folder / "wanted.json").read_text()), folder / "notes.jsonl")
+"""
 # A copy's broken file, as it was.
 WHOLE = "whole.py"
 # A larger number is a limit, which somebody chose: one more is as good.
@@ -66,8 +78,17 @@ class Mutant:
     source: str
 
     @cached_property
-    def tests(self) -> list[str]:
-        return tests_of(self.file)
+    def lines(self) -> range:
+        """Those of its statement, up to the body of one that has a body; those of a function if its head is broken."""
+        statements = [
+            node for node in ast.walk(ast.parse((CHECKOUT / self.file).read_text())) if isinstance(node, ast.stmt)
+        ]
+        around = [node for node in statements if node.lineno <= self.line <= (node.end_lineno or 0)]
+        inner = max(around, key=lambda node: node.lineno)
+        body = getattr(inner, "body", None)
+        if body and not isinstance(inner, ast.FunctionDef):
+            return range(inner.lineno, max(body[0].lineno, inner.lineno + 1))
+        return range(inner.lineno, (inner.end_lineno or 0) + 1)
 
 
 class Places(cst.CSTVisitor):
@@ -151,8 +172,8 @@ def crude(node: cst.CSTNode, other: cst.CSTNode) -> bool:
 
 def changed(before: str, after: str) -> str:
     """The lines that differ, as `old -> new`."""
-    lines = [*difflib.ndiff(before.splitlines(), after.splitlines())]
-    old, new = (" ".join(line[2:].strip() for line in lines if line.startswith(mark)) for mark in "-+")
+    lines = [*difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)][3:]
+    old, new = (" ".join(line[1:].strip() for line in lines if line.startswith(mark)) for mark in "-+")
     return f"{old} -> {new}"
 
 
@@ -188,37 +209,145 @@ def tests_of(file: str) -> list[str]:
 # ---- running ----
 
 
-def become_pytest(folder: Path, words: Sequence[str]) -> NoReturn:
+class Noting:
+    """Of pytest: the environment names the test that runs, or the fixture that several tests share."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.sharing: dict[str, list[str]] = defaultdict(list)
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Iterator[None]:
+        began = time.monotonic()
+        for name in item.fixturenames:
+            self.sharing[f"fixture {name}"].append(item.nodeid)
+        os.environ[ran.TEST] = item.nodeid
+        try:
+            return (yield)
+        finally:
+            del os.environ[ran.TEST]
+            self.seconds[item.nodeid] = time.monotonic() - began
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef) -> Iterator[None]:
+        before = os.environ[ran.TEST]
+        if fixturedef.scope != "function":
+            os.environ[ran.TEST] = f"fixture {fixturedef.argname}"
+        try:
+            return (yield)
+        finally:
+            os.environ[ran.TEST] = before
+
+    def pytest_sessionfinish(self) -> None:
+        Path("noted.json").write_text(json.dumps(vars(self)))
+
+
+class Choice:
+    """Of pytest: these tests alone, in this order."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.nodeid in self.places]
+        items[:] = sorted(chosen, key=lambda item: self.places[item.nodeid])
+
+
+@dataclass(frozen=True)
+class Record:
+    """Without a break: the seconds of each test, and the tests that run a line, with 0 for anything of the file."""
+
+    seconds: Mapping[str, float]
+    running: Mapping[tuple[str, int], set[str]]
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Those that run its statement, of the test files of its file. If none does or it runs outside of tests, as on
+        import, those that run anything of the file.
+
+        Its mirror is first, then those files whose tests are quicker.
+        """
+        found = set[str]().union(*(self.running.get((mutant.file, line), ()) for line in mutant.lines))
+        if not found or "" in found:
+            found = self.running.get((mutant.file, 0), set())
+        files = tests_of(mutant.file)
+        tests: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(found & self.seconds.keys(), key=lambda test: self.seconds[test]):
+            file = test.partition("::")[0]
+            if file in files:
+                tests[file].append(test)
+        cost = {file: sum(self.seconds[test] for test in chosen) for file, chosen in tests.items() if file != files[0]}
+        return [test for file in sorted(tests, key=lambda file: cost.get(file, 0)) for test in tests[file]]
+
+
+def become_pytest(folder: Path, words: Sequence[str], plugins: Sequence[object]) -> NoReturn:
     """In a fork: run pytest in a copy of the checkout, and end."""
     status = 3
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background, or of nohup, ignores them
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with (folder / "output.txt").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         os.chdir(folder)
-        os.environ["PYTHONPATH"] = str(folder)
-        sys.path[:] = [
-            str(folder),
-            *(path for path in sys.path if Path(path).resolve() not in (CHECKOUT, CHECKOUT / "tests")),
-        ]
-        import pytest
-
-        options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=line")
-        status = int(pytest.main([*options, f"--basetemp={folder}/tmp", *words]))
+        # The kernels' tests are a pytest of their own, which is to stop at its first failure too.
+        os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "-x"}
+        elsewhere = [path for path in sys.path if Path(path).resolve() not in (CHECKOUT, CHECKOUT / "tests")]
+        sys.path[:] = [str(folder), *elsewhere]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        if (folder / "sitecustomize.py").exists():
+            import_module("sitecustomize")
+        options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=line")
+        status = int(pytest.main([*options, f"--basetemp={folder}/tmp", *words], plugins=plugins))
         sys.stdout.flush()
     finally:
         os._exit(status)
 
 
-def start(folder: Path, words: Sequence[str]) -> int:
+def start(folder: Path, words: Sequence[str], *plugins: object) -> int:
     """The process that runs these tests in this copy."""
     for name in ("tmp", ".hypothesis"):
         shutil.rmtree(folder / name, ignore_errors=True)
     process = os.fork()
     if process == 0:
-        become_pytest(folder, words)
+        become_pytest(folder, words, plugins)
     return process
+
+
+def recorded(mutants: Sequence[Mutant], folders: Sequence[Path]) -> Record:
+    """Run the mutants' test files once without a break, some in each copy. Tests that fail are left out."""
+    files = list(dict.fromkeys(test for file in {each.file: None for each in mutants} for test in tests_of(file)))
+    seconds: dict[str, float] = {}
+    running: dict[tuple[str, int], set[str]] = defaultdict(set)
+    processes = []
+    for place, folder in enumerate(folders):
+        wanted: dict[str, list[int]] = defaultdict(list)
+        for each in mutants:
+            wanted[str(folder / each.file)] += each.lines
+        (folder / "wanted.json").write_text(json.dumps(wanted))
+        (folder / "sitecustomize.py").write_text(NOTES)
+        processes.append(start(folder, files[place :: len(folders)], Noting()))
+    for folder, process in zip(folders, processes, strict=True):
+        os.waitpid(process, 0)
+        output = (folder / "output.txt").read_text()
+        if not (folder / "noted.json").exists():
+            raise SystemExit(output)
+        noted = json.loads((folder / "noted.json").read_text())
+        if noted["failed"]:
+            print(f"{output[-3000:]}\nleft out, as they fail without a break: {' '.join(noted['failed'])}", flush=True)
+        seconds |= {test: spent for test, spent in noted["seconds"].items() if test not in noted["failed"]}
+        for note in (folder / "notes.jsonl").read_text().splitlines():
+            test, path, line = json.loads(note)
+            running[str(Path(path).relative_to(folder)), line].update(noted["sharing"].get(test, [test]))
+        (folder / "sitecustomize.py").unlink()
+    return Record(seconds, running)
 
 
 def load_other_packages(folder: Path, tests: Sequence[str]) -> None:
@@ -257,6 +386,7 @@ class Running:
     folder: Path
     process: int
     began: float
+    tests: int
     limit_s: float
 
     def status(self) -> int | None:
@@ -282,11 +412,13 @@ class Running:
         shutil.copy2(self.folder / WHOLE, self.folder / self.mutant.file)
         fields = asdict(self.mutant)
         del fields["source"]
-        return {**fields, "by": by if status else None, "seconds": round(time.monotonic() - self.began, 1)}
+        seconds = round(time.monotonic() - self.began, 1)
+        return {**fields, "by": by if status else None, "tests": self.tests, "seconds": seconds}
 
 
-def tested(mutants: Sequence[Mutant], folders: Sequence[Path], limit_s: float) -> Iterator[dict[str, Any]]:
-    """The mutants' results as they come, one mutant at a time in each copy. One that takes longer has been noticed."""
+def tested(mutants: Sequence[Mutant], folders: Sequence[Path], record: Record) -> Iterator[dict[str, Any]]:
+    """The mutants' results as they come, one mutant at a time in each copy. One that takes far longer than its tests
+    take without it has been noticed."""
     waiting, free, running = list(enumerate(mutants)), list(folders), list[Running]()
     while waiting or running:
         while waiting and free:
@@ -296,8 +428,11 @@ def tested(mutants: Sequence[Mutant], folders: Sequence[Path], limit_s: float) -
             shutil.copy2(broken, folder / WHOLE)
             broken.write_text(mutant.source)
             os.utime(broken, (10**9 + number,) * 2)  # no compiled module is taken for another's
-            process = start(folder, [f"--timeout={limit_s / 4}", *mutant.tests])
-            running.append(Running(mutant, folder, process, time.monotonic(), limit_s))
+            tests = record.tests(mutant)
+            seconds = [record.seconds[test] for test in tests]
+            files = list(dict.fromkeys(test.partition("::")[0] for test in tests)) or tests_of(mutant.file)
+            process = start(folder, ["-x", f"--timeout={60 + 4 * max(seconds, default=60)}", *files], Choice(tests))
+            running.append(Running(mutant, folder, process, time.monotonic(), len(tests), 120 + 4 * sum(seconds)))
         time.sleep(0.1)
         for each in list(running):
             status = each.status()
@@ -316,7 +451,6 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of a mutant's tests; of one test a quarter")
     parser.add_argument("--only", default="", help="a pattern of paths and changes: these of the drawn ones")
     parser.add_argument("--list", action="store_true", help="show what is drawn, and run nothing")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "build/mutants.jsonl", help="one result a line")
@@ -341,11 +475,12 @@ def main() -> int:
     ):
         folders = [copy_of_checkout(Path(home) / str(number)) for number in range(words.jobs)]
         load_other_packages(folders[0], tests)
-        _, status = os.waitpid(start(folders[0], tests), 0)
-        if status:
-            raise SystemExit(f"the tests fail without a mutant:\n{(folders[0] / 'output.txt').read_text()[-3000:]}")
-        print(f"{len(tests)} test files pass; {len(mutants)} mutants follow", flush=True)
-        for result in tested(mutants, folders, words.limit):
+        record = recorded(mutants, folders)
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"{len(record.seconds)} tests pass, after {minutes:.0f} minutes; {len(mutants)} mutants follow", flush=True
+        )
+        for result in tested(mutants, folders, record):
             out.write(json.dumps(result) + "\n")
             out.flush()
             end = ending(result)
