@@ -93,6 +93,16 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
 
+def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_its_own(tmp_path: Path) -> None:
+    """With its own records."""
+    run, store = tmp_path / "run", tmp_path / "store"
+    save(tmp_path, [1, 2])
+    for folder in run, store:
+        (folder / "metrics.jsonl").write_text(folder.name)
+    assert checkpoint.to_resume(run, "auto", ALONE, str(store)) == checkpoint.path_of(run, 2)
+    assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
+
+
 def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, [1])
     store = tmp_path / "store"

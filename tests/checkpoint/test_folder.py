@@ -8,10 +8,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
 from clipscale.common.errors import UserError
@@ -29,6 +31,17 @@ def some_state(value: float = 1.0) -> dict:
         "random": [{"cpu": torch.get_rng_state(), "cuda": None}],
         "loss": 0.5,
     }
+
+
+def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned, write = Event(), FileSystemWriter.write_data
+    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(10) and write(*given))
+    saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
+    saver.save(checkpoint.Saved(1, **some_state()))
+    assert steps(tmp_path) == []
+    returned.set()
+    saver.wait()
+    assert steps(tmp_path) == [1]
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clipscale import checkpoint
+from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 from tests.support.checkpoints import save
@@ -30,6 +31,14 @@ def state(world: int) -> dict:
     tensors = sharded(world) if world > 1 else WHOLE
     inner = {name: {"moment": tensor + 1, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
     return {"model": tensors, "optimizer": {"state": inner}, "loss": 0.5}
+
+
+def test_ranks_write_about_equally_many_bytes() -> None:
+    """And agree on who writes what, in whatever order they have the tensors."""
+    sizes = {"a": 1, "b": 1, "c": 2, "d": 5, "e": 9}
+    owners = assign_writers(sizes, 2)
+    assert {sum(sizes[name] for name in owners if owners[name] == rank) for rank in (0, 1)} == {9}
+    assert assign_writers(dict(reversed(sizes.items())), 2) == owners
 
 
 def write(rank: int, world: int, run: Path, step: int) -> str:

@@ -18,6 +18,7 @@ REFUSALS = [
     ({"image_features": U[:0], "text_features": V[:0]}, "the batch is empty"),
     ({"text_features": V[:5]}, "fewer texts than images"),
     ({"image_features": U.long()}, "must be floating-point"),
+    ({"text_features": V.long()}, "must be floating-point"),
     ({"text_features": V.to("meta")}, "but text_features on meta"),
     ({"image_features": torch.ones(6, 3, 4)}, "features of 2 dimensions"),
     ({"similarity": "late"}, "similarity='late' is no module"),
@@ -121,6 +122,20 @@ def test_a_module_runs_under_the_callers_autocast_in_both_passes() -> None:
         value = contrastive_loss(u, v, 10.0, similarity=Watching(4))
     value.backward()
     assert seen == [torch.bfloat16] * 2, f"the module's scores were {seen}"
+
+
+def test_a_module_may_have_a_parameter_that_no_score_uses() -> None:
+    """It gets a gradient of zero; the others are as without it."""
+    torch.manual_seed(0)
+    similarity = Phi(4)
+    names = [name for name, _ in similarity.named_parameters()]
+    gradients = []
+    for _ in range(2):
+        contrastive_loss(U, V, 10.0, similarity=similarity).backward()
+        gradients.append([dict(similarity.named_parameters())[name].grad for name in names])
+        similarity.zero_grad()
+        similarity.unused = nn.Parameter(torch.ones(2))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_strides_do_not_matter() -> None:

@@ -31,6 +31,22 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     assert torch.equal(model.weight, trained)
 
 
+def test_without_a_saved_average_it_starts_again_at_the_weights() -> None:
+    """As a new one does: the first steps weigh as much."""
+    model = nn.Linear(3, 2)
+    average = WeightAverage(0.9, model)
+    average.update()
+    with torch.no_grad():
+        model.weight.normal_()
+    average.load(None)
+    anew = WeightAverage(0.9, model)
+    with torch.no_grad():
+        model.weight.normal_()
+    average.update()
+    anew.update()
+    assert torch.equal(average.values["weight"], anew.values["weight"])
+
+
 @pytest.mark.parametrize(("scale", "averaged"), [(2.0**100, 0), (2.0**10, 1)])
 def test_a_step_that_the_scaler_skips_is_not_averaged(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, averaged: int

@@ -110,7 +110,9 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
     assert [y() for y in held] == [None] * 3
 
 
-@pytest.mark.parametrize(("other_rank", "loss", "required"), [(840, 70, 830), (750, 70, 750), (840, 150, 810)])
+@pytest.mark.parametrize(
+    ("other_rank", "loss", "required"), [(840, 70, 830), (750, 70, 750), (840, 150, 810), (840, 990, 0)]
+)
 def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     other_rank: int, loss: int, required: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,12 @@ def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
     assert all(s.lr(i) >= s.lr(i + 1) for i in range(10, 109))
 
 
+def test_epochs_are_counted_in_steps_of_the_batch() -> None:
+    config = ScheduleConfig(warmup="0.5ep", cooldown="1ep")
+    of_epochs = Schedule.build(config, OptimConfig(), batch=8, samples=4000, epoch=800)
+    assert (of_epochs.total, of_epochs.warmup, of_epochs.cooldown) == (500, 50, 100)
+
+
 def test_constant_stays_and_cools_down_linearly() -> None:
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), 1.0, 100)
     assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]

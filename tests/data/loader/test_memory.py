@@ -12,6 +12,13 @@ from tests.data.test_decode import SAMPLES
 FREE = 20 << 30
 
 
+@pytest.mark.skipif("cgroup" not in Path("/proc/mounts").read_text(), reason="this machine has no control groups")
+def test_control_groups_are_looked_for_where_the_machine_has_them() -> None:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    folders = [Path(folder) for _, folder, kind, *_ in mounts if kind.startswith("cgroup")]
+    assert any(folder.is_relative_to(memory.GROUPS) for folder in folders), folders
+
+
 @pytest.mark.parametrize(("own", "folder", "limit", "stat", "free"), SAMPLES["groups"])
 def test_limits_of_control_groups_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, folder: str, limit: str, stat: str, free: int | None

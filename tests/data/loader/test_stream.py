@@ -88,6 +88,23 @@ def test_several_texts_of_a_sample_change_nothing_else(tmp_path: Path) -> None:
             assert [text.endswith("no") for text in own] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("case", TABLES["pinned"], ids=lambda case: case["order"])
+def test_which_sample_and_which_of_its_texts_comes_when_is_pinned_down(tmp_path: Path, case: dict) -> None:
+    """A change here changes the order of every run that goes on from a checkpoint."""
+    for shard in "ab":
+        members = []
+        for i in range(16):
+            about = {"captions": [f"{shard}{i}{c}" for c in "klmn"], "hard": [f"{shard}{i}{c}" for c in "wxyz"]}
+            members += [(f"{i}.png", picture(i)), (f"{i}.json", json.dumps(about).encode())]
+        write_tar(tmp_path / f"{shard}.tar", members)
+    options = {"train": [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"], "weights": [1.0, 2.0]}
+    if case["order"] != "weights":
+        options = {"order": case["order"]}
+    options |= {"captions": ["json:captions"], "negatives": "json:hard", "negatives_per_step": 1}
+    stream = open_stream(tmp_path, batch=4, seed=1, shard_streams=2, **options)
+    assert [" ".join(texts(stream.next_batch())) for _ in range(4)] == case["texts"]
+
+
 # -- exact epochs ------------------------------------------------------------------------------------------------------
 
 

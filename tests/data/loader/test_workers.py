@@ -53,11 +53,28 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(stick), timeout_s=30.0) as stream:
         stream.next_batch().pixels(0, 4)
         assert isinstance(stream.workers, Workers)
-        stream.workers.timeout_s = 1.0  # not from the start: importing torch can take as long
-        pid = processes_of(stream)[0].pid
-        with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
+        stream.workers.timeout_s = 2.0  # not from the start: importing torch can take as long
+        pid, calls = processes_of(stream)[0].pid, []
+        stream.while_waiting(lambda: calls.append(time.monotonic()))
+        with pytest.raises(UserError, match=rf"timeout_s=2.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
+    assert len(calls) > 4, "a few times a second"
     assert not psutil.pid_exists(pid)
+
+
+def note_parallelism(pieces: int, file: Path) -> None:
+    file.write_text(os.environ.get("TOKENIZERS_PARALLELISM", ""))
+
+
+def test_tokenizers_of_transformers_start_no_threads_in_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    write_shards(tmp_path, [8])
+    noting = Acting(note_parallelism, tmp_path / "noted")
+    with open_stream(tmp_path / "00000.tar", batch=4, workers=1, tokenizer=noting) as stream:
+        stream.next_batch().lengths()
+    assert (tmp_path / "noted").read_text() == "false"
 
 
 VICTIM = "000000007"

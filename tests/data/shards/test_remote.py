@@ -134,9 +134,11 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
     urls = f"{web.url}/{{00000..00004}}.tar"
     with open_stream(urls, batch=10, shard_streams=1, shuffle=2, order="resampled") as stream:
         ids(stream, 1)
-        web.faults = lambda number, path: "503"
+        asked: list[str] = []
+        web.faults = lambda number, path: asked.append(path) or "503"
         with refused(r"3 shards in a row cannot be reached.*resume=auto"):
             ids(stream, 50)
+        assert len(asked) < 5 * (1 + store.RETRIES), "after these, and one that is read ahead"
 
 
 def test_a_missing_shard_is_said_as_a_local_one_is(tmp_path: Path, web: Web, caplog: pytest.LogCaptureFixture) -> None:
