@@ -80,9 +80,8 @@ class Mutant:
     @cached_property
     def lines(self) -> range:
         """Those of its statement, up to the body of one that has a body; those of a function if its head is broken."""
-        statements = [
-            node for node in ast.walk(ast.parse((CHECKOUT / self.file).read_text())) if isinstance(node, ast.stmt)
-        ]
+        nodes = ast.walk(ast.parse((CHECKOUT / self.file).read_text()))
+        statements = (node for node in nodes if isinstance(node, ast.stmt))
         around = [node for node in statements if node.lineno <= self.line <= (node.end_lineno or 0)]
         inner = max(around, key=lambda node: node.lineno)
         body = getattr(inner, "body", None)
@@ -321,9 +320,8 @@ def start(folder: Path, words: Sequence[str], *plugins: object) -> int:
     return process
 
 
-def recorded(mutants: Sequence[Mutant], folders: Sequence[Path]) -> Record:
-    """Run the mutants' test files once without a break, some in each copy. Tests that fail are left out."""
-    files = list(dict.fromkeys(test for file in {each.file: None for each in mutants} for test in tests_of(file)))
+def recorded(mutants: Sequence[Mutant], folders: Sequence[Path], files: Sequence[str]) -> Record:
+    """Run the test files once without a break, some in each copy. Tests that fail are left out."""
     seconds: dict[str, float] = {}
     running: dict[tuple[str, int], set[str]] = defaultdict(set)
     processes = []
@@ -466,7 +464,7 @@ def main() -> int:
     earlier = [json.loads(line) for line in words.out.read_text().splitlines()] if words.resume else []
     known = {(result["file"], result["line"], result["change"]) for result in earlier}
     mutants = [each for each in mutants if (each.file, each.line, each.change) not in known]
-    tests = list(dict.fromkeys(test for each in mutants for test in each.tests))
+    tests = list(dict.fromkeys(test for each in mutants for test in tests_of(each.file)))
     counts = Counter(ending(result) for result in earlier)
     words.out.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -475,7 +473,7 @@ def main() -> int:
     ):
         folders = [copy_of_checkout(Path(home) / str(number)) for number in range(words.jobs)]
         load_other_packages(folders[0], tests)
-        record = recorded(mutants, folders)
+        record = recorded(mutants, folders, tests)
         minutes = (time.monotonic() - began) / 60
         print(
             f"{len(record.seconds)} tests pass, after {minutes:.0f} minutes; {len(mutants)} mutants follow", flush=True

@@ -1,5 +1,9 @@
-"""What `make mutants` breaks, and which tests it runs for a file."""
+"""What `make mutants` breaks, and which tests it runs for it."""
 
+import importlib.util
+import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,6 +11,7 @@ import pytest
 pytest.importorskip("mutmut", reason="mutmut is not installed (clipscale[dev])")
 
 from tests import mutants
+from tests.support import ran
 
 SOURCE = '''
 """A docstring, 1."""
@@ -31,7 +36,7 @@ def f(x: int = 1) -> "T":
 
 def changes(folder: Path) -> list[str]:
     (folder / "a.py").write_text(SOURCE)
-    return sorted(mutants.change for line in mutants.lines_of(str(folder / "a.py")) for mutants in line.mutants())
+    return sorted(mutant.change for line in mutants.lines_of(str(folder / "a.py")) for mutant in line.mutants())
 
 
 def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
@@ -56,3 +61,58 @@ def test_the_tests_of_a_file_begin_with_its_mirror() -> None:
     assert mutants.tests_of("clipscale/loss/softmax/kernel.py")[0] == "tests/loss/triton/test_interpreter.py"
     for file in mutants.target_files():
         assert len(mutants.tests_of(file)) > 2, file
+
+
+RUN = """
+LIMIT = 3
+def f(x=1,
+      y=2):
+    if x:
+        return [x,
+                LIMIT]
+    return y
+"""
+
+
+def test_a_break_is_run_by_what_runs_its_statement(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(RUN)
+    lines = {line: [*mutants.Mutant(str(tmp_path / "a.py"), line, "", "").lines] for line in (2, 4, 5, 7, 8)}
+    assert lines == {2: [2], 4: [3, 4, 5, 6, 7, 8], 5: [5], 7: [6, 7], 8: [8]}
+
+
+def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any thread, and not on import."""
+    path, before = tmp_path / "a.py", sys.gettrace()
+    path.write_text(RUN)
+    ran.note_lines({str(path): {2, 6, 8}}, tmp_path / "notes")
+    try:
+        spec = importlib.util.spec_from_file_location("a", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for test, x in (("one", 0), ("two", 1), ("two", 1)):
+            monkeypatch.setenv(ran.TEST, test)
+            thread = threading.Thread(target=module.f, args=(x,))
+            thread.start()
+            thread.join()
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)  # type: ignore[arg-type]
+    notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    assert notes == [[test, str(path), line] for test, line in (("one", 0), ("one", 8), ("two", 0), ("two", 6))]
+
+
+def test_its_tests_are_those_that_run_it_the_quick_ones_first() -> None:
+    """And where it runs on import, those that run anything of the file; its mirror's come first."""
+    names = ["step/test_optim.py::slow", "step/test_optim.py::quick", "step/test_ema.py::other", "test_train.py::long"]
+    slow, quick, other, long = (f"tests/{name}" for name in names)
+    file = "clipscale/step/optim.py"
+    running = {(file, 1): {""}, (file, 2): {slow, long, other, "tests/eval/test_run.py::far"}, (file, 0): {quick, slow}}
+    record = mutants.Record({slow: 9, quick: 1, other: 2, long: 30, "tests/eval/test_run.py::far": 1}, running)
+
+    class At(mutants.Mutant):
+        @property
+        def lines(self) -> range:  # type: ignore[override]
+            return range(self.line, self.line + 1)
+
+    assert [record.tests(At(file, line, "", "")) for line in (1, 2)] == [[quick, slow], [slow, other, long]]
