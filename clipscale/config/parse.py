@@ -3,7 +3,7 @@
 Every mistake is a UserError of one line that names the setting.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import ge, gt, le, lt
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, one_of, parse_count
+from clipscale.common.units import Bytes, nearest, one_of, parse_bytes, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.config.stages import SETTINGS
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
 # `open_clip`: its words without a setting here; `removed`, by version: what there was. With what to do instead.
 ABSENT: Record = files.read_yaml(Path(__file__).parent / "absent.yaml")
+# Of a type of numbers -> what reads its texts.
+PARSED: dict[Any, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
@@ -95,22 +97,22 @@ def converted(setting: Setting, value: Any) -> Any:
 
 
 def scalar(kind: type, key: str, value: Any) -> Any:
-    """A value as bool, int, float or str. Raises UserError."""
+    """A value as bool, int, bytes, float or str. Raises UserError."""
     if kind is str and isinstance(value, bool | int | float | str):
         return str(value).lower() if isinstance(value, bool) else str(value)
     if kind is bool and isinstance(value, bool):
         return value
-    if kind is int and isinstance(value, str):
+    if kind in PARSED and isinstance(value, str):
         try:
-            return parse_count(value)
+            return PARSED[kind](value)
         except ValueError as error:
             raise UserError(f"{key}={value}: {error}") from error
-    if kind in (int, float) and not isinstance(value, bool):
+    if kind in (*PARSED, float) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)
             if kind is float or number.is_integer():
-                return kind(value)
-    forms = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
+                return float(value) if kind is float else int(value)
+    forms = {bool: "true or false", int: "a whole number", Bytes: "bytes (8G)", float: "a number", str: "one text"}
     raise UserError(f"{key}={as_typed(value)}: give {forms[kind]}")
 
 

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipscale.common import files
-from clipscale.common.units import file_name, format_bytes, format_count, nearest, parse_count, run_folder, unused
+from clipscale.common.units import (
+    file_name,
+    format_bytes,
+    format_count,
+    nearest,
+    parse_bytes,
+    parse_count,
+    run_folder,
+    unused,
+)
 
 TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
 
@@ -21,6 +30,17 @@ def test_counts_are_binary_and_with_decimals_or_in_b_what_papers_mean(text: str,
 def test_other_texts_are_refused_with_the_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (count|whole number)"):
         parse_count(text)
+
+
+@pytest.mark.parametrize(("text", "size"), TABLES["sizes"].items())
+def test_sizes_of_memory_are_binary_in_every_form_that_people_type(text: object, size: int) -> None:
+    assert parse_bytes(str(text)) == size
+
+
+@pytest.mark.parametrize("text", ["", "T", "-1G", "2 P", "2B2", "1.5.0G", "two G", "bi"])
+def test_no_size_of_memory_is_refused_with_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_bytes(text)
 
 
 @given(st.integers(0, 2**50))

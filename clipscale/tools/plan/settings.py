@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
+from clipscale.common.units import Bytes
 from clipscale.config.setting import setting
 from clipscale.config.train import TrainConfig, check_divisible, check_sigmoid
 
@@ -17,9 +18,9 @@ class PlanConfig(TrainConfig):
     )
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
-    host_memory: int | None = setting(
+    host_memory: Bytes | None = setting(
         None,
-        "Host memory of a node in bytes (`1024G`); null: on a CPU or on this machine what is free, else not compared.",
+        "Host memory of a node (`512G`, `2T`); null: on a CPU or on this machine what is free, else not compared.",
     )
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
@@ -41,7 +42,7 @@ def on_machine(config: PlanConfig) -> PlanConfig:
         return config
     from clipscale.data.loader.memory import free_memory
 
-    config = replace(config, host_memory=config.host_memory or free_memory())
+    config = replace(config, host_memory=config.host_memory or Bytes(free_memory()))
     if gpu is None:
         return replace(config, hardware="cpu")
     name = hardware_of(gpu)
