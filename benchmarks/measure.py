@@ -23,13 +23,13 @@ from typing import Any
 
 import psutil
 import torch
+from words import Row, settings_of
+from words import counts as counts
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import write_json, write_text
-from clipscale.common.units import nearest, parse_count
 from clipscale.log.environment import environment
 
-Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
 
 MARGIN = 0.95
@@ -69,32 +69,6 @@ def main(
         write_text(out / f"{name}.md", f"{table}\n\n{made(record['machine'])}\n")
         print(markdown(columns, rows).splitlines()[2], flush=True)
     print(f"\n{table}")
-
-
-def settings_of(defaults: Row, words: Sequence[str]) -> SimpleNamespace:
-    """The defaults, changed by words KEY=VALUE; whole numbers may be counts such as 32k. Raises UserError."""
-    values = dict(defaults)
-    kinds: dict[type, Callable[[str], Any]] = {int: parse_count, float: float}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in defaults:
-            known = ", ".join(f"{key}=" for key in defaults)
-            raise UserError(f"{word}: unknown{nearest(key, defaults)}; there are {known}")
-        try:
-            values[key] = kinds.get(type(defaults[key]), str)(value)
-        except ValueError as error:
-            raise UserError(f"{word}: {error}") from error
-    if values.get("device") == "auto":
-        values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    return SimpleNamespace(**values)
-
-
-def counts(text: str) -> list[int]:
-    """`1k,2k` as whole numbers. Raises UserError."""
-    try:
-        return [parse_count(word) for word in text.split(",") if word]
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 # ---- a job ----

@@ -1,21 +1,11 @@
-"""Tables and figures of the papers that clipscale unites, one command each.
+"""The tables of `sources.py`: each function calculates or measures one, and says how its rows are shown.
 
-    python benchmarks/sources.py table1        # Inf-CL: memory of the losses and at the peak, predicted and published
-    python benchmarks/sources.py table2        # Inf-CL: largest batches
-    python benchmarks/sources.py table4        # Inf-CL: the loss's memory, step by step from CLIP's to Inf-CL's
-    python benchmarks/sources.py figure4       # Inf-CL: time a step against the batch, as `plan` expects it
-    python benchmarks/sources.py figure1       # Gradient Cache: time an update, beside accumulation and checkpointing
-    python benchmarks/sources.py dpr           # Gradient Cache: dense retrieval with hard negatives, trained
-    python benchmarks/sources.py discrepancy   # EfficientDDP: gradients of several ranks against one process's
-
-The first four calculate; the others measure on this machine. Published figures are of arXiv 2410.17243. The record
-is docs/benchmarks/sources.md.
+Published figures are of arXiv 2410.17243.
 """
 
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +14,13 @@ import published
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import Columns, Row, counts, markdown, settings_of
+from measure import Columns, Row, counts
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import checkpoint
 
 import clipscale
 from clipscale.cli import compose
-from clipscale.common.errors import UserError
 from clipscale.tools.plan.planner import plan
 
 GIB = 2**30
@@ -396,23 +385,3 @@ def discrepancy(settings: SimpleNamespace) -> Rows:
         "1 - cosine": lambda row: f"{abs(row['turned']):.0e}",
         "scale's gradient: relative error": lambda row: f"{row['scale']:.1e}",
     }
-
-
-DEFAULTS = {"batches": "64,128,256,512", "chunk": 32, "repeats": 3, "steps": 400}
-WHAT = {f.__name__: f for f in (table1, table2, table4, figure4, figure1, dpr, discrepancy)}
-
-
-def main(words: Sequence[str]) -> list[Row]:
-    """Print one table. Raises UserError."""
-    if not words or words[0] not in WHAT:
-        raise UserError(f"{' '.join(words[:1]) or 'nothing given'}: give one of {', '.join(WHAT)}")
-    rows, columns = WHAT[words[0]](settings_of(DEFAULTS, words[1:]))
-    print(markdown(columns, rows))
-    return rows
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")

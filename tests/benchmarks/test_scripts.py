@@ -1,6 +1,10 @@
 """The benchmarks measure what they say: methods that agree, memory, matmuls, and rows for what fails."""
 
 import importlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
+from clipscale.config.presets import group_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +111,34 @@ def test_wheels_are_what_the_other_machine_lacks(script: Any, tmp_path: Path, mo
     names = set(script("missing").missing(have))
     assert {"open-clip-torch", "webdataset", "hydra-core", "inf-cl"} <= names
     assert not {"torch", "numpy", "pillow"} & names
+
+
+def test_the_sources_words_are_read_before_torch_is_imported(script: Any) -> None:
+    """A wrong word, a wrong setting, and a table that is not here, with the way to it; every other one is there."""
+    sources = script("sources")
+    code = (
+        "import sys, sources\n"
+        "for word in ['tabel1', 'table3', 'figure5', 'figure1 chunks=3', 'dpr steps=many']:\n"
+        "    try: sources.main(word.split())\n"
+        "    except sources.UserError as error: print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    folders = f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": folders}, capture_output=True, text=True)
+    expected = (
+        "table1, table2",
+        "=infcl-vit-b16-lit",
+        "=infcl-vit-b32-cc12m",
+        "did you mean 'chunk'",
+        "'many'",
+        "False",
+    )
+    for line, part in zip(done.stdout.splitlines(), expected, strict=True):
+        assert part in line, done.stdout + done.stderr
+    tables = script("source_tables")
+    assert all(callable(getattr(tables, name)) for name in sources.TABLES)
+    presets = {word for text in sources.MISSING.values() for word in re.findall("experiment=([a-z0-9-]+)", text)}
+    assert presets <= {*group_options()["experiment"]}
 
 
 @pytest.mark.slow
