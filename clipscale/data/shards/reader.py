@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -101,24 +101,25 @@ class Archive:
         start = self.at
         headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
-            name, size, taken, more, target = header
+            name, size, taken, header_bytes, target = header
             self._unread = padded(size)
-            following = self.at + taken + self._unread
-            named = key_and_extension(name)
-            if named is not None and (named[0] != key or named[1] == first):
-                key, first = named
+            next_offset = self.at + taken + self._unread
+            key_extension = key_and_extension(name)
+            if key_extension is not None and (key_extension[0] != key or key_extension[1] == first):
+                key, first = key_extension
                 start = self.at
-                headers = -more
+                headers = -header_bytes
                 self.begun += 1
-            headers += more
-            if following - start > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
-                raise tarfile.ReadError(f"{following - start} bytes from one sample to the next, {headers} of headers")
-            if named is not None and target is None:
-                yield Member(self.begun, *named, name, size)
-            elif named is not None:
-                yield self._link(Member(self.begun, *named, name, 0), str(target))
+            headers += header_bytes
+            span = next_offset - start
+            if span > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
+                raise tarfile.ReadError(f"{span} bytes from one sample to the next, {headers} of headers")
+            if key_extension is not None and target is None:
+                yield Member(self.begun, *key_extension, name, size)
+            elif key_extension is not None:
+                yield self._link(Member(self.begun, *key_extension, name, 0), str(target))
             skip(self.stream, self._unread, self._can_seek)
-            self.at = following
+            self.at = next_offset
 
     def read(self, member: Member) -> bytes:
         """The current member's content. Raises tarfile.ReadError if the file ends within it."""
@@ -197,6 +198,109 @@ class ReadProblem:
         self.detail = f"{url}: {why[:LONGEST_DETAIL]}"
 
 
+@dataclass
+class OpenShard:
+    """A shard that is being read: its samples, one after another."""
+
+    url: str
+    archive: Archive
+    store: Store
+    # Of the members to read; None: all.
+    size_limits: Mapping[str, int] | None
+    # The offset up to which bytes count to the samples so far.
+    counted: int = 0
+
+    def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
+        """As `Archive.samples`. A server has a time for each."""
+        samples = self.archive.samples()
+        while True:
+            self.store.begin_sample()
+            found = next(samples, None)
+            if found is None:
+                return
+            yield found
+
+    def seek(self, offset: int) -> None:
+        """Go on with the sample that begins at this offset; for new `samples`."""
+        self.archive.seek(offset)
+        self.counted = offset
+
+    def read(self, sample: RawSample, members: Iterator[Member], wanted: bool, json: bool = False) -> bytes:
+        """Fill in the sample: its size, and if it is `wanted`, the members that have a size limit.
+
+        With `json` reads that member in any case, and returns it.
+        """
+        size_limits = self.size_limits if wanted else {}
+        json_bytes = b""
+        for member in members:
+            sample.linked += 0 if member.at is None else padded(member.size)
+            accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.fault)
+            wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
+            wants_json = wants_json and not member.fault
+            if accepted or wants_json:
+                content = self.archive.read(member)
+                json_bytes = content if wants_json else json_bytes
+                if accepted:
+                    sample.members[member.extension] = content
+        sample.num_bytes = self.archive.at - self.counted + sample.linked
+        self.counted = self.archive.at
+        return json_bytes
+
+
+def all_samples(shard: OpenShard, want: Callable[[int], bool]) -> Iterator[RawSample]:
+    """Every sample. Content is read for those whose index `want` accepts."""
+    for number, (key, members) in enumerate(shard.samples()):
+        sample = RawSample(shard.url, key, number, {})
+        shard.read(sample, members, want(number))
+        yield sample
+
+
+def indexed_samples(shard: OpenShard, want: Callable[[int], bool], offsets: Sequence[int]) -> Iterator[RawSample]:
+    """The samples that begin at `offsets`, whose last is the end of the last sample.
+
+    Those that `want` does not accept are skipped, and have no key.
+    """
+    samples = shard.samples()
+    for number, (start, stop) in enumerate(pairwise(offsets)):
+        if not want(number):
+            yield RawSample(shard.url, "", number, {}, num_bytes=stop - start)
+            continue
+        if shard.archive.at != start:
+            shard.seek(start)
+            samples = shard.samples()
+        found = next(samples, None)
+        if found is None:
+            return
+        key, members = found
+        sample = RawSample(shard.url, key, number, {})
+        shard.read(sample, members, wanted=True)
+        if sample.linked or shard.archive.at != stop:
+            sample.spoil("outdated_index", "it is an earlier version's; run `clipscale data index` again")
+        yield sample
+
+
+def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset) -> Iterator[RawSample]:
+    """The samples that a subset lists, each once for each time that it may come in an epoch; its bytes count once.
+
+    One that comes more than once is always read, since its later copies may be those of another window.
+    """
+    number = 0
+    for key, members in shard.samples():
+        sample = RawSample(shard.url, key, number, {})
+        wanted = want(number) or subset.may_repeat(key)
+        json_bytes = shard.read(sample, members, wanted, json=subset.table.by_uid)
+        weight = subset.weight(key, json_bytes)
+        for times in range(math.ceil(weight)):
+            yield replace(
+                sample,
+                index=number,
+                num_bytes=0 if times else sample.num_bytes,
+                repeat=times,
+                keep_probability=weight - times,
+            )
+            number += 1
+
+
 def read_shard(
     url: str,
     problem: ReadProblem,
@@ -213,10 +317,10 @@ def read_shard(
     `repeated_member`. Links give what they stand for in the same tar; else the damage is `link`. Members' names are
     never used as paths. Content is read for samples whose index `want` accepts, and of these for members in
     `size_limits` (see `sample.limits`; None: all). A sample with such a member over its size limit has the damage
-    `too_large`. A damaged sample has no members. With a `subset` the shard has only the samples that it lists, one of
-    weight 2.5 three times; one that comes more than once is always read, since its later copies may be those of another
-    window. `offsets` returns the samples' offsets (see `index.sample_offsets`): unwanted samples are then skipped, and
-    have no key.
+    `too_large`. A damaged sample has no members.
+
+    With a `subset` the shard has only the samples that it lists, one of weight 2.5 as three copies. `offsets` returns
+    the samples' offsets (see `index.sample_offsets`): unwanted samples are then skipped.
     """
     archive: Archive | None = None
     store = store or Store()
@@ -225,76 +329,21 @@ def read_shard(
         with closing(source):
             stream, can_seek = unpacked(source, basename(url))
             archive = Archive(stream, can_seek)
+            shard = OpenShard(url, archive, store, size_limits)
             known = offsets(url, state) if can_seek and subset is None else None
             starts = [] if known is None else known.tolist()
-            samples = archive.samples()
-            number = 0
-            end = 0
-            while not starts or number < len(starts) - 1:
-                store.begin_sample()
-                if starts and not want(number):
-                    yield RawSample(url, "", number, {}, num_bytes=starts[number + 1] - starts[number])
-                    number += 1
-                    continue
-                if starts and archive.at != starts[number]:
-                    archive.seek(starts[number])
-                    samples = archive.samples()
-                    end = archive.at
-                key, members = next(samples, ("", None))
-                if members is None:
-                    break
-                sample = RawSample(url, key, number, {})
-                wanted = want(number) or (subset is not None and subset.may_repeat(key))
-                json_bytes = _read(
-                    sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
-                )
-                sample.num_bytes = archive.at - end + sample.linked
-                end = archive.at
-                if starts and (sample.linked or archive.at != starts[number + 1]):
-                    sample.spoil("outdated_index", "it is an earlier version's; run `clipscale data index` again")
-                if subset is None:
-                    yield sample
-                    number += 1
-                    continue
-                for copy in _copies(sample, subset.weight(key, json_bytes)):
-                    yield copy
-                    number += 1
+            if subset is not None:
+                yield from listed_samples(shard, want, subset)
+            elif starts:
+                yield from indexed_samples(shard, want, starts)
+            else:
+                yield from all_samples(shard, want)
             if can_seek and archive.at >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:
                 check_end(stream)
     except (SourceError, *DAMAGE) as error:
         problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
-
-
-def _copies(sample: RawSample, weight: float) -> Iterator[RawSample]:
-    """The sample once for each time that it may come in an epoch; its bytes count once."""
-    for times in range(math.ceil(weight)):
-        yield replace(
-            sample,
-            index=sample.index + times,
-            num_bytes=0 if times else sample.num_bytes,
-            repeat=times,
-            keep_probability=weight - times,
-        )
-
-
-def _read(
-    sample: RawSample, archive: Archive, members: Iterator[Member], size_limits: Mapping[str, int] | None, json: bool
-) -> bytes:
-    """Read the sample's members that have `size_limits`. With `json` reads that member in any case, and returns it."""
-    json_bytes = b""
-    for member in members:
-        sample.linked += 0 if member.at is None else padded(member.size)
-        accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.fault)
-        wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
-        wants_json = wants_json and not member.fault
-        if accepted or wants_json:
-            content = archive.read(member)
-            json_bytes = content if wants_json else json_bytes
-            if accepted:
-                sample.members[member.extension] = content
-    return json_bytes
 
 
 def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:

@@ -1,15 +1,20 @@
 """A shard's samples are those of webdataset, its members those of tarfile; damage has a reason."""
 
 import gzip
+import math
 import os
 import random
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from webdataset.tariterators import tarfile_samples
 
 from clipscale.cli.main import main
@@ -18,11 +23,12 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.loader import shard_reader
 from clipscale.data.order import Segment
-from clipscale.data.sample import limits
+from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.reader import unusable
+from clipscale.data.shards.subset import Table
 from clipscale.eval.sets.shards import load_pairs
 from clipscale.tools.data.check import check_shard
 from tests.conftest import Cap
@@ -228,6 +234,51 @@ def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: 1 << 20])
     samples, problem = read(path, size_limits={"txt": 99})
     assert [s.key for s in samples] == ["a"] and problem.reason == "truncated_shard"
+
+
+class Weights:
+    """In the place of a subset's file: the weights of keys."""
+
+    table = Table(np.empty(0), by_uid=False)
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self.weights = weights
+
+    def may_repeat(self, key: str) -> bool:
+        return self.weights[key] > 1
+
+    def weight(self, key: str, json_bytes: bytes) -> float:
+        return self.weights[key]
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    members = [member for key in "abcdef" for member in sample(key)]
+    return write_tar(tmp_path_factory.mktemp("letters") / "a.tar", members)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([0, 0.5, 1, 1.5, 2, 3.2]), min_size=6, max_size=6), st.sets(st.integers(0, 20)))
+def test_a_listed_sample_comes_as_often_as_it_weighs_and_is_read_if_it_may_be_wanted(
+    letters: Path, weights: list[float], wanted: set[int]
+) -> None:
+    expected = list[RawSample]()
+    for raw, weight in zip(read(letters)[0], weights, strict=True):
+        is_read = weight > 1 or len(expected) in wanted
+        members = raw.members if is_read else {}
+        for repeat in range(math.ceil(weight)):
+            expected.append(
+                replace(
+                    raw,
+                    index=len(expected),
+                    members=members,
+                    num_bytes=0 if repeat else raw.num_bytes,
+                    repeat=repeat,
+                    keep_probability=weight - repeat,
+                )
+            )
+    actual, problem = read(letters, want=wanted.__contains__, subset=Weights(dict(zip("abcdef", weights))))
+    assert (actual, problem.reason) == (expected, None)
 
 
 def test_only_wanted_members_are_read(tmp_path: Path) -> None:
