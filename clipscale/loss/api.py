@@ -1,11 +1,10 @@
-"""The public function: check the call, choose exchange, backend and similarity, and compute the loss.
+"""The public function: check the call, choose backend and similarity, and compute the mean over the terms.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Unpack, cast
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective, exchange_of
+from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
 from clipscale.loss.similarity import Dot, ModuleSimilarity, Similarity
+from clipscale.loss.terms import Term, terms_of
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
 
@@ -94,7 +93,8 @@ def contrastive_loss(
         TypeError: for a keyword that is none of these.
     """
     refuse_unknown("contrastive_loss", options, LossOptions.__annotations__)
-    check, captions = options.get("check", True), options.get("captions", 1)
+    check = options.get("check", True)
+    captions = options.get("captions", 1)
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
@@ -111,26 +111,14 @@ def contrastive_loss(
         comm.agree(inputs.shapes(), image_features.device)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
-    is_paired = len(inputs.rows) == len(inputs.cols) and module is None
-    if comm is not None and exchange == "replicated" and is_paired:
-        inputs, comm = inputs.on_every_rank(comm), None
-    if chosen.weights == (None, 1.0):
-        own = len(inputs.rows) * captions
-        inputs = replace(inputs, cols=inputs.cols[:own])  # a hard negative is in no text's softmax
-    terms = [(chosen, inputs)]
-    if exchange == "local" and objective == "softmax" and is_paired:
-        # OpenCLIP's: this rank's images against all texts, and its texts against all images.
-        one_sided = replace(chosen, weights=(1.0, None))
-        terms = [(one_sided, inputs), (one_sided, replace(inputs, rows=inputs.cols, cols=inputs.rows))]
     similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
-    transfers = _exchange(exchange, comm, inputs, machine)
+
     values = []
-    for term, sides in terms:
-        blocks = _backend(backend, term, sides, similarity, machine)
-        call = LossCall(transfers, blocks, similarity, term, sides, check, torch.is_grad_enabled())
-        tensors = (sides.rows.features, sides.cols.features, sides.scale, sides.bias, *similarity.parameters)
-        values.append(cast(Tensor, ContrastiveLoss.apply(call, *tensors)))
-    return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
+    for term in terms_of(exchange, chosen, inputs, similarity, comm, machine):
+        blocks = _backend(backend, term, similarity, machine)
+        call = LossCall(term.exchange, blocks, similarity, term.objective, term.inputs, check, torch.is_grad_enabled())
+        values.append(cast(Tensor, ContrastiveLoss.apply(call, *term.tensors, *similarity.parameters)))
+    return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
 
 
 # Arguments that an earlier version had -> what became of them.
@@ -153,24 +141,11 @@ def _module(similarity: nn.Module | str | None) -> nn.Module | None:
     return None
 
 
-def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:
+def _backend(name: str, term: Term, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
-        return objective.kernels()(machine, machine.tile_shape(inputs.scale.device, inputs.dtype))
-    return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
-
-
-def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Machine) -> Exchange:
-    if comm is None:
-        return Exchange()
-    nodes = machine.nodes(comm.size)
-    if machine.ranks_of_node is None:  # other nodes may have other numbers of ranks
-        nodes = of_rank0(comm.group, nodes, inputs.scale.device)
-    if name == "auto":
-        numbers = comm.size * inputs.cols.features.numel()
-        name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
-    if name == "nodes" and nodes > 1:
-        return Ring(comm, nodes)
-    return Ring(comm) if name == "ring" else Gather(comm)
+        inputs = term.inputs
+        return term.objective.kernels()(machine, machine.tile_shape(inputs.scale.device, inputs.dtype))
+    return TorchBackend(term.objective.tile(), similarity, machine, dense=name == "dense")
 
 
 def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, inputs: Inputs, machine: Machine) -> str:

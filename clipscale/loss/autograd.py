@@ -71,7 +71,8 @@ class ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LossCall, *inputs: Tensor) -> Tensor:
         images, texts, scale, bias, *_ = inputs
-        ctx.call, ctx.grads = call, None
+        ctx.call = call
+        ctx.grads = None
         ctx.count = len(images) * call.exchange.size
         ctx.random = None if call.similarity.homogeneous else RandomState.now(images.device)
         with _arithmetic(call, images.device):
@@ -88,7 +89,8 @@ class ContrastiveLoss(torch.autograd.Function):
         if call.check and not math.isfinite(total):
             raise ValueError(_reason(float(total), inputs))
         rows.target = None
-        row_tensors, col_tensors = rows.present(), cols.present()
+        row_tensors = rows.present()
+        col_tensors = cols.present()
         ctx.names = list(row_tensors), list(col_tensors)
         ctx.save_for_backward(*inputs, *row_tensors.values(), *col_tensors.values())
         return (total / ctx.count).to(scale.dtype)
@@ -99,8 +101,10 @@ class ContrastiveLoss(torch.autograd.Function):
         call = ctx.call
         needed = ctx.needs_input_grad[1:]
         saved = ctx.saved_tensors
-        inputs, sides = saved[: len(needed)], saved[len(needed) :]
-        grads, ctx.grads = ctx.grads, None
+        inputs = saved[: len(needed)]
+        sides = saved[len(needed) :]
+        grads = ctx.grads
+        ctx.grads = None
         if grads is not None:
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:

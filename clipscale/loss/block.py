@@ -108,7 +108,8 @@ class Block:
         for row in range(0, len(self.rows), height):
             for col in range(0, len(self.cols), width):
                 positive = None if self.positive is None else self.positive + row - col
-                rows, cols = self.rows[row : row + height], self.cols[col : col + width]
+                rows = self.rows[row : row + height]
+                cols = self.cols[col : col + width]
                 yield Block(rows, cols, self.parameters, positive, self.captions)
 
     def masked_pairs(self) -> Tensor | None:
@@ -122,7 +123,8 @@ class Block:
     def positives(self) -> tuple[Tensor, Tensor]:
         """The rows and the columns, pair by pair, of the positives inside."""
         device = self.rows.features.device
-        rows, cols = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
+        rows = [torch.arange(0, device=device)]
+        cols = [torch.arange(0, device=device)]
         for caption in range(self.captions.count):
             i, j = self.diagonal(caption) or (slice(0, 0), slice(0, 0))
             rows.append(torch.arange(i.start, i.stop, device=device))

@@ -40,7 +40,8 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group or dist.group.WORLD
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
         """Start to send the tensors to the first rank of `peers` and to receive the same shapes from the second. `tag`
@@ -202,15 +203,20 @@ class Gather(GroupExchange):
 class Ring(GroupExchange):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
-    def __init__(self, communicator: Communicator, nodes: int = 1) -> None:
-        """With several `nodes`, columns travel between ranks of equal local number, and each node gathers its ranks'
-        columns."""
+    def __init__(
+        self, communicator: Communicator, ring: Communicator | None = None, inner: Exchange | None = None
+    ) -> None:
+        """`ring`: the ranks between which columns travel; None: all. `inner`: visits the columns that have arrived."""
         super().__init__(communicator)
-        self.ring = communicator
-        self.inner = Exchange()
-        if nodes > 1:
-            self.ring, node = communicator.grid(nodes)
-            self.inner = Gather(node) if node.size > 1 else self.inner
+        self.ring = ring or communicator
+        self.inner = inner or Exchange()
+
+    @classmethod
+    def between_nodes(cls, communicator: Communicator, nodes: int) -> "Ring":
+        """Columns travel between ranks of equal local number, and each node gathers its ranks' columns. A collective
+        of the group."""
+        ring, node = communicator.grid(nodes)
+        return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
     def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         pending_sums: Wait | None = None

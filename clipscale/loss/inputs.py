@@ -41,6 +41,11 @@ class Inputs:
     dtype: torch.dtype  # to which the features are cast
     captions: Captions  # the first captions of all images come first, then the second ones; then hard negatives
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether each image has one text, and there are no others."""
+        return len(self.rows) == len(self.cols)
+
     def shapes(self) -> dict[str, int]:
         """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
         u, v = self.rows.features, self.cols.features
@@ -60,6 +65,11 @@ class Inputs:
             return self
         rows, cols = (replace(side, features=F.pad(side.features, (0, missing))) for side in (self.rows, self.cols))
         return replace(self, rows=rows, cols=cols)
+
+    def without_hard_negatives(self) -> "Inputs":
+        """Without the texts that belong to no image."""
+        paired = len(self.rows) * self.captions.count
+        return replace(self, cols=self.cols[:paired])
 
     def on_every_rank(self, comm: Communicator) -> "Inputs":
         """All ranks' rows and columns. Each rank gets 1/P of the scale's and the bias's gradients."""
@@ -86,7 +96,9 @@ def checked_inputs(
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """
-    u, v, bias = image_features, text_features, 0.0 if logit_bias is None else logit_bias
+    u = image_features
+    v = text_features
+    bias = 0.0 if logit_bias is None else logit_bias
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
     _check_features(u, v, captions, has_module)

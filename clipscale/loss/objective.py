@@ -29,6 +29,16 @@ class Objective:
     has_kernels: bool = False
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether it is the mean of a softmax over rows and the same over columns."""
+        return self.weights == (0.5, 0.5)
+
+    @property
+    def reads_hard_negatives(self) -> bool:
+        """Whether texts that belong to no image count: they are in no text's softmax."""
+        return self.weights != (None, 1.0)
+
+    @property
     def sweeps(self) -> int:
         """How often a training step computes all scores."""
         return 1 if self.pairwise else 2

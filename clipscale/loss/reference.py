@@ -27,7 +27,8 @@ def dense_contrastive_loss(
     """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
     texts beyond those are hard negatives. Of the options it takes `similarity` and `captions`."""
     n, m = len(image_features), len(text_features)
-    similarity, captions = options.get("similarity"), options.get("captions", 1)
+    similarity = options.get("similarity")
+    captions = options.get("captions", 1)
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
     else:

@@ -39,7 +39,9 @@ class Dot:
         return product(tile.rows.features, tile.cols.features.T, out, tile.parameters.scale_number)
 
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
-        rows, cols, scale = tile.rows, tile.cols, tile.parameters.scale_number
+        rows = tile.rows
+        cols = tile.cols
+        scale = tile.parameters.scale_number
 
         def vjp(g_nm: Tensor) -> None:
             if rows.grad is not None:

@@ -18,7 +18,10 @@ class TorchBackend:
     """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
 
     def __init__(self, objective: TorchObjective, similarity: Similarity, machine: Machine, dense: bool) -> None:
-        self.objective, self.similarity, self.machine, self.dense = objective, similarity, machine, dense
+        self.objective = objective
+        self.similarity = similarity
+        self.machine = machine
+        self.dense = dense
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""

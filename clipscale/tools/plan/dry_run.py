@@ -209,7 +209,8 @@ class DryRun:
     @property
     def inputs(self) -> tuple[Row, Row]:
         """A row of each tower's input."""
-        side, length = self.model.image_size, self.model.context_length
+        side = self.model.image_size
+        length = self.model.context_length
         return Row((3, side, side), torch.uint8), Row((length,), torch.int32)
 
     @cached_property

@@ -1,0 +1,71 @@
+"""The terms of a call: the losses whose mean it returns. The exchange decides how many there are, and of which rows.
+
+Letters: P ranks; n rows (images) and m columns (texts) of this rank.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
+from clipscale.loss.inputs import Inputs
+from clipscale.loss.machine import Machine
+from clipscale.loss.objective import Objective, exchange_of
+from clipscale.loss.similarity import Dot, Similarity
+
+
+@dataclass(frozen=True)
+class Term:
+    """An objective of these rows and columns. The exchange shares the columns among the ranks."""
+
+    objective: Objective
+    inputs: Inputs
+    exchange: Exchange
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is differentiated by, except for a similarity's parameters."""
+        inputs = self.inputs
+        return inputs.rows.features, inputs.cols.features, inputs.scale, inputs.bias
+
+
+def terms_of(
+    name: str, objective: Objective, inputs: Inputs, similarity: Similarity, comm: Communicator | None, machine: Machine
+) -> list[Term]:
+    """The terms of an exchange, by its name. A collective. `comm`: None in a group of one."""
+    is_paired = isinstance(similarity, Dot) and inputs.is_paired  # else `replicated` and `local` are `gather`
+    if name == "replicated" and is_paired and comm is not None:
+        return replicated(objective, inputs, comm)
+    if not objective.reads_hard_negatives:
+        inputs = inputs.without_hard_negatives()
+    exchange = exchange_named(name, inputs, comm, machine)
+    if name == "local" and is_paired and objective.is_symmetric:
+        return local(objective, inputs, exchange)
+    return [Term(objective, inputs, exchange)]
+
+
+def replicated(objective: Objective, inputs: Inputs, comm: Communicator) -> list[Term]:
+    """CLIP's: the whole loss on every rank."""
+    return [Term(objective, inputs.on_every_rank(comm), Exchange())]
+
+
+def local(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[Term]:
+    """OpenCLIP's: this rank's images against all texts, and its texts against all images."""
+    one_sided = replace(objective, weights=(1.0, None))
+    of_texts = replace(inputs, rows=inputs.cols, cols=inputs.rows)
+    return [Term(one_sided, inputs, exchange), Term(one_sided, of_texts, exchange)]
+
+
+def exchange_named(name: str, inputs: Inputs, comm: Communicator | None, machine: Machine) -> Exchange:
+    """The exchange of this name; by default a gather."""
+    if comm is None:
+        return Exchange()
+    nodes = machine.nodes(comm.size)
+    if machine.ranks_of_node is None:  # other nodes may have other numbers of ranks
+        nodes = of_rank0(comm.group, nodes, inputs.scale.device)
+    if name == "auto":
+        numbers = comm.size * inputs.cols.features.numel()
+        name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
+    if name == "nodes" and nodes > 1:
+        return Ring.between_nodes(comm, nodes)
+    return Ring(comm) if name == "ring" else Gather(comm)
