@@ -67,10 +67,16 @@ class Run:
 
     def __init__(self, begun: Begun, world: World, lock: RunLock | None = None) -> None:
         """`lock`: of the run's folder, held by rank 0; None: nobody else uses the folder."""
-        self.begun, self.world, self.lock = begun, world, lock
-        self.trainer, self.stream, self.schedule = begun.parts.step, begun.parts.stream, begun.parts.schedule
+        self.begun = begun
+        self.world = world
+        self.lock = lock
+        self.trainer = begun.parts.step
+        self.stream = begun.parts.stream
+        self.schedule = begun.parts.schedule
         # Completed steps, those of the whole run, and the last one's loss.
-        self.step, self.total, self.loss = begun.step, begun.parts.schedule.end, begun.loss
+        self.step = begun.step
+        self.total = begun.parts.schedule.end
+        self.loss = begun.loss
         self.stop = Stop(world)
         self.saved_at = time.monotonic()
 
@@ -107,7 +113,8 @@ class Run:
 
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
-        number, trainer = self.step + 1, self.trainer
+        number = self.step + 1
+        trainer = self.trainer
         lr = self.schedule.apply(trainer.optimizer, self.step)
         with rollback_on_error(trainer.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
@@ -128,7 +135,8 @@ class Run:
     def before_chunk(self, local_batch: int) -> Callable[[], None]:
         """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
         step as soon as the device has finished it. Never waits for the device."""
-        chunks, records = count(), self.begun.records
+        chunks = count()
+        records = self.begun.records
 
         def call() -> None:
             self.stop.check()
@@ -139,7 +147,9 @@ class Run:
 
     def evaluate(self) -> Record:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
-        trainer, evaluation, records = self.trainer, self.begun.evaluation, self.begun.records
+        trainer = self.trainer
+        evaluation = self.begun.evaluation
+        records = self.begun.records
         records.finish()
         self.stop.restart()
         average = trainer.average if evaluation.of_average else None

@@ -57,7 +57,8 @@ MOST_SCANNED = 10 * MOST_PIXELS
 MOST_PROFILES = 100
 # Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
 # or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
-MOST_HEADER_READS, MOST_READS = 1 << 14, 1 << 18
+MOST_HEADER_READS = 1 << 14
+MOST_READS = 1 << 18
 _ORIENTATION = 0x0112
 # Chunks of a PNG without pixels that Pillow unpacks, and refuses above a megabyte: texts and a colour profile. Of texts
 # XMP may hold the orientation.
@@ -204,7 +205,9 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
     if image.format == "BMP":
         return RUN_LENGTHS if data[30] in (1, 2) else 1  # the header's word for its compression
     if image.format == "PNG":
-        return 2 * SLOW if data[28] else SLOW if data[24] == 16 else 1  # its header's interlacing, and its depth
+        if data[28]:  # its header's interlacing
+            return 2 * SLOW
+        return SLOW if data[24] == 16 else 1  # its depth
     if image.format in ("JPEG", "MPO"):
         scans = data.count(b"\xff\xda")  # its marker
         if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
@@ -326,16 +329,20 @@ def random_box(
     Returns left, top, right, bottom, in source pixels. After ten failed attempts this is the largest central crop with
     an aspect in `ratio`.
     """
-    low, high = math.log(ratio[0]), math.log(ratio[1])
+    low = math.log(ratio[0])
+    high = math.log(ratio[1])
     for _ in range(10):
-        target, aspect = width * height * rng.uniform(*scale), math.exp(rng.uniform(low, high))
+        target = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(low, high))
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left, top = rng.integer(width - w + 1), rng.integer(height - h + 1)
+            left = rng.integer(width - w + 1)
+            top = rng.integer(height - h + 1)
             break
     else:
         w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
-        left, top = (width - w) // 2, (height - h) // 2
+        left = (width - w) // 2
+        top = (height - h) // 2
     return left, top, left + w, top + h
 
 
@@ -364,7 +371,8 @@ class TrainTransform:
         left, top, right, bottom = random_box(picture.width, picture.height, augment.scale, augment.ratio, rng)
         flipped = augment.flip > 0 and rng.uniform() < augment.flip
         crop = picture.decode()[top:bottom, left:right]
-        image, size = torch.from_numpy(crop).permute(2, 0, 1), (self.side, self.side)
+        image = torch.from_numpy(crop).permute(2, 0, 1)
+        size = (self.side, self.side)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
         pixels = image.numpy()

@@ -206,7 +206,8 @@ def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
     """
-    rank, size = ranks.rank(), ranks.size()
+    rank = ranks.rank()
+    size = ranks.size()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
     chosen = torch.device("cpu")
@@ -241,7 +242,8 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     picks a random one, and the other ranks ask for it. Without torchrun the store is rank 0's. Raises UserError if a
     rank does not ask in time.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(address, port, is_master=own and rank == 0, timeout=timeout)
     prefix = attempt(store, rank, size, timeout)

@@ -128,8 +128,10 @@ class AtOnce:
         """`said`: the end of the line."""
         self._said = said
         # The signal that came; 0: none.
-        self._number, self._first = 0, 0.0
-        self._heard, self._left = Event(), Event()
+        self._number = 0
+        self._first = 0.0
+        self._heard = Event()
+        self._left = Event()
 
     def __enter__(self) -> None:
         self._handled = _handled(self._leave, self._watch)
@@ -148,7 +150,8 @@ class AtOnce:
         now = time.monotonic()
         again = self._number
         if not again:
-            self._number, self._first = counted_as(number), now
+            self._number = counted_as(number)
+            self._first = now
         self._heard.set()
         if not again or (number == signal.SIGINT and now - self._first > AGAIN_S):
             raise KeyboardInterrupt
@@ -174,7 +177,8 @@ class Stop:
         """Rank 0 prints what a first Ctrl-C does."""
         # The signal that came; 0: none.
         self.number = 0
-        self._world, self._first = world, 0.0
+        self._world = world
+        self._first = 0.0
         self._votes: AsyncReduction | None = None
         # From the last vote to the next, as all ranks agree.
         self._calls = 1

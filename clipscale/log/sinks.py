@@ -94,7 +94,8 @@ def wandb_module() -> Any:
 
 def wandb(run_dir: Path, mode: str, settings: Record) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
-    temporary, before = run_dir / "wandb" / "tmp", tempfile.tempdir
+    temporary = run_dir / "wandb" / "tmp"
+    before = tempfile.tempdir
     rmtree(temporary, ignore_errors=True)  # of a start that was killed
     temporary.mkdir(parents=True)
     try:

@@ -20,7 +20,10 @@ class StepRecords:
 
     def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
         """`log` takes each complete record; None: this rank logs none."""
-        self._log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
+        self._log = log
+        self._ranks = ranks
+        self._flops = flops
+        self._stream = stream
         self._measured_at = time.monotonic()
         self._unfinished: tuple[Record, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
 

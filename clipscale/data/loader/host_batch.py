@@ -57,7 +57,8 @@ class Layout:
 
     def text_rows(self, sample: int) -> list[int]:
         """The rows of a sample's captions among all texts, then of its hard negatives, which follow all captions."""
-        first_caption, first_negative = sample * self.captions, self.samples * self.captions + sample * self.negatives
+        first_caption = sample * self.captions
+        first_negative = self.samples * self.captions + sample * self.negatives
         return [
             *range(first_caption, first_caption + self.captions),
             *range(first_negative, first_negative + self.negatives),

@@ -91,7 +91,8 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     columns = [table.columns for table in tables]
     out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     notes = packed(pairs_of(path, tables, root, settings.splits), settings, out)
-    report(path, out, notes, "rows" if tables else "files" if path.is_dir() else "images")
+    pictures = "files" if path.is_dir() else "images"
+    report(path, out, notes, "rows" if tables else pictures)
     return 0
 
 
@@ -141,7 +142,8 @@ def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> st
         if target is not None and target != text.parent:
             origin = text.parent
             while origin.name == target.name:  # a tree like that of the pictures
-                origin, target = origin.parent, target.parent
+                origin = origin.parent
+                target = target.parent
             copied = f"cp -r {shlex.quote(f'{folder / origin}/.')} {shlex.quote(str(folder / target))}"
             return f"; a text lies beside its picture: {copied}"
     return ""

@@ -78,7 +78,8 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
         order = left[largest[left].argsort()]
         stays = largest[left] < settings.duplicates
         weights[left[~stays]] = 0
-        left, clusters = left[stays], clusters[stays]
+        left = left[stays]
+        clusters = clusters[stays]
         shown |= {"largest": largest, "nearest": nearest}
         shown |= {"copies": order[len(left) :][:EXAMPLES], "different": order[: len(left)][-EXAMPLES:]}
         say(f"duplicates={settings.duplicates:g}: {len(left):,} stay")
