@@ -5,7 +5,8 @@ Every mistake is a UserError of one line that names the setting.
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields
+from enum import Enum
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,7 +16,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import Bytes, nearest, one_of, parse_bytes, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
-from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
 # Words of open_clip and of other programs -> our setting or preset.
@@ -39,8 +39,6 @@ def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable
             key = f"{prefix}{name}"
             if name in inside and isinstance(value, dict):
                 arguments[name] = build(inside[name], value, f"{key}.")
-            elif key == "stages" and key in settings:
-                arguments[name] = [staged(number, stage) for number, stage in enumerate(value or [], 1)]
             elif key in settings:
                 arguments[name] = accepted(settings[key], value)
             elif not within(ignored, key):
@@ -50,14 +48,18 @@ def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable
             built.check()
         return built
 
-    def staged(number: int, values: Any) -> Record:
-        keys = {key: settings[name] for key, name in SETTINGS.items()}
-        keys["optimizer"] = Setting("", str, "continue", "", choices=("continue", "restart"))
-        if not isinstance(values, dict) or values.keys() - keys:
-            raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")
-        return {k: accepted(replace(keys[k], name=f"stages: {number}. {k}"), value) for k, value in values.items()}
-
     return build(declared, values, prefix)
+
+
+def items(declared: type, key: str, values: Iterable[Any]) -> list[Any]:
+    """The items of the list `key`, each as the dataclass `declared`. Raises UserError."""
+    names = [each.name for each in fields(declared)]
+    built: list[Any] = []
+    for number, value in enumerate(values, 1):
+        if not isinstance(value, dict) or value.keys() - set(names):
+            raise UserError(f"{key}: {number}. is {as_typed(value)}; give it some of {', '.join(names)}")
+        built.append(typed(declared, value, f"{key}: {number}. "))
+    return built
 
 
 def accepted(setting: Setting, value: Any) -> Any:
@@ -76,13 +78,15 @@ def accepted(setting: Setting, value: Any) -> Any:
             holds(number, bound) for number in (result if isinstance(result, tuple | list) else [result])
         ):  # nor is NaN
             raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
-    return result
+    return setting.kind(result) if issubclass(setting.kind, Enum) else result
 
 
 def converted(setting: Setting, value: Any) -> Any:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
     kinds = get_args(setting.required)
+    if setting.of_items:
+        return items(setting.of_items, key, value or [])
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
@@ -93,7 +97,7 @@ def converted(setting: Setting, value: Any) -> Any:
         return tuple(scalar(kind, key, item) for kind, item in zip(kinds, value))
     if setting.kind is list and value is not None:
         return [scalar(kinds[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
-    return scalar(setting.kind, key, value)
+    return scalar(str if issubclass(setting.kind, Enum) else setting.kind, key, value)
 
 
 def scalar(kind: type, key: str, value: Any) -> Any:

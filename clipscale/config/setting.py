@@ -3,12 +3,28 @@
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
-from types import NoneType
-from typing import Any, get_args, get_origin
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Final, Protocol, get_args, get_origin
 
 from clipscale.common.record import Record
 from clipscale.common.units import one_of
+
+
+class Unset(Enum):
+    """Stands for a setting of a part of a run that is as in the whole run."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+
+
+class Section(Protocol):
+    """Any dataclass of settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
@@ -49,13 +65,19 @@ class Setting:
 
     @property
     def required(self) -> Any:
-        """The type without `| None`."""
-        return get_args(self.type)[0] if self.optional else self.type
+        """The type without `| None` and `| Unset`."""
+        return get_args(self.type)[0] if isinstance(self.type, UnionType) else self.type
 
     @property
     def kind(self) -> type:
         """The bare type: `int`, `list`, `dict`, ..."""
         return get_origin(self.required) or self.required
+
+    @property
+    def of_items(self) -> type | None:
+        """The dataclass of a list's items; None for other settings."""
+        item = get_args(self.required)[0] if self.kind is list else None
+        return item if is_dataclass(item) else None
 
 
 def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:

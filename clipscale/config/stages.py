@@ -1,12 +1,15 @@
 """The stages of a run: settings that replace those of the whole run for a part of it (CLIPA, arXiv 2305.07017)."""
 
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from clipscale.common.errors import UserError
+from clipscale.common.optimizer_policy import OptimizerPolicy
+from clipscale.config import sections
+from clipscale.config.setting import UNSET, Section, Unset, setting
 
-T = TypeVar("T")
-# A key of a stage -> the setting that it changes. Another key is `optimizer`: `continue` or `restart`.
+# A setting of a stage -> the run's setting that it replaces.
 SETTINGS = {
     "samples": "samples", "batch": "batch", "image_size": "model.image_size", "context_length": "model.context_length",
     "patch_dropout": "model.patch_dropout", "lr": "optim.lr", "warmup": "schedule.warmup",
@@ -14,33 +17,85 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def stages_of(config: T) -> list[T]:
-    """The settings of each stage of a run (TrainConfig); without stages, those of the run."""
+def in_stage(section: type[Section], name: str) -> Any:
+    """A setting of a stage that accepts what the setting `name` of a section does."""
+    return field(default=UNSET, metadata=section.__dataclass_fields__[name].metadata)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage. What it does not set is as in the whole run."""
+
+    samples: int | Unset | None = setting(UNSET, "Length of the stage in pairs.", least=1)
+    batch: int | Unset = setting(UNSET, "Pairs per optimizer step, over all processes.", least=1)
+    image_size: int | Unset | None = in_stage(sections.ModelConfig, "image_size")
+    context_length: int | Unset | None = in_stage(sections.ModelConfig, "context_length")
+    patch_dropout: float | Unset = in_stage(sections.ModelConfig, "patch_dropout")
+    lr: float | Unset = in_stage(sections.OptimConfig, "lr")
+    warmup: str | Unset = in_stage(sections.ScheduleConfig, "warmup")
+    final: float | Unset = in_stage(sections.ScheduleConfig, "final")
+    loss: str | Unset = in_stage(sections.LossConfig, "objective")
+    optimizer: OptimizerPolicy | Unset = setting(
+        UNSET,
+        "What becomes of the optimizer's state: `continue` or `restart`.",
+        choices=(OptimizerPolicy.CONTINUE.value, OptimizerPolicy.RESTART.value),
+    )
+
+    @property
+    def length(self) -> int | None:
+        """The stage's samples; None: it has none of its own."""
+        return None if self.samples is UNSET else self.samples
+
+    @property
+    def policy(self) -> OptimizerPolicy:
+        """What the stage's first step does with the optimizer's state of the stage before."""
+        return OptimizerPolicy.CONTINUE if self.optimizer is UNSET else self.optimizer
+
+
+class Staged(Section, Protocol):
+    """The settings of a run that may have stages."""
+
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def epochs(self) -> float | None: ...
+    @property
+    def stages(self) -> Sequence[StageConfig]: ...
+
+
+Run = TypeVar("Run", bound=Staged)
+Settings = TypeVar("Settings", bound=Section)
+
+
+def stages_of(config: Run) -> list[Run]:
+    """The settings of each stage of a run; without stages, those of the run."""
     by_stage = []
-    for stage in config.stages:  # type: ignore[attr-defined]
+    for stage in config.stages:
         settings = config
-        for key, value in stage.items():
-            if key in SETTINGS:
-                settings = changed(settings, SETTINGS[key], value)
+        for key, name in SETTINGS.items():
+            value = getattr(stage, key)
+            if value is not UNSET:
+                settings = changed(settings, name, value)
         by_stage.append(settings)
     return by_stage or [config]
 
 
-def changed(config: Any, name: str, value: Any) -> Any:
+def changed(config: Settings, name: str, value: object) -> Settings:
     """The settings with this value for the setting `name`."""
     head, _, rest = name.partition(".")
     return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
 
 
-def total_samples(config: Any) -> int | None:
-    """The samples of all stages of a run (TrainConfig); without stages, `samples`. Raises UserError if the lengths
-    contradict each other."""
-    lengths = [stage.get("samples") for stage in config.stages]
+def total_samples(config: Staged) -> int | None:
+    """The samples of all stages of a run; without stages, `samples`. Raises UserError if the lengths contradict each
+    other."""
+    lengths = [stage.length for stage in config.stages]
     if not lengths:
         return config.samples
-    if None in lengths or config.epochs is not None or config.samples not in (None, sum(lengths)):
+    known = [length for length in lengths if length is not None]
+    if known != lengths or config.epochs is not None or config.samples not in (None, sum(known)):
         raise UserError(
             f"stages: their samples are {lengths}, and the run has samples={config.samples} epochs={config.epochs}; "
             "give every stage its own, and leave out the run's"
         )
-    return sum(lengths)
+    return sum(known)

@@ -5,23 +5,22 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
 from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
-from clipscale.config.setting import differing, setting
-from clipscale.config.stages import stages_of, total_samples
+from clipscale.config.setting import UNSET, Section, differing, setting
+from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
 # Epochs of a run whose settings give no length.
@@ -37,7 +36,7 @@ class TrainConfig:
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
     epochs: float | None = setting(None, "Length of the run in epochs of the data; 32 if no length is given.", above=0)
-    stages: list[Record] = setting(
+    stages: list[StageConfig] = setting(
         [],
         "Parts of the run with their own samples, batch, image_size, context_length, patch_dropout, lr, warmup, "
         "final, loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
@@ -261,7 +260,13 @@ def changes_since(file: Path, settings: str) -> list[str]:
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: Section) -> str:
     """The configuration as YAML without its secrets. `typed` reads it back."""
     # `hidden` makes lists of tuples, which YAML does not have.
-    return yaml.safe_dump(hidden(asdict(config)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(hidden(asdict(config, dict_factory=plain)), sort_keys=False, allow_unicode=True)
+
+
+def plain(settings: list[tuple[str, object]]) -> dict[str, object]:
+    """The fields of a section that are set, with the words of enums."""
+    given = [(name, value) for name, value in settings if value is not UNSET]
+    return {name: value.value if isinstance(value, Enum) else value for name, value in given}

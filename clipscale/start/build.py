@@ -10,6 +10,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.common.units import parse_memory
@@ -32,7 +33,7 @@ from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
 from clipscale.step.precision import Precision
-from clipscale.step.saved_state import OptimizerPolicy, load_state
+from clipscale.step.saved_state import load_state
 from clipscale.step.train_step import TrainStep
 
 

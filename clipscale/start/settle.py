@@ -10,6 +10,7 @@ from clipscale.checkpoint import Saved
 from clipscale.common import ranks
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
+from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import ModelConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_divisible, samples_of, to_yaml
@@ -18,7 +19,6 @@ from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights import completed_by_weights
 from clipscale.step.chunk_sizes import check_sizes
-from clipscale.step.saved_state import OptimizerPolicy
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -
     step = samples = 0
     for number, settings in enumerate(by_stage):
         check_machine(settings, world)
-        policy = config.stages[number].get("optimizer", "continue") if config.stages else "continue"
+        policy = config.stages[number].policy if config.stages else OptimizerPolicy.CONTINUE
         is_last = number == len(by_stage) - 1
-        stage = Stage(settings.batch, step, samples, is_last, OptimizerPolicy(policy))
+        stage = Stage(settings.batch, step, samples, is_last, policy)
         stages.append(stage)
         if config.stages:
             architecture(settings.model)

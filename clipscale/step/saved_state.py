@@ -1,7 +1,6 @@
 """The state of a step that a checkpoint holds: weights, optimizer, average, loss scale."""
 
 from dataclasses import asdict
-from enum import Enum
 
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.errors import UserError
+from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.stream import TrainStream, merge_positions
@@ -20,17 +20,6 @@ from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
 from clipscale.models.weights import fit_positions
 from clipscale.step.train_step import TrainStep
-
-
-class OptimizerPolicy(Enum):
-    """What a start does with the optimizer's state in the checkpoint. The values are the words of `stages`."""
-
-    # Within a stage: takes all of it.
-    RESUME = "resume"
-    # At the start of a stage: takes it, but for position embeddings that are resized.
-    CONTINUE = "continue"
-    # At the start of a stage: takes none of it.
-    RESTART = "restart"
 
 
 def saved_state(step: TrainStep) -> Record:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
+from clipscale.common.optimizer_policy import OptimizerPolicy
+from clipscale.config.parse import typed
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -20,7 +23,8 @@ from clipscale.config.sections import (
     ScheduleConfig,
     TowerConfig,
 )
-from clipscale.config.train import TrainConfig, settled
+from clipscale.config.stages import StageConfig
+from clipscale.config.train import TrainConfig, settled, to_yaml
 from clipscale.data.loader.stream import DataConfig
 from clipscale.train import train
 from tests.support import runs
@@ -40,7 +44,7 @@ STAGES = [
 def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) -> TrainConfig:
     changes = {
         "samples": None,
-        "stages": stages,
+        "stages": [typed(StageConfig, stage) for stage in stages],
         "data": DataConfig(train=[shards], workers=0, shard_streams=2),
         "checkpoint": CheckpointConfig(every="1", keep=0),
         "ema": 0.9,
@@ -166,7 +170,11 @@ def test_stages_on_the_command_line() -> None:
     stages = "stages=[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]"
     _, words = compose.overrides("train", [stages, "data.train=x.tar", "model=tiny"])
     config = settled(compose.settings("train", words))
-    assert config.stages[0] == {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
+    given = {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
+    assert config.stages[0] == StageConfig(**given | {"optimizer": OptimizerPolicy.RESTART})
+    record = yaml.safe_load(to_yaml(config))
+    assert record["stages"] == [given, {"samples": 1024, "final": 0.5}], "config.yaml has what is given alone"
+    assert typed(TrainConfig, record) == config
     assert (config.samples, config.epochs) == (3072, None)
 
 

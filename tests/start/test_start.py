@@ -23,6 +23,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
     TowerConfig,
 )
+from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import sharded
@@ -125,7 +126,7 @@ def test_a_run_taken_back_goes_on_from_there(shards: str, tmp_path: Path) -> Non
 
 def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
     other = {**ARCHITECTURE, "embed_dim": 16}
-    stages = [{"samples": 160, "batch": 32}, {"samples": 480}]
+    stages = [StageConfig(samples=160, batch=32), StageConfig(samples=480)]
     for changes, message in (
         ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
         ({"model": ModelConfig(name="other", architecture=ARCHITECTURE)}, "model.name='other': .* trained with 'test'"),
