@@ -42,6 +42,7 @@ from webdataset import TarWriter
 from clipscale.cli.compose import settings as settings_of_verb
 from clipscale.config.data import DataConfig
 from clipscale.config.train import settled
+from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import ordered_shards, start_positions
 from clipscale.data.order import BatchShare
@@ -136,8 +137,8 @@ def resumed(config: DataConfig, share: BatchShare, once: Any) -> OrderedShards:
     """What a rank that resumes does with its shards before it opens one. No server is asked whether they exist."""
     with patch("clipscale.data.shards.listing.look_up", return_value={}):
         shards = ordered_shards(config, share, 0, None, once)
-    at = {str(stream): [3, 100] for stream in range(shards.order.num_streams)}
-    start_positions(shards, {"order": shards.fingerprint, "at": at}, share)
+    at = {stream: StreamPosition(3, 100) for stream in range(shards.order.num_streams)}
+    start_positions(shards, DataPosition(shards.fingerprint, len(at), at), share)
     return shards
 
 

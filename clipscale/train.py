@@ -28,7 +28,7 @@ from clipscale.start.begin import Begun, begin
 from clipscale.start.shared import check_shared
 from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
-from clipscale.step.saved_state import saved_state, state_of_ranks
+from clipscale.step.saved_state import saved_now
 from clipscale.step.train_step import Agreement
 
 # Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save.
@@ -135,13 +135,13 @@ class Run:
     def before_chunk(self, local_batch: int) -> Callable[[], None]:
         """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
         step as soon as the device has finished it. Never waits for the device."""
-        chunks = count()
+        number = count()
         records = self.begun.records
 
         def call() -> None:
             self.stop.check()
             records.poll()
-            records.progress(f"step {self.step + 1}", next(chunks), self.trainer.cache.num_chunks(local_batch))
+            records.progress(f"step {self.step + 1}", next(number), self.trainer.cache.num_chunks(local_batch))
 
         return call
 
@@ -183,15 +183,9 @@ class Run:
         if last:
             doing(f"saving step {self.step}")
         removed = self.lock is not None and self.world.on_main(self.lock.renew)
-        saved = checkpoint.Saved(
-            step=self.step,
-            samples=self.begun.stage.samples_before(self.step),
-            loss=self.loss,
-            **self.begun.description,
-            **state_of_ranks(self.stream, self.world),
-            **saved_state(self.trainer),
-        )
-        self.begun.saver.save(saved, last=last or removed)
+        samples = self.begun.stage.samples_before(self.step)
+        run = replace(self.begun.description, step=self.step, samples=samples, loss=self.loss)
+        self.begun.saver.save(saved_now(run, self.trainer, self.stream), last=last or removed)
         self.saved_at = time.monotonic()
         if removed:
             raise UserError(

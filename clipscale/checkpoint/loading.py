@@ -214,7 +214,8 @@ def load(
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
+    with reading(path):
+        return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
 
 
 @contextmanager

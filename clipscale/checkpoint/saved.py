@@ -2,19 +2,47 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypedDict
+
+from torch import Tensor
 
 from clipscale import __version__
-from clipscale.common.record import Record
+from clipscale.common.rng import RandomState
+from clipscale.data.loader.position import DataPosition
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Samples per chunk of each tower."""
+
+    image: int
+    text: int
+    # The kind of device that they were found on.
+    device: str
+
+
+class OptimizerState(TypedDict, total=False):
+    """An optimizer's state and settings. Parameters are given by their names."""
+
+    # Parameter -> its tensors by name.
+    state: dict[str, dict[str, Tensor]]
+    # `params`, and the settings of the group.
+    param_groups: list[dict[str, Any]]
+
+
+class AverageState(TypedDict):
+    """A moving average of the weights."""
+
+    updates: int
+    weights: dict[str, Tensor]
 
 
 @dataclass
 class Saved:
-    """The content of a checkpoint: trees of plain values and tensors. Fields that an earlier version did not write keep
-    their defaults.
+    """The content of a checkpoint. Fields that an earlier version did not write keep their defaults.
 
-    `Run.save` makes it, with `saved_state` of the step; everything that reads a checkpoint reads these fields.
+    `saved_now` makes it; everything that reads a checkpoint reads these fields.
     """
 
     # Steps that have been trained.
@@ -26,28 +54,43 @@ class Saved:
     # The last step's loss.
     loss: float = math.nan
     # Weights by name.
-    model: Record = field(default_factory=dict)
+    model: dict[str, Tensor] = field(default_factory=dict)
     # The settings of the model.
-    model_config: Record = field(default_factory=dict)
-    # Its `state` and its `param_groups`, by the parameters' names.
-    optimizer: Record = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
     # The setting optim.name.
     optimizer_name: str = ""
     # The loss scale of fp16.
-    scaler: Record | None = None
-    # The moving average: its `weights` and the number of `updates`.
-    ema: Record | None = None
-    # Samples per chunk by tower, and the device that they are for.
-    chunks: Record = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+    ema: AverageState | None = None
+    # None: not known.
+    chunks: ChunkSizes | None = None
     # The random states of each rank.
-    random: list[Record] = field(default_factory=list)
-    # Where each shard stream stands in the data.
-    position: Record = field(default_factory=dict)
+    random: list[RandomState] = field(default_factory=list)
+    # Where each shard stream stands in the data; None: not known.
+    position: DataPosition | None = None
     # The clipscale version that wrote it; empty: unknown.
     version: str = __version__
 
+    def tree(self) -> dict[str, Any]:
+        """The content as dictionaries of plain values and tensors, which a checkpoint's files hold."""
+        tree = dict(vars(self))
+        tree["chunks"] = asdict(self.chunks) if self.chunks else {}
+        tree["random"] = [state.record() for state in self.random]
+        tree["position"] = self.position.record() if self.position else {}
+        return tree
+
     @staticmethod
-    def of(values: Mapping[str, Any]) -> "Saved":
+    def of(tree: Mapping[str, Any]) -> "Saved":
         """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
         known = {each.name for each in fields(Saved)}
-        return Saved(**{"version": "", **{name: value for name, value in values.items() if name in known}})
+        values = {"version": "", **{name: value for name, value in tree.items() if name in known}}
+        chunks, position = values.get("chunks"), values.get("position")
+        return Saved(
+            **values
+            | {
+                "chunks": ChunkSizes(**chunks) if chunks else None,
+                "random": [RandomState.of(record) for record in values.get("random", ())],
+                "position": DataPosition.of(position) if position else None,
+            }
+        )

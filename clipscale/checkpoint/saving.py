@@ -76,7 +76,7 @@ class Saver:
         if torch.__version__ < "2.13":  # where a stager works once
             self._stager = self._new_stager()
         step = saved.step
-        values, tensors = split_tensors(vars(saved))
+        values, tensors = split_tensors(saved.tree())
         owners = assign_writers(
             {n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size
         )

@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+
+class RandomRecord(TypedDict):
+    """`RandomState` in a checkpoint."""
+
+    cpu: Tensor
+    cuda: Tensor | None
 
 
 @dataclass
@@ -25,6 +33,14 @@ class RandomState:
         return RandomState(
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
         )
+
+    def record(self) -> RandomRecord:
+        """The states in a checkpoint: `RandomState.of` reads them."""
+        return {"cpu": self.cpu, "cuda": self.cuda}
+
+    @staticmethod
+    def of(record: RandomRecord) -> "RandomState":
+        return RandomState(record["cpu"], record["cuda"])
 
     def restore(self) -> None:
         """Continue from this state."""

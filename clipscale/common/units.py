@@ -9,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NewType
 
-from clipscale.common.errors import UserError
-
 # The type of a setting that is a number of bytes: `parse_bytes`.
 Bytes = NewType("Bytes", int)
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "b": 10**9}
@@ -58,16 +56,6 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no size such as 8G, 512GB or 2T")
     return int(Fraction(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
-
-
-def parse_memory(key: str, text: str) -> int | None:
-    """The bytes that a setting allows: `none` -> 0, `8G` -> 2^33, `auto` -> None. Raises UserError with its `key`."""
-    if text in ("none", "auto"):
-        return 0 if text == "none" else None
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        raise UserError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
 
 
 def format_count(count: int) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.keep import Keep
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, one_of, parse_count, parse_memory
+from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import architectures, has_optimizer, model_description, optimizers, optimizers_in_file
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
@@ -156,10 +157,14 @@ class CacheConfig:
             raise UserError(f"cache.chunk={text}: give samples per chunk (256), auto, or [IMAGES,TEXTS]")
         return sizes[0], sizes[-1]
 
+    @property
+    def kept(self) -> Keep:
+        """Which graphs are kept. Raises UserError."""
+        return Keep.parse("cache.keep", self.keep)
+
     def check(self) -> None:
         """Raises UserError for other forms of sizes and bytes."""
-        _ = self.sizes
-        parse_memory("cache.keep", self.keep)
+        _ = self.sizes, self.kept
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import yaml
 from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.terminal import doing
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.train import TrainConfig
@@ -59,8 +58,8 @@ class Begun:
     every: Every
     records: StepRecords
     saver: checkpoint.Saver
-    # What each checkpoint says of model and optimizer: fields of `Saved`.
-    description: Record
+    # What each checkpoint says of model and optimizer, without their states.
+    description: checkpoint.Saved
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> Begun:
@@ -107,11 +106,9 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         every=every,
         records=records,
         saver=saver,
-        description={
-            "batch": config.batch,
-            "model_config": asdict(config.model),
-            "optimizer_name": config.optim.name,
-        },
+        description=checkpoint.Saved(
+            batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
+        ),
     )
 
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from clipscale import checkpoint
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
+from clipscale.common.keep import Keep
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
-from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig, samples_of
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
+from clipscale.data.loader.position import merge_positions
+from clipscale.data.loader.stream import TrainStream, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.world import World
@@ -27,7 +29,7 @@ from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, inputs_of
 from clipscale.start.settle import Start
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes
+from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
@@ -78,8 +80,7 @@ def build(start: Start, world: World) -> Parts:
         precision.cast_frozen_(model.image, model.text)
 
         # Chunks before `wrap`: sharded towers gather their weights, so all ranks would have to try the same sizes.
-        earlier = ChunkSizes(**start.saved.chunks) if start.saved and not start.is_stage_start else None
-        keeps_graphs = config.cache.keep != "none"
+        earlier = start.saved.chunks if start.saved and not start.is_stage_start else None
         with precision.autocast():
             sizes = agreed_chunk_sizes(
                 config.cache.sizes,
@@ -87,7 +88,7 @@ def build(start: Start, world: World) -> Parts:
                 share.samples,
                 world,
                 earlier,
-                keeps_graphs=keeps_graphs,
+                keeps_graphs=config.cache.kept != Keep.nothing(),
                 texts=config.data.texts_per_step,
             )
 
@@ -148,7 +149,7 @@ def build_step(
         encoders,
         loss,
         chunks=[sizes.image, sizes.text],
-        keep_bytes=parse_memory("cache.keep", config.cache.keep),
+        keep_bytes=config.cache.kept,
         autocast=precision.autocast,
         scaler=precision.scaler,
     )
@@ -164,7 +165,7 @@ def build_step(
         clip_norm=config.optim.clip_norm,
         is_resident=config.offload == "none",
         sort_captions=sort_captions,
-        chunks=sizes,
+        chunk_device=sizes.device,
     )
 
 
@@ -205,7 +206,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
 
 def check_streams(start: Start, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
-    streams = merge_positions(world.all_gather_object(stream.position()))["streams"]
+    streams = merge_positions(world.all_gather_object(stream.position())).streams
     divisor = start.largest_divisor(streams)
     if divisor < streams:
         batches = sorted({stage.batch for stage in start.stages})
@@ -223,7 +224,7 @@ def restore_random(start: Start, world: World) -> None:
     torch.manual_seed(start.config.seed + 1 + world.rank + start.step * world.size)
     if start.saved and len(start.saved.random) == world.size:
         state = start.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
-        RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
+        RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 
 def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World) -> bool:
@@ -234,8 +235,7 @@ def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, lo
         return False
     doing("compiling the towers")
     towers = compile_towers(step.model, lengths_vary=step.sort_captions)
-    chunks = step.chunks.image, step.chunks.text
-    problem = try_compiled(step.model, towers, chunks, local_batch, step.precision, world)
+    problem = try_compiled(step.model, towers, step.chunk_sizes, local_batch, step.precision, world)
     if problem and world.is_rank0:
         tell(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
@@ -19,16 +19,6 @@ CPU_CHUNK = 256
 SMALLEST, LARGEST = 16, 2**15
 # Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
 GOOD_ENOUGH = 0.95
-
-
-@dataclass(frozen=True)
-class ChunkSizes:
-    """Samples per chunk of each tower."""
-
-    image: int
-    text: int
-    # The kind of device that they were found on.
-    device: str
 
 
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:

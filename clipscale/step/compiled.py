@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import one_line
 from clipscale.common.rng import RandomState
 from clipscale.distributed.fsdp import blocks
@@ -53,20 +54,19 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 
 
 def try_compiled(
-    model: ClipModel, towers: list[Tower], chunks: tuple[int, int], batch: int, precision: Precision, world: World
+    model: ClipModel, towers: list[Tower], sizes: ChunkSizes, batch: int, precision: Precision, world: World
 ) -> str:
     """Run the compiled towers once on chunks of random inputs, so that no step compiles.
 
-    `chunks`: samples per chunk of images and of captions; `batch`: samples of this process, whose last chunk may be
-    shorter. If a rank fails, all ranks run without compiled code from then on. Returns the reason, empty if all
-    succeed.
+    `batch`: samples of this process, whose last chunk may be shorter. If a rank fails, all ranks run without compiled
+    code from then on. Returns the reason, empty if all succeed.
     """
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
                 images = tower is model.image
-                chunk = chunks[not images]
+                chunk = sizes.image if images else sizes.text
                 for size in {chunk, batch % chunk or chunk}:
                     inputs = (random_pixels if images else random_captions)(model, size, world.device)
                     with batch_norm_preserved(tower), precision.autocast():

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from clipscale.common.record import Record
+from clipscale.checkpoint.saved import AverageState
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import local_shard
 
@@ -33,11 +32,11 @@ class WeightAverage:
         weights = [local_shard(w.detach()) for w in self.weights.values()]
         get_ema_multi_avg_fn(decay)(values, weights, self.updates)
 
-    def state_dict(self) -> Record:
+    def state_dict(self) -> AverageState:
         """What a checkpoint holds."""
         return {"updates": self.updates, "weights": dict(self.values)}
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
+    def load(self, saved: AverageState | None) -> None:
         """Continue a checkpoint's average; None: start again at the current weights."""
         self.updates = saved["updates"] if saved else 0
         for name, value in self.values.items():

@@ -8,10 +8,9 @@ By the chain rule the sum over chunks is the gradient of one graph over the whol
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from clipscale.common.keep import Keep
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
 from clipscale.step.pass_contexts import (
@@ -109,7 +109,7 @@ class GradCache:
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
-        keep_bytes: float | None = 0,
+        keep_bytes: float | Keep | None = 0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
@@ -117,7 +117,8 @@ class GradCache:
         self.chunks = [chunks] * len(encoders) if isinstance(chunks, int) else [*chunks]
         if len(self.chunks) != len(encoders) or min(self.chunks) < 1:
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
-        self.encoders, self.loss, self.scaler, self.keep_bytes = encoders, loss, scaler, keep_bytes
+        self.encoders, self.loss, self.scaler = encoders, loss, scaler
+        self.keep = keep_of(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self._towers = [
             _Tower(encoder, function, autocast, last=encoder not in encoders[i + 1 :])
@@ -149,12 +150,10 @@ class GradCache:
 
     def encode_tower(self, i: int, batch: Any, before_chunk: Callable[[], None] = _nothing) -> Tensor:
         """The first pass of tower i, after those of all earlier towers; see `encode`."""
-        budget = 0 if self._keeps_none else self.keep_bytes
-        if budget is not None:
-            # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
-            budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
-        measure_graph = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
-        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measure_graph=measure_graph)
+        # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
+        used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
+        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.less(used)
+        return self._towers[i].encode(batch, self.chunks[i], keep, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
@@ -180,13 +179,22 @@ class GradCache:
         """If a graph did not fit, keep none from now on. On all ranks if a second pass is a collective: under FSDP2,
         which gathers weights, and with synchronised batch normalisation."""
         full = any(tower.graphs.full for tower in self._towers)
-        if self.keep_bytes and not (self._keeps_none or all(repeatable(tower.encoder) for tower in self._towers)):
+        if self.keep.bytes and not (self._keeps_none or all(repeatable(tower.encoder) for tower in self._towers)):
             full = bool(largest_of_ranks(full, self._towers[0].representations.device))
         if full:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self._keeps_none = True
             for tower in self._towers:
                 tower.graphs.give_up()
+
+    @property
+    def keep_bytes(self) -> float | None:
+        """The memory for kept graphs; None: measure, and keep none yet."""
+        return None if self.keep.is_open else self.keep.bytes
+
+    @keep_bytes.setter
+    def keep_bytes(self, value: float | Keep | None) -> None:
+        self.keep = keep_of(value)
 
     @property
     def trained(self) -> list[bool]:
@@ -201,7 +209,7 @@ class GradCache:
     @property
     def graph_bytes(self) -> int:
         """Bytes of a chunk's graph of the first tower that has a second pass; 0: not measured."""
-        return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
+        return next((tower.graphs.meter.bytes_each for tower in self._towers if tower.graphs.meter.bytes_each), 0)
 
     def num_chunks(self, samples: int) -> int:
         """The chunks of both passes of a step, each of which calls `before_chunk`. An estimate until a
@@ -234,10 +242,8 @@ class _Tower:
     def trained(self) -> bool:
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(
-        self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measure_graph: bool
-    ) -> Tensor:
-        """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measure_graph`: see `KeptGraphs`."""
+    def encode(self, batch: Any, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`. `keep`: for this tower's graphs."""
         # Tensors, and some mappings, have a method `chunk` of another meaning.
         lazy = isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping)
         self.inputs = batch if lazy else _Rows(batch)
@@ -252,7 +258,7 @@ class _Tower:
             refuse_batch_norm(self.encoder, len(self.spans))
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measure_graph=measure_graph, on_gpu=on_gpu)
+        self.graphs.start_step(rows, trained * len(self.spans), keep, on_gpu=on_gpu)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())
@@ -261,7 +267,7 @@ class _Tower:
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations[self.rows(start, stop)] = out
-        self.graphs.end(self.representations.device)
+        self.graphs.meter.end(self.representations.device)
         return self.representations.requires_grad_(trained)
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
@@ -321,6 +327,13 @@ class _Tower:
         return slice(start, stop) if self.order is None else self.order[start:stop]
 
 
+def keep_of(keep_bytes: float | Keep | None) -> Keep:
+    """What `GradCache` is given as `keep_bytes`."""
+    if isinstance(keep_bytes, Keep):
+        return keep_bytes
+    return Keep.measure_first() if keep_bytes is None else Keep.at_most(keep_bytes)
+
+
 def _one_for_each(
     representation: Representation | Sequence[Representation | None] | None, encoders: int
 ) -> list[Representation | None]:
@@ -341,13 +354,15 @@ def _spans(rows: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
+def refuse_batch_norm(encoder: Callable[..., Tensor], num_chunks: int) -> None:
     """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, module in batch_norms(encoder).items():
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
-        if chunks > 1:
-            raise ValueError(f"{what}: {chunks} chunks would be another function; freeze it (.eval()) or use one chunk")
+        if num_chunks > 1:
+            raise ValueError(
+                f"{what}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
+            )
         if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
                 f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "

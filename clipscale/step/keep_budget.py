@@ -3,6 +3,7 @@
 import torch
 
 from clipscale.common import ranks
+from clipscale.common.keep import Keep
 from clipscale.common.phases import StepTimer
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
@@ -14,8 +15,8 @@ MARGIN = {"cuda": 0.9, "cpu": 0.5}
 HOST_LEFT = 4 << 30
 
 
-def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> int:
-    """The bytes for kept graphs with `cache.keep=auto`: the least of all ranks. A collective.
+def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
+    """What is kept with `cache.keep=auto` after the first step: the least of all ranks. A collective.
 
     The first step keeps no graph, and measures that of a chunk (`graph_bytes`; see `GradCache.graph_bytes`) and its
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
@@ -23,7 +24,7 @@ def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> int:
     built.
     """
     rest = usable_bytes(world.device) - phases.working_bytes(graph_bytes)
-    return -world.all_reduce_max(-max(0, rest))[0]
+    return Keep.at_most(-world.all_reduce_max(-max(0, rest))[0])
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -1,8 +1,11 @@
 """The state of a step that a checkpoint holds: weights, optimizer, average, loss scale."""
 
-from dataclasses import asdict
+from dataclasses import replace
+from typing import cast
 
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
+    OptimizerStateType,
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -10,39 +13,36 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from clipscale.checkpoint.saved import Saved
+from clipscale.checkpoint.saved import OptimizerState, Saved
 from clipscale.common.errors import UserError
 from clipscale.common.optimizer_policy import OptimizerPolicy
-from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
-from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.position import merge_positions
+from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.fsdp import replicate_state, sharded_as
-from clipscale.distributed.world import World
 from clipscale.models.weights import fit_positions
 from clipscale.step.train_step import TrainStep
 
 
-def saved_state(step: TrainStep) -> Record:
-    """The fields of `Saved` that a step provides. The tensors are views, sharded as the weights are: the next step
-    changes them."""
-    return {
-        "model": get_model_state_dict(step.model),
-        "optimizer": get_optimizer_state_dict(step.model, step.optimizer),
-        "chunks": asdict(step.chunks),
-        "scaler": step.precision.scaler.state_dict() if step.precision.scaler else None,
-        "ema": step.average.state_dict() if step.average else None,
-    }
+def saved_now(run: Saved, step: TrainStep, stream: TrainStream) -> Saved:
+    """`run`, what is known of it without its state, with the state of its step and its stream on all ranks.
 
-
-def state_of_ranks(stream: TrainStream, world: World) -> Record:
-    """The fields of `Saved` that all ranks make together: their random states, and the position in the data. A
-    collective. Raises UserError, on every rank, where a position is not known."""
+    The tensors are views, sharded as the weights are: the next step changes them. A collective. Raises UserError, on
+    every rank, where a position is not known.
+    """
+    world = step.world
     position = world.on_all(stream.position)
-    now = RandomState.now(world.device)
-    return {
-        "random": world.all_gather_object({"cpu": now.cpu, "cuda": now.cuda}),
-        "position": merge_positions(world.all_gather_object(position)),
-    }
+    random = world.all_gather_object(RandomState.now(world.device))
+    return replace(
+        run,
+        random=random,
+        position=merge_positions(world.all_gather_object(position)),
+        model=cast("dict[str, Tensor]", get_model_state_dict(step.model)),
+        optimizer=cast(OptimizerState, get_optimizer_state_dict(step.model, step.optimizer)),
+        chunks=step.chunk_sizes,
+        scaler=step.precision.scaler.state_dict() if step.precision.scaler else None,
+        ema=step.average.state_dict() if step.average else None,
+    )
 
 
 def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
@@ -65,7 +65,7 @@ def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
     for group, settings in zip(saved.optimizer["param_groups"], optimizer.param_groups):
         group.update({key: value for key, value in settings.items() if key != "params"})
     if policy is not OptimizerPolicy.RESUME:
-        for weights in (saved.model, (saved.ema or {}).get("weights", {})):
+        for weights in (saved.model, saved.ema["weights"] if saved.ema else {}):
             for name in fit_positions(weights, model):
                 weights[name] = sharded_as(model.get_parameter(name), weights[name])
                 saved.optimizer["state"].pop(name, None)
@@ -73,9 +73,9 @@ def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
     # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.RESTART:
-        set_optimizer_state_dict(model, optimizer, saved.optimizer, options=options)
+        set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, saved.optimizer), options=options)
         replicate_state(optimizer)
-    set_model_state_dict(model, saved.model)
+    set_model_state_dict(model, {**saved.model})
     if scaler and saved.scaler:
         scaler.load_state_dict(saved.scaler)
     if step.average:

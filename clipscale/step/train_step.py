@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
 from clipscale.data.loader.captions import SortedCaptions
@@ -16,7 +17,6 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World, gradient_norm
 from clipscale.models.towers import ClipModel
-from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY, feature_statistics
 from clipscale.step.grad_cache import GradCache
@@ -34,10 +34,10 @@ class Agreement:
     message: AsyncReduction
 
     @property
-    def text_chunks(self) -> int:
+    def num_text_chunks(self) -> int:
         """The most text chunks of any rank; 0 if a rank did not know its number. Waits for the message."""
-        text_chunks, unknown, _ = self.message.values()
-        return 0 if unknown else text_chunks
+        num_chunks, unknown, _ = self.message.values()
+        return 0 if unknown else num_chunks
 
     @property
     def save(self) -> bool:
@@ -77,7 +77,8 @@ class TrainStep:
     is_resident: bool
     # Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     sort_captions: bool
-    chunks: ChunkSizes
+    # The kind of device of the chunk sizes, which are the cache's.
+    chunk_device: str
     # The last step's.
     agreement: Agreement | None = None
     # An update has begun and not ended: after an error the weights are of no step.
@@ -102,10 +103,10 @@ class TrainStep:
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
         with self.phase(phases, "encode", number):
             features = [self.cache.encode_tower(0, images, before_chunk)]
-            texts, text_chunks = self.texts(batch)
+            texts, num_chunks = self.texts(batch)
             if isinstance(texts, SortedCaptions):  # in equally many chunks on all ranks
-                agreed = self.agreement.text_chunks if self.agreement else 0
-                texts.split(agreed or self.world.all_reduce_max(text_chunks)[0])
+                agreed = self.agreement.num_text_chunks if self.agreement else 0
+                texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
             features.append(self.cache.encode_tower(1, texts, before_chunk))
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if wants_statistics else {}
@@ -121,11 +122,17 @@ class TrainStep:
         widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
         return StepResult(loss, norm, self.agreement, phases, widths, statistics)
 
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """Samples per chunk of each tower."""
+        image, text = self.cache.chunks
+        return ChunkSizes(image, text, self.chunk_device)
+
     def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
-        if self.cache.keep_bytes is None:
+        if self.cache.keep.is_open:
             self.optimizer.zero_grad()  # the phases' peaks have them already
-            self.cache.keep_bytes = measured_budget(self.world, phases, self.cache.graph_bytes)
+            self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
     def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
         """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""
@@ -137,8 +144,8 @@ class TrainStep:
 
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
         """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
-        text_chunks = self.texts(upcoming)[1] if upcoming else 0
-        return Agreement(self.world.all_reduce_max_async(text_chunks, upcoming is None, save))
+        num_chunks = self.texts(upcoming)[1] if upcoming else 0
+        return Agreement(self.world.all_reduce_max_async(num_chunks, upcoming is None, save))
 
     @contextmanager
     def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:

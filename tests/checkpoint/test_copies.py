@@ -20,6 +20,7 @@ from clipscale.checkpoint.folder import discard
 from clipscale.cli.train import finished
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
+from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
 from tests.conftest import Cap
@@ -179,7 +180,7 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
 
     monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", slow)
     config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig())
-    train(replace(config, samples=None, stages=[{"samples": 24}, {"samples": 24, "lr": 1e-4}]))
+    train(replace(config, samples=None, stages=[StageConfig(samples=24), StageConfig(samples=24, lr=1e-4)]))
     assert len(overlaps) > 1 and not any(overlaps)
     assert steps(tmp_path / "store")[-1] == steps(tmp_path / "run")[-1]
 

@@ -16,7 +16,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
+from clipscale.common.rng import RandomState
+from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
@@ -28,7 +31,7 @@ FILES = ["__0_0.distcp", ".metadata", "meta.json"]
 def some_state(value: float = 1.0) -> dict:
     return {
         "model": {"w": torch.full((3,), value)},
-        "random": [{"cpu": torch.get_rng_state(), "cuda": None}],
+        "random": [RandomState.now(torch.device("cpu"))],
         "loss": 0.5,
     }
 
@@ -49,13 +52,25 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     path = save(tmp_path, 4, state | {"model": {"a.b": torch.ones(2).bfloat16()}, "ema": None}, keep=1)
     loaded = checkpoint.load(path)
     assert torch.equal(loaded.model["a.b"], torch.ones(2).bfloat16())
-    assert torch.equal(loaded.random[0]["cpu"], torch.get_rng_state())
+    assert torch.equal(loaded.random[0].cpu, torch.get_rng_state())
     assert loaded.optimizer["state"]["w"]["step"] == 3
     assert loaded.optimizer["param_groups"] == [{"lr": 1e-300}]
     assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
     of_others = checkpoint.Saved.of({"step": 4, "a field of a later version": 1})
     assert (of_others.step, of_others.version) == (4, "")
     assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
+
+
+def test_chunks_and_positions_have_the_form_that_earlier_versions_read(tmp_path: Path) -> None:
+    position = DataPosition("digest", 2, {0: StreamPosition(1, 5), 1: StreamPosition(0, 7, ((2, 3), (0, 4)))})
+    path = save(tmp_path, 1, {"chunks": ChunkSizes(8, 16, "cpu"), "position": position}, keep=1)
+    values = json.loads((path / "meta.json").read_text())["meta"]["values"]
+    assert values["chunks"] == {"image": 8, "text": 16, "device": "cpu"}
+    assert values["position"] == {"order": "digest", "streams": 2, "at": {"0": [1, 5], "1": [0, 7, [2, 3], [0, 4]]}}
+    loaded = checkpoint.load(path)
+    assert (loaded.chunks, loaded.position) == (ChunkSizes(8, 16, "cpu"), position)
+    older = checkpoint.Saved.of({"step": 4, "chunks": {}, "position": {}})
+    assert (older.chunks, older.position, older.random) == (None, None, [])
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.config.expected import bands_of
 from clipscale.config.presets import group_options, header
 from clipscale.config.setting import flat
-from clipscale.config.train import TrainConfig, check, settled
+from clipscale.config.train import TrainConfig, check, plain, settled
 from clipscale.models.towers import build_model
 from clipscale.models.weights import without_weights
 from clipscale.step.optim import build_optimizer
@@ -57,7 +57,7 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     if scores:
         band = RANGES.get(name) or (accuracy[-1] - 1, accuracy[-1] + 1)
         assert bands["imagenet1k.top1"] == pytest.approx(band)
-    values = dict(flat(json.loads(json.dumps(asdict(config)))))
+    values = dict(flat(json.loads(json.dumps(asdict(config, dict_factory=plain)))))
     assert {key: values[key] for key in recipe} == recipe
 
 

@@ -17,9 +17,10 @@ from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection, selection
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch
+from clipscale.data.loader.position import DataPosition, merge_positions
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.loader.shard_stream import Report, WorkerSpec, open_filler
-from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
 from clipscale.data.sample import RawSample
@@ -91,9 +92,10 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
     return Counter(sample_id(str(path), f"{path.stem}{i:04d}") for path, size in zip(paths, sizes) for i in range(size))
 
 
-def positions(streams: list[TrainStream]) -> dict:
+def positions(streams: list[TrainStream]) -> DataPosition:
     """What a checkpoint would hold."""
-    return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
+    merged = merge_positions([stream.position() for stream in streams])
+    return DataPosition.of(json.loads(json.dumps(merged.record())))
 
 
 class Once:

@@ -25,6 +25,7 @@ from clipscale.config.sections import (
 )
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.position import DataPosition
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import sharded
 from clipscale.distributed.world import World
@@ -148,7 +149,7 @@ def test_ranks_that_see_different_shards_do_not_start(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_peer(world: World, value: Any) -> list[Any]:
-        return [value, value | {"order": "other"} if isinstance(value, dict) and "order" in value else value]
+        return [value, replace(value, order="other") if isinstance(value, DataPosition) else value]
 
     monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):

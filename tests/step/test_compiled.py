@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.kept_graphs import measured_graph
 from clipscale.step.precision import Precision
@@ -56,7 +57,7 @@ def compiled(rank: int, world: int, fails_at: int) -> None:
         required = model.image(pixels).detach()
     state = torch.get_rng_state()
     towers = compile_towers(model, lengths_vary=False)
-    problem = try_compiled(model, towers, (3, 3), 5, Precision.of("fp32", CPU), ALONE)
+    problem = try_compiled(model, towers, ChunkSizes(3, 3, "cpu"), 5, Precision.of("fp32", CPU), ALONE)
     assert ("no compiler here" in problem) is bool(fails_at)
     if not fails_at:
         assert sorted(sizes) == [2, 2, 2, 2, 3, 3, 3, 3], (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.keep import Keep
 from clipscale.common.phases import StepTimer
 from clipscale.common.rng import RandomState
-from clipscale.common.units import parse_memory
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
@@ -50,14 +50,14 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept == [0, 0]
-    assert cache._towers[0].graphs.bytes_each == size
+    assert cache._towers[0].graphs.meter.bytes_each == size
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept[0] == 2
     cache.keep_bytes = size - 1
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
-    assert cache.kept[0] == 0 and cache._towers[0].graphs.bytes_each < size, "another batch, measured anew"
+    assert cache.kept[0] == 0 and cache._towers[0].graphs.meter.bytes_each < size, "another batch, measured anew"
 
 
 def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,9 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     gpu = torch.device("cuda")
     phases = StepTimer(gpu)
     phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == required
-    assert [parse_memory("cache.keep", setting) for setting in ("auto", "none", "2k")] == [None, 0, 2048]
+    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == Keep.at_most(required)
+    keeps = [Keep.measure_first(), Keep.nothing(), Keep.at_most(2048)]
+    assert [Keep.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
 
 
 def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
@@ -137,9 +138,9 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
     for expected in (2, 1):
         calls.clear()
         cache.step(*samples(N))
-        cache.keep_bytes = measured_budget(ALONE, StepTimer(ALONE.device), cache.graph_bytes)
+        cache.keep = measured_budget(ALONE, StepTimer(ALONE.device), cache.graph_bytes)
         assert len(calls) == expected
-    assert 2**20 < cache.keep_bytes < psutil.virtual_memory().total // 2
+    assert 2**20 < cache.keep.bytes < psutil.virtual_memory().total // 2
 
 
 @pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])

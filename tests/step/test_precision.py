@@ -55,7 +55,7 @@ def test_towers_with_batch_normalisation_train(
     state = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])
     means = [value for name, value in state.model.items() if name.endswith("running_mean")]
     assert any(bool(mean.any()) for mean in means) == moves
-    assert state.chunks["image"] == (chunk or 12)
+    assert state.chunks and state.chunks.image == (chunk or 12)
 
 
 def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, tmp_path: Path) -> None:

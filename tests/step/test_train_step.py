@@ -25,7 +25,7 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
 ) -> None:
     """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
     agreement = Agreement(AsyncReduction(torch.tensor(message)))
-    assert (agreement.text_chunks, agreement.save) == (chunks, save)
+    assert (agreement.num_text_chunks, agreement.save) == (chunks, save)
 
 
 def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:

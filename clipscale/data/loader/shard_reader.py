@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
-from typing import Any, NamedTuple
 
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
 from clipscale.data.sample import RawSample
@@ -48,20 +47,6 @@ class OrderedShards:
         total = sum(order.weights)
         windows = [max(1, round(self.window * (weight / total))) for weight in order.weights]
         return [replace(self, order=order.within(source), window=window) for source, window in enumerate(windows)]
-
-
-class StreamPosition(NamedTuple):
-    """How far a shard stream has been read."""
-
-    epoch: int
-    # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
-    samples: int
-    # With data.weights: the epoch and the samples read of each source.
-    sources: Sequence[tuple[int, int]] = ()
-
-    def record(self) -> list[Any]:
-        """The position in a checkpoint."""
-        return [self.epoch, self.samples, *self.sources]
 
 
 class WindowCursor:

@@ -15,7 +15,8 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
+from clipscale.data.loader.position import StreamPosition
+from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.sentences import part_of
@@ -84,7 +85,7 @@ class ShardStream:
     @property
     def position(self) -> StreamPosition:
         """The position after the samples taken so far."""
-        of_sources = [(reader.epoch, reader.index) for reader in self._readers]
+        of_sources = tuple((reader.epoch, reader.index) for reader in self._readers)
         if isinstance(self._spec.shards.order, WeightedSources):
             return StreamPosition(0, self._used, of_sources)
         return StreamPosition(*of_sources[0])

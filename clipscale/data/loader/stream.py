@@ -24,7 +24,8 @@ from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
 from clipscale.data.loader.memory import stated_memory
-from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
+from clipscale.data.loader.position import DataPosition, StreamPosition
+from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
@@ -155,20 +156,16 @@ class TrainStream:
         """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
         self._given_back = True
 
-    def position(self) -> Record:
+    def position(self) -> DataPosition:
         """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
-        `at`: stream -> `StreamPosition.record`. Two ranks that read the same stream have the same position of it.
         Raises the `failure` if the positions are unknown because of it.
         """
         at = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
         if self.failure and len(at) < self._streams:
             raise self.failure
-        return {
-            "order": self._shards.fingerprint,
-            "streams": self._shards.order.num_streams,
-            "at": {str(stream): at[stream].record() for stream in sorted(at)},
-        }
+        by_stream = {stream: at[stream] for stream in sorted(at)}
+        return DataPosition(self._shards.fingerprint, self._shards.order.num_streams, by_stream)
 
     def close(self) -> None:
         """End the workers and release the memory."""
@@ -233,7 +230,7 @@ def ordered_shards(
     config: DataConfig,
     share: BatchShare,
     seed: int,
-    position: Record | None = None,
+    position: DataPosition | None = None,
     on_main: OnMain = call,
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
 ) -> OrderedShards:
@@ -243,7 +240,7 @@ def ordered_shards(
     the batches of all the run's stages. Raises UserError.
     """
     urls, source_of = list_shards(config, on_main)
-    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, on_main)
+    order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_main)
     if config.shard_streams is None and (num_streams := largest_divisor(order.num_streams)) < order.num_streams:
         order = build_order(config, urls, source_of, share, seed, num_streams, on_main)
     subset = subset_of(config)
@@ -258,11 +255,11 @@ def open_stream(
     tokenizer: Callable[[list[str]], Any],
     shards: OrderedShards,
     *,
-    position: Record | None = None,
+    position: DataPosition | None = None,
     gpu: bool = False,
     free: int | None = None,
 ) -> TrainStream:
-    """The batches of `ordered_shards`, from the start or from `position`, a record of `merge_positions`.
+    """The batches of `ordered_shards`, from the start or from the run's `position`.
 
     `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
     UserError for settings or shards that cannot work.
@@ -303,10 +300,12 @@ def open_stream(
     return stream
 
 
-def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, StreamPosition]:
+def start_positions(
+    shards: OrderedShards, position: DataPosition | None, share: BatchShare
+) -> dict[int, StreamPosition]:
     """The position at which each of this rank's shard streams starts."""
     stream_ids = share.stream_ids(shards.order.num_streams)
-    if position is None or position["order"] != shards.fingerprint:
+    if position is None or position.order != shards.fingerprint:
         if position:
             log.warning(
                 "the shards, batch, data.shuffle, data.order, data.weights, seed, or the samples in the file of "
@@ -314,11 +313,7 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
                 "sample on"
             )
         return {stream: StreamPosition(0, 0) for stream in stream_ids}
-    starts = {}
-    for stream in stream_ids:
-        epoch, samples, *sources = position["at"][str(stream)]
-        starts[stream] = StreamPosition(epoch, samples, sources)
-    return starts
+    return {stream: position.at[stream] for stream in stream_ids}
 
 
 def worker_count(config: DataConfig, num_streams: int) -> int:
@@ -338,14 +333,3 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
         captions=config.captions_per_step,
         negatives=config.negatives_per_step if config.negatives else 0,
     )
-
-
-def merge_positions(records: Sequence[Record]) -> Record:
-    """The run's position, merged from those of all ranks. Raises UserError if ranks read different shards."""
-    first = records[0]
-    if any(record | {"at": {}} != first | {"at": {}} for record in records):
-        raise UserError(
-            "data.train: the processes see different shards; every node must have the same list, the same counts and "
-            "the same clipscale"
-        )
-    return first | {"at": {stream: at for record in records for stream, at in record["at"].items()}}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.distributed import fsdp
@@ -26,7 +27,6 @@ from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_o
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import build_step
-from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED

@@ -9,7 +9,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
-from clipscale.common.units import parse_memory
 from clipscale.config.stages import changed
 from clipscale.config.train import beyond_published
 from clipscale.data.loader.memory import free_memory
@@ -47,7 +46,7 @@ class Prediction:
             self.free = self.usable - self.workspace - self.outside
 
     @cached_property
-    def chunks(self) -> PerTower:
+    def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
         given = [
             ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local * of_sample) else size
@@ -57,25 +56,26 @@ class Prediction:
         ]
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
-            chunks = given[0] or size, given[1] or size
-            memory = StepModel(self.dry_run, self.local, chunks).memory()
+            sizes = given[0] or size, given[1] or size
+            memory = StepModel(self.dry_run, self.local, sizes).memory()
             if all(given) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
-                return chunks
+                return sizes
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        step = StepModel(self.dry_run, batch, self.chunks)
-        keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
-        if keep is None:  # a share of what is free before the step
+        step = StepModel(self.dry_run, batch, self.chunk_sizes)
+        keep = self.config.cache.kept
+        budget = keep.bytes
+        if keep.is_open:  # a share of what is free before the step
             if self.gpu:
                 share = MARGIN["cuda"]
                 free = self.free
             else:
                 share = MARGIN["cpu"]
                 free = (self.config.host_memory or free_memory()) / self.config.gpus
-            keep = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
-        return step.memory(step.kept(keep))
+            budget = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
+        return step.memory(step.kept(budget))
 
     def fits(self, batch: int) -> bool:
         """Whether `batch` samples on each rank fit, with these chunks."""
@@ -95,7 +95,7 @@ class Prediction:
         config = self.config
         dry_run = self.dry_run
         memory = self.memory(self.local)
-        step = StepModel(dry_run, self.local, self.chunks)
+        step = StepModel(dry_run, self.local, self.chunk_sizes)
         host = host_memory(config, dry_run, self.local, memory.highest)
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]

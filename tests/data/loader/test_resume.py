@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.position import merge_positions
+from clipscale.data.loader.stream import TrainStream
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import files
-from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan.dry_run import dry_run
 from clipscale.tools.plan.memory import PHASES, StepMemory, StepModel
@@ -24,7 +23,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
         step = StepModel(run, config.batch // ranks, (chunk, chunk))
-        return step.memory(step.kept(parse_memory("cache.keep", config.cache.keep) or 0))
+        return step.memory(step.kept(config.cache.kept.bytes))
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common import files
-from clipscale.common.units import format_count, parse_memory
+from clipscale.common.units import format_count, parse_count
 from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
 from clipscale.tools.plan.settings import on_machine
@@ -61,7 +61,7 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
     capsys: Cap, monkeypatch: pytest.MonkeyPatch, memory: str, status: int, first: str
 ) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: None)
-    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: parse_memory("host_memory", memory))
+    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: parse_count(memory))
     assert main(["plan", *TINIEST, "batch=64", "cache.chunk=16"]) == status
     out = capsys.readouterr().out
     assert out.startswith(first) and "planned for this machine, without a GPU" in out

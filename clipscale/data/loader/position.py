@@ -1,0 +1,70 @@
+"""How far a run has read its data: the position of each shard stream, and its form in a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypedDict
+
+from clipscale.common.errors import UserError
+
+# `StreamPosition` in a checkpoint: the epoch, the samples, and of each source the epoch and the samples.
+StreamRecord = tuple[int, int, *tuple[Sequence[int], ...]]
+
+
+class StreamPosition(NamedTuple):
+    """How far a shard stream has been read."""
+
+    epoch: int
+    # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
+    samples: int
+    # With data.weights: the epoch and the samples read of each source.
+    sources: tuple[tuple[int, int], ...] = ()
+
+    def record(self) -> StreamRecord:
+        """The position in a checkpoint: `StreamPosition.of` reads it."""
+        return (self.epoch, self.samples, *self.sources)
+
+    @staticmethod
+    def of(record: StreamRecord) -> "StreamPosition":
+        epoch, samples, *sources = record
+        return StreamPosition(epoch, samples, tuple((source[0], source[1]) for source in sources))
+
+
+class PositionRecord(TypedDict):
+    """`DataPosition` in a checkpoint. `at`: by the number of the stream."""
+
+    order: str
+    streams: int
+    at: dict[str, StreamRecord]
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Where shard streams stand in an order of samples: those of a rank, or of a run."""
+
+    # Digest of what the position refers to; see `OrderedShards.fingerprint`.
+    order: str
+    # Shard streams of the run.
+    streams: int
+    # Each stream's position. Two ranks that read the same stream have the same position of it.
+    at: Mapping[int, StreamPosition] = field(default_factory=dict)
+
+    def record(self) -> PositionRecord:
+        """The position in a checkpoint: `DataPosition.of` reads it."""
+        at = {str(stream): position.record() for stream, position in self.at.items()}
+        return {"order": self.order, "streams": self.streams, "at": at}
+
+    @staticmethod
+    def of(record: PositionRecord) -> "DataPosition":
+        at = {int(stream): StreamPosition.of(values) for stream, values in record["at"].items()}
+        return DataPosition(record["order"], record["streams"], at)
+
+
+def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:
+    """The run's position, merged from those of all ranks. Raises UserError if ranks read different shards."""
+    first = positions[0]
+    if any(replace(position, at={}) != replace(first, at={}) for position in positions):
+        raise UserError(
+            "data.train: the processes see different shards; every node must have the same list, the same counts and "
+            "the same clipscale"
+        )
+    return replace(first, at={stream: at for position in positions for stream, at in position.at.items()})
