@@ -23,7 +23,7 @@ from clipscale.common.errors import UserError
 TABLES = ("table1", "table2", "table4", "figure4", "figure1", "dpr", "discrepancy")
 MISSING = {
     "table3": "the accuracies of Inf-CL's table 3 take its trainings: clipscale train -m experiment=infcl-vit-b16-lit "
-    "batch=64k,256k,1024k, with the sets of eval.suite=infcl-table3",
+    "model=lit-b16-bert batch=64k,256k,1024k, with the sets of eval.suite=infcl-table3",
     "figure2": "Inf-CL's figures 2 and 3 are drawings of the method",
     "figure3": "Inf-CL's figures 2 and 3 are drawings of the method",
     "figure5": "the accuracies of Inf-CL's figure 5 take its trainings: clipscale train -m "

@@ -180,7 +180,7 @@ def architecture(config: ModelConfig) -> Record:
         _check_patches(config.image_size, description["vision_cfg"])
         description["vision_cfg"]["image_size"] = config.image_size
     if config.context_length:
-        if "hf_model_name" in description["text_cfg"]:
+        if description["text_cfg"].get("hf_model_name"):
             raise UserError(f"model.context_length={config.context_length}: a text tower of transformers has its own")
         description["text_cfg"]["context_length"] = config.context_length
     for part, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
@@ -215,7 +215,7 @@ def check_encoders(encoders: CustomTextCLIP, description: Record) -> None:
     vision, text = description["vision_cfg"], description["text_cfg"]
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
-    of_others = "timm_model_name" in vision, "hf_model_name" in text
+    of_others = "timm_model_name" in vision, bool(text.get("hf_model_name"))
     for name, tower, inputs, skipped in zip(TOWERS, (encoders.visual, encoders.text), (pixels, tokens), of_others):
         if not skipped:
             with library(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):

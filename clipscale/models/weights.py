@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 # After `::`, the moving average of a run.
 AVERAGE = "ema"
 POSITIONS = ("positional_embedding", "pos_embed")
+# Names of BERT's first release, which its files still have.
+OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 # Weights that may be missing from or left over in a tower of another task: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
@@ -129,6 +131,8 @@ def converted(state: Weights, encoders: CustomTextCLIP, source: Source, part: st
     Raises UserError for weights that none of the model's names has.
     """
     ours = encoders.state_dict()
+    for older, name in OLDER.items():
+        state = {each.replace(older, name): value for each, value in state.items()}
     found = matched(state.keys(), namings(ours, part), source.setting)
     if found.wrappers or found.beside:
         taken_off = f" without {listed(found.wrappers)}" if found.wrappers else ""
