@@ -30,7 +30,7 @@ from clipscale.start.build import build_step
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, rounded, without_memory
 
 CPU = torch.device("cpu")
 # How many of the identical blocks are run.
@@ -289,16 +289,38 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def update_peak(step: TrainStep, tracker: MemoryTracker) -> int:
-    """Peak of an update beyond what is live before it, in a step that has made its optimizer's state."""
+def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of which an update has to be seen, and how many others are alike.
+
+    What an optimizer updates one by one takes no more memory for several of a shape.
+    """
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        at_once = group.get("foreach") or group.get("fused")
+        for p in group["params"]:
+            alike.setdefault(id(p) if at_once else (number, p.shape, p.dtype), []).append(p)
+    return [(ones[0], len(ones) - 1) for ones in alike.values()]
+
+
+def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
+    """Peak of an update beyond what is live before it, in a step that has made its optimizer's state; and the state of
+    the parameters that were left out."""
+    updated = one_of_each(step.optimizer)
     for _ in range(2):  # the first makes the state
         tracker.take_peak()
-        for p in step.trainable_parameters:
+        for p, _others in updated:
             p.grad = torch.empty_like(p)
         step.update(step.gradient_norm())
     peak = tracker.take_peak() - tracker.live
     step.optimizer.zero_grad()
-    return peak
+    state = step.optimizer.state
+    left_out = sum(
+        others * rounded(x.untyped_storage().nbytes())
+        for p, others in updated
+        for x in state[p].values()
+        if isinstance(x, Tensor)
+    )
+    return peak, left_out
 
 
 def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
@@ -307,10 +329,10 @@ def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
 
 def state_memory(step: TrainStep, tracker: MemoryTracker, before: int) -> StateMemory:
     """Of a rank that is alone. `before`: live bytes before the step was built. Makes the optimizer's state."""
-    update = update_peak(step, tracker)
+    update, left_out = update_memory(step, tracker)
     gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in towers_of(step)]
     return StateMemory(
-        state=tracker.live - before,
+        state=tracker.live - before + left_out,
         update=update,
         gradients=gradients,
         summed=gradients,

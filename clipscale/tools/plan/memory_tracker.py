@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._storages:
             self._storages.add(storage)
-            size = -(-storage.nbytes() // ROUND) * ROUND
+            size = rounded(storage.nbytes())
             weakref.finalize(storage, self._forget, size)
             self.live += size
             self.peak = max(self.peak, self.live)
@@ -68,6 +68,11 @@ class MemoryTracker(TorchDispatchMode):
         peak = self.peak
         self.peak = self.live
         return peak
+
+
+def rounded(size: int) -> int:
+    """The bytes that a GPU's allocator takes for a storage."""
+    return -(-size // ROUND) * ROUND
 
 
 @contextmanager

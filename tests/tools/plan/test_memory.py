@@ -107,3 +107,22 @@ def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass() -> None:
     )
     assert checkpointed.peak["replay image"] < plain.peak["replay image"]
     assert checkpointed.peak["encode image"] == plain.peak["encode image"]
+
+
+@pytest.mark.parametrize(
+    "name", ["adafactorbv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "lamb"))]
+)
+def test_an_update_of_one_parameter_of_each_shape_tells_what_all_take(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Exactly: state and peak."""
+    config = settings(optim__name=name, optim__clip_norm=1.0, model__architecture__vision_cfg__layers=3)
+    with dry_run(config, 1, 90) as run:
+        few = run.memory
+    monkeypatch.setattr(
+        "clipscale.tools.plan.dry_run.one_of_each",
+        lambda optimizer: [(p, 0) for group in optimizer.param_groups for p in group["params"]],
+    )
+    with dry_run(config, 1, 90) as run:
+        assert (few.state, few.update) == (run.memory.state, run.memory.update)
+        assert few.state > 2 * few.gradients[0]
