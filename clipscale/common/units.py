@@ -7,13 +7,14 @@ from difflib import get_close_matches
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import NewType
 
-# The type of a setting that is a number of bytes: `parse_bytes`.
-Bytes = NewType("Bytes", int)
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "b": 10**9}
 # Units of a number with decimals.
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+class Bytes(int):
+    """The type of a setting that is a number of bytes, which are typed as `parse_bytes` reads them."""
 
 
 def run_folder(name: str) -> Path:
