@@ -30,6 +30,7 @@ def lay(folder: Path) -> None:
     from tests.conftest import TINY
     from tests.data.files import picture
     from tests.eval.sets import classification_set, retrieval_set
+    from tests.support.bert import save_bert
 
     data, models = folder / "data", folder / "models"
     (data / "pictures").mkdir(parents=True)
@@ -51,6 +52,7 @@ def lay(folder: Path) -> None:
         run = f"run={folder}/{loss}"
         assert main(["train", *TINY, f"loss={loss}", f"data={data}/mine", run]) == 0
         assert main(["export", run, f"format={form}", f"out={models}/{name}"]) == 0
+    save_bert(models / "bert-base-uncased")
     with torch.device("meta"):
         b16 = open_clip.model.CLIP(**open_clip.get_model_config("ViT-B-16")).state_dict()
         towers = {"vit_base_patch16_224": timm.create_model("vit_base_patch16_224").state_dict()}
