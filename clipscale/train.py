@@ -85,8 +85,9 @@ class Run:
         results: Record = {}
         every = self.begun.every
         folder = self.begun.folder
+        parts = self.stream, self.begun.saver
         self.stream.while_waiting(self.stop.check_alone)
-        with self.stop, closing(self.stream, self.begun.saver, self.begun.records), saving_what_is_done(self):
+        with closing(self.begun.records), self.stop, closing(*parts), saving_what_is_done(self):
             if self.step == 0 < self.total and self.begun.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
@@ -151,7 +152,6 @@ class Run:
         evaluation = self.begun.evaluation
         records = self.begun.records
         records.finish()
-        self.stop.restart()
         average = trainer.average if evaluation.of_average else None
         with average.swapped_in() if average else nullcontext(), no_compilation(self.begun.parts.is_compiled):
             results = evaluate(
@@ -160,7 +160,8 @@ class Run:
                 self.world,
                 autocast=trainer.precision.autocast,
                 file=ResultsFile(self.begun.folder, self.step, evaluation.facts),
-                before_batch=self.stop.check,
+                before_batch=self.stop.vote_and_check,
+                while_waiting=self.stop.check_alone,
                 progress=records.progress,
             )
         reshard(trainer.model)

@@ -6,9 +6,9 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import RawIOBase
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -138,8 +138,8 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
         if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
             raise ValueError(f"size or checksum of {name} differs")
 
-    with reading(path), ThreadPoolExecutor(cores()) as threads:
-        list(threads.map(check, list(meta["files"])[rank::world]))
+    with reading(path), ThreadPool(cores()) as threads:  # a signal leaves it at once, also where a disk is silent
+        threads.map(check, list(meta["files"])[rank::world])
 
 
 # ---- loading ----

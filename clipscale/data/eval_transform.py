@@ -4,10 +4,10 @@ C = 3: channels, S: side of the model's input in pixels.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
+from multiprocessing.pool import MapResult, ThreadPool
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,8 +49,11 @@ class EvalTransform:
         return Compose([step for step in whole.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
-def ahead(pool: Executor, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, list[R]]]:
-    """Each batch with what `work` returns for its items. The pool works on the next batch meanwhile."""
-    begun: Iterator[Any] = ((batch, pool.map(work, batch)) for batch in batches)
+def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[list[R]]]]:
+    """Each batch with the results of `work` for its items, to be waited for. Meanwhile the pool works on the next one.
+
+    Whoever leaves the pool waits for none of its threads, of which one may read from a storage that is silent.
+    """
+    begun: Iterator[Any] = ((batch, pool.map_async(work, batch, chunksize=1)) for batch in batches)
     for (batch, results), _ in pairwise(chain(begun, [None])):
-        yield batch, list(results)
+        yield batch, results

@@ -9,16 +9,17 @@ N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.pool import MapResult, ThreadPool
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.common.errors import UserError
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
@@ -26,6 +27,10 @@ from clipscale.eval import zero_shot
 from clipscale.loss.exchange import Communicator
 from clipscale.models.towers import ClipModel
 
+T = TypeVar("T")
+
+# Seconds between two calls of `Encoder.while_waiting`.
+SLICE_S = 0.25
 # Rank of a query without an answer, a miss at every k; and of an image that is left out.
 MISSED = torch.iinfo(torch.int64).max
 
@@ -56,7 +61,10 @@ class Encoder:
     autocast: Callable[[], AbstractContextManager[Any]]
     batch: int
     threads: int
+    # Called equally often on every rank; what it raises ends the evaluation.
     before_batch: Callable[[], None] = lambda: None
+    # Called a few times a second while this rank waits for pictures; what it raises ends the evaluation.
+    while_waiting: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""
@@ -64,6 +72,8 @@ class Encoder:
     sizes: Sequence[int] = ()
     # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)
+    # The error that has ended a wait of this rank, which the other ranks do not know of yet.
+    failure: UserError | None = None
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
         """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
@@ -132,9 +142,10 @@ class Encoder:
 
         reasons: Counter[str] = Counter()
         batches = spans(count, self.batch, self.world)
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPool(self.threads) as pool:
             counted = self.counted(batches, f"{label}'s pictures")
-            for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):
+            for span, (_, pending) in zip(counted, ahead(pool, pixels_of, batches)):
+                decoded = self.waited_for(pending, [(blank, "")] * len(span))
                 self.before_batch()
                 reasons.update(reason for _, reason in decoded if reason)
                 usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
@@ -142,4 +153,26 @@ class Encoder:
                 with self.autocast():
                     features = self.model.image(torch.from_numpy(pixels).to(self.world.device))
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
+        self.world.on_all(self.check)
         self.broken = sum(self.world.all_gather_object(reasons), Counter())
+
+    def waited_for(self, pending: MapResult[list[T]], substitutes: list[T]) -> list[T]:
+        """The results, waited for in slices.
+
+        Of several ranks one that ends its wait goes on with substitutes: to the next `before_batch` that ends the
+        evaluation on all ranks, or to its end, where they learn of the failure.
+        """
+        while not (self.failure or pending.ready()):
+            pending.wait(SLICE_S)
+            try:
+                self.while_waiting()
+            except UserError as error:
+                if self.world.size == 1:
+                    raise
+                self.failure = error
+        return substitutes if self.failure else pending.get()
+
+    def check(self) -> None:
+        """Raise the `failure`, if there is one."""
+        if self.failure:
+            raise self.failure

@@ -77,6 +77,7 @@ def evaluate(
     *,
     file: ResultsFile | None = None,
     before_batch: Callable[[], None] = lambda: None,
+    while_waiting: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
@@ -85,8 +86,8 @@ def evaluate(
     captions. The metric `broken` counts the others, as in training, and the file has their reasons.
     Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
     weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
-    `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
-    total)` is called after each batch.
+    `before_batch()` is called equally often on every rank, `while_waiting()` a few times a second on a rank that waits
+    for pictures; what they raise ends the evaluation. `progress(what, done, total)` is called after each batch.
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
     """
@@ -97,6 +98,7 @@ def evaluate(
         evaluation.batch,
         threads=min(8, cores_of_rank()),
         before_batch=before_batch,
+        while_waiting=while_waiting,
         progress=progress,
         objective=evaluation.objective,
         sizes=evaluation.sizes,

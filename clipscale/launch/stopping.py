@@ -83,6 +83,15 @@ def check_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def stopped_before(error: BaseException | None) -> StoppedError | None:
+    """What a run has raised that had stopped and was saved, and was then interrupted by `error` while it closed."""
+    while error:
+        if isinstance(error, StoppedError):
+            return error
+        error = error.__context__
+    return None
+
+
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], heard: Callable[[int], None]) -> Iterator[None]:
     """Handle Ctrl-C and WARNINGS by `handler`, in the main thread, where it runs Python. SIGHUP stays ignored where it
@@ -137,11 +146,13 @@ class AtOnce:
         self._handled = _handled(self._leave, self._watch)
         self._handled.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._left.set()
         self._handled.__exit__(None, None, None)
-        if self._number and kind:  # perhaps another: a library's, or of a rank that has lost one that ended before it
-            raise StoppedError(self._line(), self._number) from None
+        if self._number and error:  # perhaps another: a library's, or of a rank that has lost one that ended before it
+            raise stopped_before(error) or StoppedError(self._line(), self._number) from None
 
     def _line(self) -> str:
         return stopped(self._number) + self._said
@@ -218,10 +229,11 @@ class Stop:
         if self.number:
             raise SignalError(self.number)
 
-    def restart(self) -> None:
-        """Vote at the next calls, whose work may take longer. Every rank calls it at the same place."""
+    def vote_and_check(self) -> None:
+        """`check` with a vote at each call, for work that is long: the batches of an evaluation."""
         self._calls = 0
         self._left = 1
+        self.check()
 
     def _vote(self) -> int:
         """The highest number of all ranks' signals at the last vote. Begins the next, which also sets when it ends."""

@@ -127,9 +127,9 @@ class MetricLog:
     def close(self) -> None:
         """Flush and close every sink."""
         self._print_last()
-        self._sinks.close()
         self._append("")
         self._file.close()
+        self._sinks.close()  # last: it may wait for a server
 
     def _print_last(self) -> None:
         """Print the line of the last step, if it is not printed yet."""

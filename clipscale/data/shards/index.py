@@ -10,11 +10,12 @@ import sqlite3
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import starmap
 from multiprocessing import get_context
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,7 +153,7 @@ def _states(paths: Sequence[str]) -> list[ObjectState | None]:
     """
     size = -(-len(paths) // THREADS) or 1
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPool(THREADS) as pool:  # a signal leaves it at once, also where a file system is silent
         return [state for states in pool.map(lambda part: [*map(_state, part)], slices) for state in states]
 
 

@@ -4,9 +4,9 @@ n: samples of a group, K: the two features of a sample, D: feature width, C: cha
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,10 @@ class FeatureEncoder:
 
     def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
         """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPool(THREADS) as pool:
             for group, pictures in ahead(pool, self.pixels, batches(raws, batch)):
                 captions = [self.caption(raw) for raw in group]
-                images = self.encode(self.model.image, lambda x: torch.from_numpy(np.stack(x)), pictures)
+                images = self.encode(self.model.image, lambda x: torch.from_numpy(np.stack(x)), pictures.get())
                 texts = self.encode(self.model.text, self.model.tokenizer, captions)
                 yield Group(group, captions, np.stack([images, texts], 1).astype(dtype))
 
