@@ -49,7 +49,7 @@ class EvalTransform:
         return Compose([step for step in whole.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
-def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[list[R]]]]:
+def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[R]]]:
     """Each batch with the results of `work` for its items, to be waited for. Meanwhile the pool works on the next one.
 
     Whoever leaves the pool waits for none of its threads, of which one may read from a storage that is silent.

@@ -156,7 +156,7 @@ class Encoder:
         self.world.on_all(self.check)
         self.broken = sum(self.world.all_gather_object(reasons), Counter())
 
-    def waited_for(self, pending: MapResult[list[T]], substitutes: list[T]) -> list[T]:
+    def waited_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
         """The results, waited for in slices.
 
         Of several ranks one that ends its wait goes on with substitutes: to the next `before_batch` that ends the
