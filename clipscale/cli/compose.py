@@ -266,10 +266,6 @@ def demo_folder() -> str:
     return str(user_folder())
 
 
-# Around a value: a second equals sign, and the quotes of a word processor.
-MISPLACED = "= \u201c\u201d\u2018\u2019"
-
-
 with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the OmegaConf after 2.4 will change
     OmegaConf.register_new_resolver("demo", demo_folder, replace=True)
     OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
@@ -287,7 +283,7 @@ def explained(error: Exception) -> UserError:
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
-        better = value.strip(MISPLACED)
+        better = value.strip("= ")
         remedy = f"write {key}={better}" if better != value else "close its brackets, or put its texts"
         text = f"{error.override}: cannot be read; {remedy}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):

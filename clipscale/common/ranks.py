@@ -6,18 +6,18 @@ from clipscale.common.errors import UserError
 
 
 def number(name: str, default: int) -> int:
-    """The whole number, of at most nine digits, in an environment variable. Raises UserError for any other text."""
+    """The whole number in an environment variable. Raises UserError for any other text."""
     text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+    if not text.isdecimal():
         raise UserError(f"{name}={text!r} of the environment is no number; unset it, or start with torchrun")
     return int(text)
 
 
 def check() -> None:
     """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *restarts):
         number(name, 0)
-    number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 0)
     problem = ""
     if not under_launcher():
         problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""

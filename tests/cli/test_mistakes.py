@@ -123,13 +123,8 @@ def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, m
 
 @pytest.mark.parametrize(
     "variables",
-    [
-        "RANK=1", "RANK=3 WORLD_SIZE=1", "RANK=0 WORLD_SIZE=8", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0",
-        "RANK=x", "WORLD_SIZE=-2 RANK=0", "LOCAL_RANK=1.5", "LOCAL_WORLD_SIZE=", "TORCHELASTIC_RESTART_COUNT=",
-        "SLURM_RESTART_COUNT=", "SLURM_RESTART_COUNT=none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=a",
-        "WORLD_SIZE=99999999999999999999 RANK=0 MASTER_ADDR=a MASTER_PORT=29500",
-    ],
-)  # fmt: skip
+    ["RANK=1", "RANK=3 WORLD_SIZE=1", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0", "LOCAL_RANK=x"],
+)
 def test_variables_of_no_launcher_are_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

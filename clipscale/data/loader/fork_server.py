@@ -1,15 +1,12 @@
 """The server that forks data workers. Imports nothing heavy, so that it starts while the rest of a run imports."""
 
 import multiprocessing
-import tempfile
 from multiprocessing import forkserver
 
 from clipscale.common.signals import blocked
 
 # The server imports these once for all workers: torch for resizing, and open_clip's tokenizers.
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
-# Most characters of TMPDIR: a socket's path has at most 107, and multiprocessing's names take 32.
-LONGEST = 74
 
 
 def warm_up() -> None:
@@ -18,7 +15,5 @@ def warm_up() -> None:
     Workers are not forked from the training process: its CUDA and process-group threads do not survive a fork.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    if len(tempfile.gettempdir()) > LONGEST:
-        tempfile.tempdir = "/tmp"
     with blocked():  # workers inherit the blocked signals
         forkserver.ensure_running()
