@@ -21,7 +21,7 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.launch.early_end import closing, saving_what_is_done
-from clipscale.launch.run_lock import RunLock
+from clipscale.launch.run_lock import RunLock, folder_was_removed
 from clipscale.launch.stopping import Stop
 from clipscale.log.table import print_results, with_start
 from clipscale.start.begin import Begun, begin
@@ -189,10 +189,7 @@ class Run:
         self.begun.saver.save(saved_now(run, self.trainer, self.stream), last=last or removed)
         self.saved_at = time.monotonic()
         if removed:
-            raise UserError(
-                f"run={self.begun.folder}: its folder was removed while it trained, with its records; a new one holds "
-                f"step {self.step}: go on with resume=auto"
-            )
+            raise folder_was_removed(self.begun.folder, self.step)
 
     def save_at_once(self) -> None:
         """Save the completed steps, wait until the checkpoint is complete, and a minute for its copy."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.checkpoints import RESULT, Best, check_own, checkpoints_of, step_of
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_bytes, unused
+from clipscale.common.units import unused
+from clipscale.own_machine.records import read_or_set_aside
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +63,6 @@ def make_folder(run_dir: Path) -> None:
         raise UserError(f"run={run_dir} cannot be written ({error.strerror}); choose another run=PATH") from error
 
 
-def check_room(run_dir: Path, size: int) -> None:
-    """Raise UserError where the disk has no room for two checkpoints of `size` bytes: the newest stays while the next
-    is written. For a run that has a checkpoint already, room for one is enough."""
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < (size if checkpoints_of(run_dir) else 2 * size):
-        raise UserError(
-            f"run={run_dir}: its disk has {format_bytes(free)} free; a checkpoint takes {format_bytes(size)}, and the "
-            "first one needs room for two; make room, or choose another run=PATH"
-        )
-
-
 def remove_temporary(run_dir: Path) -> None:
     """Remove what a killed run has left unfinished. The caller holds the run's lock."""
     for folder in (run_dir, run_dir / "checkpoints", run_dir / "eval"):
@@ -115,7 +104,7 @@ def set_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> N
     """
     if begins_elsewhere:
         set_records_aside(run_dir)
-    files.read_or_set_aside(run_dir / RESULT, files.read_record)
+    read_or_set_aside(run_dir / RESULT, files.read_record)
     (run_dir / RESULT).unlink(missing_ok=True)
     if step:
         set_later_aside(run_dir, step)

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META
-from clipscale.common.errors import UserError, explained, library, one_line
+from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
+from clipscale.own_machine.limits import explained
 
 FORMAT = 1
 SEPARATOR = "/"

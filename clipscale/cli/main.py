@@ -10,11 +10,13 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LoaderError, StoppedError, UserError, explained
+from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.common.hardware import prepare_torch
-from clipscale.common.terminal import clear, doing, main_rank, outlive_output, prepare, report, say
+from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
+from clipscale.own_machine.limits import explained
+from clipscale.own_machine.output import outlive_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")

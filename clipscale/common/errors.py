@@ -1,15 +1,12 @@
 """Exceptions whose message is all that the user sees."""
 
-import errno
-import os
 import re
-import shutil
 import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Self, TypeVar
+from typing import Self
 
 from clipscale.common.terminal import printable
 
@@ -50,28 +47,6 @@ class LoaderError(DataError):
     """A data worker has died or is silent, or the storage is out of reach. The command line exits with status 1: the
     same command may succeed later.
     """
-
-
-# Words of torch, the system, Python and the loader of libraries where a limit on memory or threads is reached.
-NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
-E = TypeVar("E", bound=BaseException)
-# Linux's folder for shared memory, and the free bytes that suffice there.
-SEMAPHORES = "/dev/shm"
-LEAST_SHARED = 2**16
-
-
-def explained(error: E) -> "E | UserError":
-    """The error, or a UserError if a limit of the machine caused it: on memory or threads, or shared memory, whose
-    folder the system's message does not name."""
-    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
-        return UserError(f"no memory is left ({one_line(error)}); raise the limit (ulimit -v, -u, the container's)")
-    problem = "" if os.access(SEMAPHORES, os.W_OK) else "cannot be written"
-    if not problem and getattr(error, "errno", 0) == errno.ENOSPC and shutil.disk_usage(SEMAPHORES).free < LEAST_SHARED:
-        problem = "is full"
-    if not problem or not isinstance(error, OSError):
-        return error
-    remedy = "mount it, or a larger one (docker run --ipc=host)"
-    return UserError(f"{SEMAPHORES} {problem}, and processes share memory there ({error}); {remedy}")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -146,19 +146,3 @@ def settings_of_run(folder: Path) -> Record:
     path = folder / "config.yaml"
     with reported("the run's", path, "start the run again, which sets it aside, or move it away"):
         return read_record(path)
-
-
-def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
-    """`read(path)`; None if the file is damaged, which is renamed and reported."""
-    try:
-        return read(path)
-    except DAMAGED as error:
-        set_file_aside(path, reason_of(error))
-        return None
-
-
-def set_file_aside(path: Path, reason: str) -> None:
-    """Rename a damaged record; its run continues without it."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
-    path.rename(aside)
-    log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)

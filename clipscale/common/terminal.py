@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 # Characters of a printed error or warning; the rest of it is left out.
@@ -162,24 +162,3 @@ def prepare() -> None:
         setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-class _Lasting(io.FileIO):
-    """stdout or stderr that drops output, and raises nothing, when the disk is full or the reader is gone."""
-
-    def write(self, data: Any) -> int:
-        with suppress(OSError):
-            super().write(data)
-        return len(data)
-
-
-def outlive_output() -> None:
-    """From here on nothing that this process prints ends it: a run is worth more than its output."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else it was replaced already, or by a test
-            with suppress(OSError):
-                stream.flush()
-            raw: Any = _Lasting(stream.fileno(), "w", closefd=False)
-            lasting = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)
-            setattr(sys, name, lasting)

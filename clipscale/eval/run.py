@@ -23,6 +23,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
+from clipscale.own_machine.records import read_or_set_aside
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ResultsFile:
     def record(self) -> Record:
         """What the file holds; no results where there is none."""
         empty: Record = {"step": self.step, "results": {}, "measured": {}}
-        return empty | (files.read_or_set_aside(self.path, files.read_record) or {})
+        return empty | (read_or_set_aside(self.path, files.read_record) or {})
 
     def add(self, label: str, metrics: Metrics, measured: Record) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""

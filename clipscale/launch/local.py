@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import StoppedError, UserError, explained, one_line
+from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
@@ -27,6 +27,8 @@ from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.stopping import AtOnce, check_interrupted, stopped
 from clipscale.log.sinks import wandb_module
+from clipscale.own_machine.limits import explained
+from clipscale.own_machine.output import outlive_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -206,7 +208,7 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
     """The main function of a process that `start` starts. It writes its failure to the folder."""
     end_with_the_launcher()
     terminal.prepare()
-    terminal.outlive_output()
+    outlive_output()
     terminal.doing("loading torch")
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # while this process imports what training needs

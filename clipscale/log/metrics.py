@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections import deque
-from io import FileIO
 from pathlib import Path
 
 import yaml
@@ -20,6 +19,7 @@ from clipscale.log.records import Record, whole_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
+from clipscale.own_machine.records import LastingLines, set_file_aside, set_folders_aside
 
 # Seconds between console lines, at least.
 PAUSE_S = 10.0
@@ -44,41 +44,35 @@ def open_log(
     is_training = total is None or resume_step < total
     path = run_dir / "metrics.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "env.json", "config.yaml"):
-        if (run_dir / name).is_dir():
-            files.set_file_aside(run_dir / name, "a folder")
+    set_folders_aside(run_dir / name for name in ("metrics.jsonl", "env.json", "config.yaml"))
     records, damaged = whole_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:
-        files.set_file_aside(path, f"{damaged} of its lines")
+        set_file_aside(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
         files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
     if is_training or not (run_dir / "config.yaml").exists():
         files.write_text(run_dir / "config.yaml", settings)
     sinks = open_sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
-    return MetricLog(path.open("ab", buffering=0), sinks, every=every, total=total)  # unbuffered: a kill loses no line
+    return MetricLog(LastingLines(path.open("ab", buffering=0)), sinks, every=every, total=total)
 
 
 class MetricLog:
-    """The log of one run, on rank 0: `metrics.jsonl`, console and sinks. `open_log` opens it.
+    """The log of one run, on rank 0: `metrics.jsonl`, console and sinks. `open_log` opens it."""
 
-    A full disk under `metrics.jsonl` prints a warning, and its lines wait in memory.
-    """
-
-    def __init__(self, file: FileIO, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
-        """`file`: lines are appended to it. `every`: steps between console lines. `total`: steps of the run."""
+    def __init__(self, lines: LastingLines, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
+        """`lines`: `metrics.jsonl`. `every`: steps between console lines. `total`: steps of the run."""
         self.every = every
         self.total = total
         self.progress = Progress()
-        self._file = file
+        self._lines = lines
         self._sinks = sinks
         self._unprinted = ""
         self._printed_at = 0.0
         self._recent: deque[Record] = deque(maxlen=WINDOW)
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._warned: set[str] = set()
-        self._unwritten = bytearray()
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
@@ -86,7 +80,7 @@ class MetricLog:
         JSON knows no NaN and no infinity: the file has null for them.
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._append(json.dumps(finite) + "\n")
+        self._lines.append(json.dumps(finite) + "\n")
         now = time.monotonic()
         left = None
         if self.total and self._times:
@@ -106,16 +100,6 @@ class MetricLog:
             self._warned |= warnings.keys()
         self._sinks.write(record["step"], record)
 
-    def _append(self, line: str) -> None:
-        """Append to `metrics.jsonl`. Lines that a full disk refuses are kept, and written with the next one."""
-        self._unwritten += line.encode()
-        try:
-            del self._unwritten[: self._file.write(self._unwritten)]
-        except OSError as error:
-            if "disk" not in self._warned:
-                self._warned.add("disk")
-                tell(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
-
     def eval(self, step: int, results: Results) -> None:
         """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
         self._print_last()
@@ -127,8 +111,7 @@ class MetricLog:
     def close(self) -> None:
         """Flush and close every sink."""
         self._print_last()
-        self._append("")
-        self._file.close()
+        self._lines.close()
         self._sinks.close()  # last: it may wait for a server
 
     def _print_last(self) -> None:

@@ -4,13 +4,13 @@ import math
 from functools import partial
 
 from clipscale import checkpoint
-from clipscale.common import files
 from clipscale.common.terminal import tell
 from clipscale.config.train import beyond_published, changes_since, crowded, samples_of
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.log.records import rate_of_step
 from clipscale.log.sinks import tell_wandb_mode
+from clipscale.own_machine.records import read_or_set_aside
 from clipscale.start.build import Parts
 from clipscale.start.settle import Start
 from clipscale.step.optim import Schedule
@@ -70,7 +70,7 @@ def tell_position(start: Start, schedule: Schedule) -> None:
 
 def changes_of(start: Start, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = files.read_or_set_aside(start.folder / "config.yaml", partial(changes_since, settings=start.yaml)) or []
+    changes = read_or_set_aside(start.folder / "config.yaml", partial(changes_since, settings=start.yaml)) or []
     before, now = rate_of_step(start.folder, start.step), schedule.lr(start.step - 1)
     if before is not None and start.step > schedule.first and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")

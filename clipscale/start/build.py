@@ -27,6 +27,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, inputs_of
+from clipscale.own_machine.disk import check_room
 from clipscale.start.settle import Start
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
@@ -71,7 +72,7 @@ def build(start: Start, world: World) -> Parts:
             config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, start.stage.first
         )
         if start.step < schedule.end:
-            world.on_main(lambda: checkpoint.check_room(start.folder, least_saved_bytes(config)))
+            world.on_main(lambda: check_room(start.folder, least_saved_bytes(config)))
 
         doing("building the model")
         torch.manual_seed(config.seed)
