@@ -323,14 +323,22 @@ class ModelConfig:
         """`architecture`, or open_clip's for `name`; empty for a name that it does not know."""
         return self.architecture or model_description(self.name)
 
+    def check_parts(self) -> None:
+        """Raise UserError for an `architecture` without one of its parts."""
+        for part in ("embed_dim", "vision_cfg", "text_cfg"):
+            if self.architecture and part not in self.architecture:
+                raise UserError(f"model.architecture lacks {part}; write it like open_clip's model configurations")
+
     @property
     def pixels(self) -> Preprocess:
         """`preprocess` with its defaults. Raises UserError for other words and values."""
         return typed(Preprocess, self.preprocess, "model.preprocess.")
 
     def check(self) -> None:
-        """Raises UserError for another `preprocess`, and for a name that open_clip does not know."""
+        """Raises UserError for another `preprocess`, for half an `architecture`, and for a name that open_clip does not
+        know."""
         _ = self.pixels
+        self.check_parts()
         if self.name and not self.weights and not self.description:
             meant = nearest(self.name, architectures())
             raise UserError(f"model.name={self.name!r} is not an open_clip architecture{meant}")

@@ -160,10 +160,8 @@ def architecture(config: ModelConfig) -> Record:
     Raises UserError for a name that open_clip does not know.
     """
     if config.architecture:
+        config.check_parts()
         description = deepcopy(config.architecture)
-        for part in ("embed_dim", "vision_cfg", "text_cfg"):
-            if part not in description:
-                raise UserError(f"model.architecture lacks {part}; write it like open_clip's model configurations")
     else:
         description = open_clip.get_model_config(config.name.replace("/", "-"))  # a copy
         if description is None:

@@ -64,6 +64,8 @@ def test_memory_is_a_number_of_bytes_in_any_form_that_people_type() -> None:
 
 
 def test_a_dictionary_is_given_whole_or_by_its_keys() -> None:
-    whole = compose.settings("train", ["model.architecture={embed_dim:3,text_cfg:{width:4}}"])
-    by_keys = compose.settings("train", ["model.architecture.embed_dim=3", "model.architecture.text_cfg.width=4"])
-    assert whole.model.architecture == by_keys.model.architecture == {"embed_dim": 3, "text_cfg": {"width": 4}}
+    whole = compose.settings("train", ["model.architecture={embed_dim:3,text_cfg:{width:4},vision_cfg:{}}"])
+    keys = ["embed_dim=3", "text_cfg.width=4", "vision_cfg={}"]
+    by_keys = compose.settings("train", [f"model.architecture.{key}" for key in keys])
+    description = {"embed_dim": 3, "text_cfg": {"width": 4}, "vision_cfg": {}}
+    assert whole.model.architecture == by_keys.model.architecture == description
