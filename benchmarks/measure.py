@@ -178,7 +178,7 @@ def spread(values: Iterable[float]) -> Row:
 
 def machine() -> Row:
     """What the measurements run on."""
-    facts = environment()
+    facts: Row = {**environment()}
     del facts["hostname"]
     facts |= {"command": shlex.join(["python", *sys.argv]), "platform": f"{platform.system()} {platform.machine()}"}
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

@@ -95,6 +95,7 @@ def plant(demo: Path, out: Path) -> tuple[set[str], set[str]]:
     captions = {i: raws[i].members["txt"] for i in range(len(raws))}
     for here, there in itertools.pairwise([*wrong, wrong[0]]):
         captions[here] = raws[there].members["txt"]
+    written: list[dict[str, str | bytes]]
     written = [{"__key__": raw.key, "jpg": raw.members["jpg"], "txt": captions[i]} for i, raw in enumerate(raws)]
     twice = random.sample(sorted(set(captions) - set(wrong)), len(raws) // 10)
     written += [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
+from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import doing, tell
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import reshard
@@ -23,6 +23,7 @@ from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.launch.early_end import closing, saving_what_is_done
 from clipscale.launch.run_lock import RunLock, folder_was_removed
 from clipscale.launch.stopping import Stop
+from clipscale.log.records import StepRecord
 from clipscale.log.table import print_results, with_start
 from clipscale.start.begin import Begun, begin
 from clipscale.start.shared import check_shared
@@ -35,7 +36,7 @@ from clipscale.step.train_step import Agreement
 AFTER_SIGNAL_S = 60.0
 
 
-def train(config: TrainConfig) -> Record:
+def train(config: TrainConfig) -> RunResult:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
 
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
@@ -80,9 +81,9 @@ class Run:
         self.stop = Stop(world)
         self.saved_at = time.monotonic()
 
-    def go(self) -> Record:
+    def go(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
-        results: Record = {}
+        results: Results = {}
         every = self.begun.every
         folder = self.begun.folder
         parts = self.stream, self.begun.saver
@@ -128,8 +129,9 @@ class Run:
             overdue = self.world.is_rank0 and self.begun.every.is_overdue(time.monotonic() - self.saved_at)
             done = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
         self.step, self.loss = number, done.loss  # what fails from here on undoes nothing
-        record = {"step": number, "samples": self.begun.stage.samples_before(number), "batch": self.begun.stage.batch}
-        self.begun.records.add(record | {"lr": lr}, done, trainer.model.logit_scale.exp())
+        stage = self.begun.stage
+        record: StepRecord = {"step": number, "samples": stage.samples_before(number), "batch": stage.batch, "lr": lr}
+        self.begun.records.add(record, done, trainer.model.logit_scale.exp())
         trainer.set_keep_budget(done.phases)
         return done.agreement
 
@@ -146,7 +148,7 @@ class Run:
 
         return call
 
-    def evaluate(self) -> Record:
+    def evaluate(self) -> Results:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
         trainer = self.trainer
         evaluation = self.begun.evaluation

@@ -22,7 +22,7 @@ from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verif
 from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
-from clipscale.common.record import Record
+from clipscale.common.record import RunResult
 from clipscale.common.remote import ANSWER_S, NO_CREDENTIALS, SLOWEST, check_credentials, no_credentials, within
 from clipscale.common.terminal import tell
 
@@ -172,7 +172,7 @@ class Copies:
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
-        self.results: Record | None = None
+        self.results: RunResult | None = None
         self.due: SimpleQueue[bool] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
@@ -181,7 +181,7 @@ class Copies:
         self.due.put(True)
         self.thread.start()
 
-    def close(self, limit: float, results: Record | None = None) -> None:
+    def close(self, limit: float, results: RunResult | None = None) -> None:
         """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it.
 
         `results`: what a complete run returns. The run's folder has them last: without them the same command copies

@@ -11,7 +11,7 @@ from io import RawIOBase
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.hardware import cores
-from clipscale.common.record import Record
 from clipscale.own_machine.limits import explained
 
 FORMAT = 1
@@ -34,12 +33,22 @@ SEPARATOR = "/"
 READ_BYTES = 2**24
 
 
+class Meta(TypedDict):
+    """The content of meta.json."""
+
+    format: int
+    # Size and CRC-32 by the name of the file.
+    files: dict[str, list[int]]
+    # The tree of what is saved, without its tensors.
+    values: dict[str, object]
+
+
 # ---- a state and its parts ----
 
 
-def split_tensors(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, dict[str, Tensor]]:
+def split_tensors(state: Mapping[str, object], prefix: str = "") -> tuple[dict[str, object], dict[str, Tensor]]:
     """A tree of dictionaries without its tensors, and the tensors by their keys. Tensors in lists stay in the tree."""
-    values: Record = {}
+    values: dict[str, object] = {}
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -52,13 +61,13 @@ def split_tensors(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, d
     return values, tensors
 
 
-def merge_tensors(values: Record, tensors: Mapping[str, Tensor]) -> Record:
+def merge_tensors(values: dict[str, object], tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Put the tensors of `split_tensors` back into the tree, in place."""
     for name, tensor in tensors.items():
         *path, last = name.split(SEPARATOR)
         node = values
         for key in path:
-            node = node.setdefault(key, {})
+            node = cast("dict[str, object]", node.setdefault(key, {}))
         node[last] = tensor
     return values
 
@@ -66,10 +75,10 @@ def merge_tensors(values: Record, tensors: Mapping[str, Tensor]) -> Record:
 # ---- meta.json ----
 
 
-def values_text(values: Record) -> str:
+def values_text(values: Mapping[str, object]) -> str:
     """Values as JSON. Byte tensors, the random states, become base64. Raises TypeError for what JSON cannot hold."""
 
-    def encoded(value: Any) -> dict[str, str]:
+    def encoded(value: object) -> dict[str, str]:
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
@@ -85,10 +94,10 @@ def meta_text(values: str, files: Mapping[str, tuple[int, int]]) -> str:
     return f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n'
 
 
-def read_meta(path: Path) -> Record:
+def read_meta(path: Path) -> Meta:
     """What `meta_text` has written: `files` and `values`. Raises UserError."""
 
-    def decoded(node: Record) -> Any:
+    def decoded(node: dict[str, str]) -> object:
         if node.keys() == {"base64"}:
             return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
@@ -98,7 +107,7 @@ def read_meta(path: Path) -> Record:
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
             raise ValueError(f"checksum of {META} differs")
-        meta = json.loads(text, object_hook=decoded)
+        meta: Meta = json.loads(text, object_hook=decoded)
         if meta["format"] != FORMAT:
             raise UserError(f"checkpoint {path} has the format {meta['format']}, this version reads {FORMAT}")
         return meta
@@ -149,7 +158,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
 class Reader(dcp.FileSystemReader):
     """torch's reader, which unpickles from `.metadata` only the classes that describe tensors and files."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Raises UserError."""
         path = Path(self.checkpoint_id)
         with library(f"checkpoint {path} is damaged or not a checkpoint"):
@@ -172,7 +181,7 @@ class MetadataUnpickler(pickle.Unpickler):
         ("pathlib._local", "PosixPath"),  # Python 3.13
     )
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in self.OTHERS:
             return super().find_class(module, name)
@@ -201,7 +210,7 @@ def load(
     if not verified:
         verify(path)
     reader = Reader(path)
-    tensors: Record = {}
+    tensors: dict[str, Tensor] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         keys = name.split(SEPARATOR)
         if entries is None or keys[0] in entries:

@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.terminal import main_rank, say
 from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import ABSENT, MEANT, as_typed, misnamed, removed, typed, within
@@ -220,7 +219,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     return replace(values, model=resolve_architecture(values.model, chosen=chosen))
 
 
-def with_lists(pairs: list[tuple[str, Any]]) -> Record:
+def with_lists(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The fields of settings, with lists in the place of tuples, which OmegaConf 2.4 allows no other value."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
@@ -230,7 +229,7 @@ def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]
     typed_words = {key: value.strip(QUOTES) for key, _, value in (word.partition("=") for word in words)}
     if "experiment" not in typed_words:
         return []
-    values: Record = {}
+    values: dict[str, object] = {}
     for group in ("optim", "loss"):
         for folder in (conf_dir(), Path(config_dir or conf_dir())):
             file = folder / group / f"{typed_words.get(group)}.yaml"

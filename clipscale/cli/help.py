@@ -3,7 +3,6 @@
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
@@ -101,7 +100,7 @@ def describe(declared: Iterable[Setting]) -> None:
     columns((setting.name, shown(setting.default), setting.meaning) for setting in declared)
 
 
-def shown(default: Any) -> str:
+def shown(default: object) -> str:
     """A default as one types it; nothing for none. A single value stands for a list."""
     if isinstance(default, list) and len(default) == 1:
         return as_typed(default[0])

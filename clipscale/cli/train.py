@@ -4,12 +4,13 @@ import os
 import shlex
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import cast
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
 from clipscale.common.checkpoints import RESULT, check_own, check_place, path_of
 from clipscale.common.errors import StoppedError
-from clipscale.common.record import Record
+from clipscale.common.record import RunResult
 from clipscale.common.terminal import doing, main_rank, tell
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
@@ -65,7 +66,7 @@ def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> No
         check_connection(config.model)
 
 
-def finished(config: TrainConfig) -> Record | None:
+def finished(config: TrainConfig) -> RunResult | None:
     """What the run returned, from its folder, if it is complete with these settings; None: there is work to do, or a
     file is damaged, which the start then sets aside."""
     from clipscale.log.table import result_tables
@@ -75,7 +76,7 @@ def finished(config: TrainConfig) -> Record | None:
         return None
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
     with suppress(*files.DAMAGED):
-        result = files.read_record(folder / RESULT)
+        result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
         changes = changes_since(folder / "config.yaml", to_yaml(config))
         changed = any(not change.startswith((*described, *NOT_TRAINED)) for change in changes)
@@ -83,7 +84,7 @@ def finished(config: TrainConfig) -> Record | None:
     return None
 
 
-def main(config: TrainConfig, *, isolated: bool = False) -> Record:
+def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     """Start the run, and say meanwhile whether it fits this machine. torchrun's workers start without a plan.
 
     `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
@@ -117,7 +118,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
 
             if alone:
                 check_free(Path(config.run))
-            return local.run(config, isolated=isolated)
+            return cast(RunResult, local.run(config, isolated=isolated))
     except StoppedError as stopped:
         if not begun(config):
             raise

@@ -1,6 +1,6 @@
-"""The type of plain nested values."""
+"""The types of plain nested values."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 # Values by name, as JSON and YAML hold them.
 Record = dict[str, Any]
@@ -8,3 +8,25 @@ Record = dict[str, Any]
 Metrics = dict[str, float]
 # Metrics by the name of the set.
 Results = dict[str, Metrics]
+
+
+class RunResult(TypedDict):
+    """What a complete run returns, and result.json holds."""
+
+    # The run's folder.
+    run: str
+    # Steps done, and the last one's loss.
+    step: int
+    loss: float
+    # Of the last evaluation.
+    eval: Results
+
+
+class EvalRecord(TypedDict):
+    """The file of an evaluation, eval/step_N.json."""
+
+    # None: of weights without a step.
+    step: int | None
+    results: Results
+    # What each set's results belong to: its images, versions, the precision.
+    measured: dict[str, dict[str, object]]

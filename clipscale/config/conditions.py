@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from clipscale.common.errors import UserError
 
@@ -41,15 +41,15 @@ class Condition:
         """Whether it is about a field of the json."""
         return self.name not in (SAMPLE, CAPTION, *SIZES)
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Texts are compared without regard to case. Raises ValueError, TypeError or OverflowError where the value is
         no number and one is needed."""
         if self.sign in _COMPARE:
-            return _COMPARE[self.sign](float(value), float(self.values[0]))
+            return _COMPARE[self.sign](float(cast(float, value)), float(self.values[0]))
         return any(_equal(value, text) for text in self.values) == (self.sign == "=")
 
 
-def _equal(value: Any, text: str) -> bool:
+def _equal(value: object, text: str) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         with suppress(ValueError):
             return float(value) == float(text)

@@ -1,7 +1,9 @@
 """What a preset's run should end with, by its source: the setting `expected`."""
 
+from collections.abc import Mapping
+from typing import cast
+
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.config.parse import accepted
 from clipscale.config.setting import Setting, flat
 
@@ -10,12 +12,13 @@ SOURCE = "source"
 PER_CENT = {"least": 0, "most": 100}
 
 
-def bands_of(expected: Record) -> dict[str, tuple[float, float]]:
+def bands_of(expected: Mapping[str, object]) -> dict[str, tuple[float, float]]:
     """`SET.METRIC` -> the lowest and the highest value, in per cent. Raises UserError for other forms."""
     bands = {}
     for name, band in flat(expected):
         if name != SOURCE:
-            low, high = accepted(Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PER_CENT), band)
+            setting = Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PER_CENT)
+            low, high = cast("tuple[float, float]", accepted(setting, band))
             if low > high or "." not in name:
                 raise UserError(f"expected.{name}=[{low:g},{high:g}]: give SET.METRIC: [LOWEST, HIGHEST]")
             bands[name] = (low, high)

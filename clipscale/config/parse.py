@@ -3,38 +3,53 @@
 Every mistake is a UserError of one line that names the setting.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from enum import Enum
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypedDict, TypeVar, cast, get_args
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.units import Bytes, nearest, one_of, parse_bytes, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 
 T = TypeVar("T")
+
+
+class Absent(TypedDict):
+    """Words that are no setting here, with what to do instead."""
+
+    # Of open_clip.
+    open_clip: dict[str, str]
+    # By the version that removed them.
+    removed: dict[str, dict[str, str]]
+
+
 # Words of open_clip and of other programs -> our setting or preset.
 MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
-# `open_clip`: its words without a setting here; `removed`, by version: what there was. With what to do instead.
-ABSENT: Record = files.read_yaml(Path(__file__).parent / "absent.yaml")
+ABSENT: Absent = files.read_yaml(Path(__file__).parent / "absent.yaml")
 # Of a type of numbers -> what reads its texts.
-PARSED: dict[Any, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
-BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
+PARSED: dict[object, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
+Bound = Callable[[float, float], bool]
+BOUNDS: dict[str, tuple[Bound, str]] = {
+    "least": (ge, "at least"),
+    "above": (gt, "more than"),
+    "below": (lt, "less than"),
+    "most": (le, "at most"),
+}
 
 
-def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable[str] = ()) -> T:
+def typed(declared: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()) -> T:
     """Plain nested values as the dataclass `declared`, with defaults for the rest. `prefix`: stands before names in
     messages. `ignored`: names of no setting here that are allowed. Raises UserError."""
     settings = settings_of(declared, prefix)
 
-    def build(section: type, values: Record, prefix: str) -> Any:
+    def build(section: type, values: Mapping[str, object], prefix: str) -> object:
         inside = nested(section)
-        arguments = {}
+        arguments: dict[str, object] = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name in inside and isinstance(value, dict):
@@ -48,13 +63,13 @@ def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable
             built.check()
         return built
 
-    return build(declared, values, prefix)
+    return cast(T, build(declared, values, prefix))
 
 
-def items(declared: type, key: str, values: Iterable[Any]) -> list[Any]:
+def items(declared: type, key: str, values: Iterable[object]) -> list[object]:
     """The items of the list `key`, each as the dataclass `declared`. Raises UserError."""
     names = [each.name for each in fields(declared)]
-    built: list[Any] = []
+    built: list[object] = []
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict) or value.keys() - set(names):
             raise UserError(f"{key}: {number}. is {as_typed(value)}; give it some of {', '.join(names)}")
@@ -62,7 +77,7 @@ def items(declared: type, key: str, values: Iterable[Any]) -> list[Any]:
     return built
 
 
-def accepted(setting: Setting, value: Any) -> Any:
+def accepted(setting: Setting, value: object) -> object:
     """A value as the setting's type, if it is one of its choices and within its bounds. Raises UserError."""
     if value is None and setting.optional:
         return None
@@ -74,19 +89,18 @@ def accepted(setting: Setting, value: Any) -> Any:
         raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
-        if not all(
-            holds(number, bound) for number in (result if isinstance(result, tuple | list) else [result])
-        ):  # nor is NaN
+        numbers = cast("list[float]", result if isinstance(result, tuple | list) else [result])
+        if not all(holds(number, bound) for number in numbers):  # nor is NaN
             raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
     return setting.kind(result) if issubclass(setting.kind, Enum) else result
 
 
-def converted(setting: Setting, value: Any) -> Any:
+def converted(setting: Setting, value: object) -> object:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
     kinds = get_args(setting.required)
     if setting.of_items:
-        return items(setting.of_items, key, value or [])
+        return items(setting.of_items, key, cast("Iterable[object]", value or []))
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
@@ -100,7 +114,7 @@ def converted(setting: Setting, value: Any) -> Any:
     return scalar(str if issubclass(setting.kind, Enum) else setting.kind, key, value)
 
 
-def scalar(kind: type, key: str, value: Any) -> Any:
+def scalar(kind: type, key: str, value: object) -> object:
     """A value as bool, int, bytes, float or str. Raises UserError."""
     if kind is str and isinstance(value, bool | int | float | str):
         return str(value).lower() if isinstance(value, bool) else str(value)
@@ -111,7 +125,7 @@ def scalar(kind: type, key: str, value: Any) -> Any:
             return PARSED[kind](value)
         except ValueError as error:
             raise UserError(f"{key}={value}: {error}") from error
-    if kind in (*PARSED, float) and not isinstance(value, bool):
+    if kind in (*PARSED, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)
             if kind is float or number.is_integer():

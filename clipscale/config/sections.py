@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clipscale.common import files
@@ -104,7 +105,7 @@ class OptimConfig:
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
-    options: Record = setting({}, "Further keyword arguments of timm's factory.")
+    options: dict[str, object] = setting({}, "Further keyword arguments of timm's factory.")
 
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
@@ -307,14 +308,14 @@ class ModelConfig:
         None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )
     init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
-    preprocess: Record = setting(
+    preprocess: dict[str, object] = setting(
         {},
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
         "interpolation (bicubic, bilinear). What is left out is as the weights need it, else as in CLIP.",
     )
 
     @staticmethod
-    def of(values: Record) -> "ModelConfig":
+    def of(values: Mapping[str, object]) -> "ModelConfig":
         """The model's settings in a checkpoint. `lora`: 0, of earlier versions, is ignored. Raises UserError."""
         return typed(ModelConfig, {name: value for name, value in values.items() if (name, value) != ("lora", 0)})
 

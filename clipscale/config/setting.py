@@ -8,7 +8,6 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Protocol, get_args, get_origin
 
-from clipscale.common.record import Record
 from clipscale.common.units import one_of
 
 
@@ -27,7 +26,7 @@ class Section(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
+def setting(default: object, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
     choices: the texts that it accepts. bounds of a number, or of each number of a list: `least` and `most` are
@@ -47,7 +46,7 @@ class Setting:
     name: str
     # The annotation: `int | None`, `list[str]`, ...
     type: Any
-    default: Any
+    default: object
     help: str
     choices: tuple[str, ...] = ()
     bounds: Mapping[str, float] = field(default_factory=dict)
@@ -100,7 +99,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     return settings
 
 
-def differing(old: Record, new: Record) -> dict[str, tuple[Any, Any]]:
+def differing(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The dotted keys of nested values that differ, with both values."""
     before = dict(flat(old))
     after = dict(flat(new))
@@ -117,7 +116,7 @@ def summary(declared: type) -> str:
     return re.sub(r"^`clipscale.*?`: ", "", " ".join((declared.__doc__ or "").partition("\n\n")[0].split()))
 
 
-def flat(tree: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted key and value of every leaf.
 
     Free-form dictionaries are flattened too; lists and empty dictionaries are leaves.

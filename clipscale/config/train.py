@@ -13,7 +13,6 @@ import yaml
 from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
@@ -69,7 +68,7 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
-    expected: Record = setting(
+    expected: dict[str, object] = setting(
         {},
         "What a run should end with: SET.METRIC: [LOWEST, HIGHEST] in per cent, and the `source`; a line at the "
         "end says where it lies.",

@@ -16,7 +16,6 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from clipscale.common.record import Record
 from clipscale.config.data import AugmentConfig
 from clipscale.data.content import content_of
 from clipscale.data.order import CounterRNG
@@ -87,7 +86,7 @@ def text_of(data: bytes) -> str:
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
 
 
-def json_fields(text: str | bytes) -> Record:
+def json_fields(text: str | bytes) -> dict[str, object]:
     """The fields of a json member; none if it is not an object. Raises BrokenSampleError `bad_json`."""
     try:
         fields = json.loads(text)

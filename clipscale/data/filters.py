@@ -7,9 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from clipscale.common.record import Record
 from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, CaptionSource, Condition, caption_sources, conditions
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
@@ -68,7 +66,7 @@ class Selection:
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
-        fields: Record | None = None
+        fields: dict[str, object] | None = None
         picture: Picture | None = None
         for condition in self.conditions:
             if condition.name == SAMPLE:
@@ -90,7 +88,7 @@ class Selection:
         Captions are compared without regard to case and white space, a field's text or number without white space
         around it. A sample without it has a key of its own.
         """
-        value = None
+        value: object = None
         if self.same == "caption":
             value = compared(caption)
         elif "json" in sample.members and self.same:
@@ -104,13 +102,13 @@ def compared(caption: str) -> str:
     return " ".join(caption.casefold().split())
 
 
-def same_key(value: Any, own: str) -> int:
+def same_key(value: object, own: str) -> int:
     """A signed 64-bit hash of a text or number without white space around it; of `own`, where there is none."""
     shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
     return hash64(f"same {str(value).strip()}" if shared else f"alone {own}") - (1 << 63)
 
 
-def _require(condition: Condition, value: Any) -> None:
+def _require(condition: Condition, value: object) -> None:
     """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition, and `filter_no_NAME` for
     none, or none that is a number where one is needed."""
     try:

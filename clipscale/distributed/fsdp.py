@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from clipscale.common.record import Record
-
 # Whether this torch (2.15 or later) gathers each parameter in a type of its own.
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 # Layers whose weights autocast rounds.
@@ -72,7 +70,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
-    options: Record = {"param_dtype_override_fn": gathered_type(tower, dtype)}
+    options: dict[str, Any] = {"param_dtype_override_fn": gathered_type(tower, dtype)}
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
 
 

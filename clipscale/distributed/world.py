@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.common.record import Record
 from clipscale.distributed.fsdp import shard_tower
 
 T = TypeVar("T")
@@ -70,11 +69,11 @@ class World:
     def is_rank0(self) -> bool:
         return self.rank == 0
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
@@ -165,7 +164,7 @@ class World:
         if parallel != "ddp":
             return shard_tower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
-        constant_buffers: Record = {_BUFFERS: False}
+        constant_buffers: dict[str, Any] = {_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
         wrapped.register_comm_hook(None, _sum)
         return wrapped

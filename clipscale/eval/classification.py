@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clipscale.common.record import Metrics, Record
+from clipscale.common.record import Metrics
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet
@@ -28,7 +28,7 @@ class ClassificationSet(EvalSet):
     def class_of(self, index: int) -> int:
         return self.answers[index]
 
-    def facts(self) -> Record:
+    def facts(self) -> dict[str, object]:
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.pool import MapResult, ThreadPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Encoder:
 
     model: ClipModel
     world: World
-    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast: Callable[[], AbstractContextManager[object]]
     batch: int
     threads: int
     # Called equally often on every rank; what it raises ends the evaluation.

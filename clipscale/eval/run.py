@@ -4,12 +4,12 @@ A set measures the model itself: `eval/classification.py`, `eval/retrieval.py`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import open_clip
 import torch
@@ -17,7 +17,7 @@ import torch
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
-from clipscale.common.record import Metrics, Record, Results
+from clipscale.common.record import EvalRecord, Metrics, Results
 from clipscale.common.terminal import tell
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
@@ -33,22 +33,22 @@ class ResultsFile:
     run_dir: Path
     step: int | None = None
     # What the caller knows of the results, such as the precision.
-    facts: Record = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
         return self.run_dir / "eval" / ("final.json" if self.step is None else f"step_{self.step:08d}.json")
 
-    def record(self) -> Record:
+    def record(self) -> EvalRecord:
         """What the file holds; no results where there is none."""
-        empty: Record = {"step": self.step, "results": {}, "measured": {}}
-        return empty | (read_or_set_aside(self.path, files.read_record) or {})
+        empty: EvalRecord = {"step": self.step, "results": {}, "measured": {}}
+        return cast(EvalRecord, {**empty, **(read_or_set_aside(self.path, files.read_record) or {})})
 
-    def add(self, label: str, metrics: Metrics, measured: Record) -> None:
+    def add(self, label: str, metrics: Metrics, measured: Mapping[str, object]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""
         record = self.record()
         record["results"][label] = metrics
-        record["measured"][label] = measured | self.facts
+        record["measured"][label] = {**measured, **self.facts}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(self.path, record)
 
@@ -67,14 +67,14 @@ class Evaluation:
     # Whether the moving average is evaluated, not the weights themselves.
     of_average: bool = False
     # What the results' file says of all results.
-    facts: Record = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def evaluate(
     model: ClipModel,
     evaluation: Evaluation,
     world: World,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     file: ResultsFile | None = None,
     before_batch: Callable[[], None] = lambda: None,
@@ -128,9 +128,10 @@ def evaluate(
     return results
 
 
-def measured(eval_set: EvalSet) -> Record:
+def measured(eval_set: EvalSet) -> dict[str, object]:
     """What the results of a set belong to: its images, its prompts, and versions."""
-    facts = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)} | eval_set.facts()
+    facts: dict[str, object] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
+    facts |= eval_set.facts()
     if eval_set.metric:
         facts["main"] = list(eval_set.metric)
     versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}

@@ -3,6 +3,7 @@
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from clipscale.common import files
 from clipscale.common.record import Results
@@ -24,7 +25,7 @@ def main(config: EvalRunConfig) -> Results:
     whole = completed(config)
     if main_rank() and not config.eval.has_sets:
         tell(f"eval.sets: {whole.eval.sets or whole.eval.root}, named by the run's config.yaml")
-    return local.run(whole, f"{__name__}:work")
+    return cast(Results, local.run(whole, f"{__name__}:work"))
 
 
 def loss_of(run: Path) -> tuple[str, list[int]]:

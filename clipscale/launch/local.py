@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Protocol
 from clipscale.common import ranks, terminal
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
-from clipscale.common.record import Record
 from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
@@ -92,7 +91,7 @@ def check_train(config: TrainConfig) -> None:
         terminal.say(f"warning: {warning}", error=True)
 
 
-def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Record:
+def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
@@ -119,7 +118,7 @@ def workers(config: Launched) -> int:
     return count
 
 
-def run_under_torchrun(config: Launched, main: str) -> Record:
+def run_under_torchrun(config: Launched, main: str) -> object:
     """This process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -136,7 +135,7 @@ def run_under_torchrun(config: Launched, main: str) -> Record:
     return result
 
 
-def start(config: Launched, main: str, count: int) -> Record:
+def start(config: Launched, main: str, count: int) -> object:
     """Start `count` workers and wait for their end. Raises as `run` does."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -204,7 +203,7 @@ def end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def worker(config: Launched, main: str, folder: Path) -> Record:
+def worker(config: Launched, main: str, folder: Path) -> object:
     """The main function of a process that `start` starts. It writes its failure to the folder."""
     end_with_the_launcher()
     terminal.prepare()

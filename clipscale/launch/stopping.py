@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from clipscale.common.errors import StoppedError, UserError
@@ -93,7 +93,7 @@ def stopped_before(error: BaseException | None) -> StoppedError | None:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, Any], None], heard: Callable[[int], None]) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None], heard: Callable[[int], None]) -> Iterator[None]:
     """Handle Ctrl-C and WARNINGS by `handler`, in the main thread, where it runs Python. SIGHUP stays ignored where it
     is (nohup). A thread calls `heard(number)` of each signal, also while the main thread waits elsewhere, as in a
     collective: no handler runs there.

@@ -8,12 +8,12 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypedDict, cast
 
 import torch
 
 import clipscale
 from clipscale.common.hardware import cores
-from clipscale.common.record import Record
 from clipscale.config.secrets import hidden
 
 PACKAGES = (
@@ -23,10 +23,31 @@ PACKAGES = (
 VARIABLES = ("NCCL_", "OMP_", "GOMP_", "CUDA_VISIBLE", "SLURM_JOB_ID")
 
 
-def environment(world: int = 1) -> Record:
-    """A JSON-like record of this process's environment, without secrets."""
+class Environment(TypedDict):
+    """env.json, without secrets."""
+
+    time: str
+    command: list[str]
+    hostname: str
+    platform: str
+    python: str
+    # Package -> its version.
+    versions: dict[str, str]
+    commit: str | None
+    processes: int
+    cpus: int
+    # Of each GPU, its name and its memory.
+    gpus: list[str]
+    gpu_bytes: list[int]
+    # The version that torch was built with.
+    cuda: str | None
+    variables: dict[str, str]
+
+
+def environment(world: int = 1) -> Environment:
+    """What this process runs on."""
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    record = {
+    record: Environment = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "hostname": platform.node(),
@@ -41,7 +62,7 @@ def environment(world: int = 1) -> Record:
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-    return hidden(record)
+    return cast(Environment, hidden(record))
 
 
 def _commit() -> str | None:

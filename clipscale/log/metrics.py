@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -15,7 +16,7 @@ from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, tell
 from clipscale.log.environment import environment
-from clipscale.log.records import Record, whole_lines
+from clipscale.log.records import StepRecord, whole_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
@@ -51,7 +52,7 @@ def open_log(
         set_file_aside(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
-        files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+        files.write_json(run_dir / "env.json", {**environment(world), "resume_step": resume_step})
     if is_training or not (run_dir / "config.yaml").exists():
         files.write_text(run_dir / "config.yaml", settings)
     sinks = open_sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
@@ -70,11 +71,11 @@ class MetricLog:
         self._sinks = sinks
         self._unprinted = ""
         self._printed_at = 0.0
-        self._recent: deque[Record] = deque(maxlen=WINDOW)
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._warned: set[str] = set()
 
-    def step(self, record: Record) -> None:
+    def step(self, record: StepRecord) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
 
         JSON knows no NaN and no infinity: the file has null for them.
@@ -87,7 +88,7 @@ class MetricLog:
             pace = (now - self._times[0]) / len(self._times)
             left = duration(pace * (self.total - record["step"]))
         self._times.append(now)
-        self._unprinted = console_line(record | {"left": left})
+        self._unprinted = console_line({**record, "left": left})
         first = len(self._times) == 1
         if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.every == 0):
             self._print_last()
@@ -121,14 +122,14 @@ class MetricLog:
         self._unprinted = ""
 
 
-def console_line(record: Record) -> str:
+def console_line(record: Mapping[str, object]) -> str:
     """`step=120 loss=2.1034 ...`, for grep and awk: the console fields of figures.yaml, without counters of faults that
     are 0.
     """
     return " ".join(
         f"{field['name']}={field['form'].format(record[key])}"
         for key, field in FIGURES["console"].items()
-        if record.get(key) is not None and ("from" not in field or record[key] >= field["from"])
+        if record.get(key) is not None and ("from" not in field or field["from"] <= record[key])
     )
 
 

@@ -3,14 +3,48 @@
 import json
 import operator
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
+from typing import TypedDict, cast
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
+from clipscale.common.record import EvalRecord
 
 
-def read_metrics(path: Path) -> list[Record]:
+class StepRecord(TypedDict, total=False):
+    """A line of metrics.jsonl, of one step, beside the times and the memory of `StepTimer.record`. Earlier versions
+    wrote fewer fields."""
+
+    step: int
+    samples: int
+    batch: int
+    lr: float
+    loss: float
+    grad_norm: float | None
+    skipped: bool
+    logit_scale: float
+    uniformity_image: float
+    uniformity_text: float
+    # Seconds since 1970.
+    time: float
+    samples_per_s: float
+    samples_per_s_per_gpu: float
+    samples_per_s_wall: float
+    caption_tokens: float
+    mfu: float | None
+    data_wait_frac: float
+    # The loader's, of which `waited_s` becomes `data_wait_frac`.
+    waited_s: float
+    broken: int
+    faults: int
+    broken_by: dict[str, int]
+    faults_by: dict[str, int]
+    host_pinned: bool
+    host_rss_bytes: int
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
     records, damaged = whole_lines(path)
     if damaged:
@@ -18,7 +52,7 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def whole_lines(path: Path) -> tuple[list[Record], int]:
+def whole_lines(path: Path) -> tuple[list[StepRecord], int]:
     """The records of a `metrics.jsonl`, and the number of its lines that are no records."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = []
@@ -36,11 +70,12 @@ def rate_of_step(run_dir: Path, step: int) -> float | None:
     return rates[0] if rates else None
 
 
-def read_evaluations(run_dir: Path) -> list[Record]:
-    """The contents of `eval/step_N.json`, by step: `step`, `results` (set -> metric -> value), `measured`."""
+def read_evaluations(run_dir: Path) -> list[EvalRecord]:
+    """The contents of `eval/step_N.json`, by step."""
     records = []
     for file in (run_dir / "eval").glob("step_*.json"):
         with files.reported("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
-            records.append(files.read_record(file) | {"step": int(file.stem.removeprefix("step_"))})
-    return sorted(records, key=lambda record: int(record["step"]))
+            step = int(file.stem.removeprefix("step_"))
+            records.append((step, cast(EvalRecord, files.read_record(file) | {"step": step})))
+    return [record for _, record in sorted(records, key=itemgetter(0))]

@@ -4,18 +4,18 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from clipscale.common.record import Record, Results
+from clipscale.common.record import Results
 from clipscale.common.terminal import tell
 
 # Two functions: one writes the numbers of a step, one closes the sink.
-Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
+Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
 
 
 class Sinks:
@@ -28,7 +28,7 @@ class Sinks:
         """Add the sink that the function opens."""
         self._call(name, lambda: self._sinks.update({name: opened()}))
 
-    def write(self, step: int, record: Record) -> None:
+    def write(self, step: int, record: Mapping[str, object]) -> None:
         """Give the numbers of a record to every sink, under their names."""
         values = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for name, (write, _) in list(self._sinks.items()):
@@ -52,7 +52,9 @@ class Sinks:
             tell(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
-def open_sinks(run_dir: Path, wandb_mode: str, uses_tensorboard: bool, settings: Record, resume_step: int = 0) -> Sinks:
+def open_sinks(
+    run_dir: Path, wandb_mode: str, uses_tensorboard: bool, settings: Mapping[str, object], resume_step: int = 0
+) -> Sinks:
     """The sinks that the settings ask for.
 
     `wandb_mode`: online, offline or disabled. `settings`: those of the run, for wandb.
@@ -78,7 +80,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     # purge_step hides what the interrupted run wrote after the resumed step.
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
-    def write(step: int, values: Record) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
@@ -92,7 +94,7 @@ def wandb_module() -> Any:
     return import_module("wandb")
 
 
-def wandb(run_dir: Path, mode: str, settings: Record) -> Sink:
+def wandb(run_dir: Path, mode: str, settings: Mapping[str, object]) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
     temporary = run_dir / "wandb" / "tmp"
     before = tempfile.tempdir
@@ -120,7 +122,7 @@ def wandb(run_dir: Path, mode: str, settings: Record) -> Sink:
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")
 
-    def write(step: int, values: Record) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         run.log({**values, "step": step})
 
     return write, run.finish

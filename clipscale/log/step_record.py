@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from typing import cast
 
 import psutil
 from torch import Tensor
@@ -10,7 +11,7 @@ from clipscale.common.phases import CLOCK_STEP_S, Readback, StepTimer
 from clipscale.common.record import Results
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
-from clipscale.log.records import Record
+from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
 from clipscale.step.train_step import StepResult
 
@@ -25,15 +26,15 @@ class StepRecords:
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[Record, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
+        self._unfinished: tuple[StepRecord, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, done: StepResult, logit_scale: Tensor) -> None:
+    def add(self, record: StepRecord, done: StepResult, logit_scale: Tensor) -> None:
         """Take over a step that the device may still be computing. `record`: what the loop knows of it."""
         self.finish()
         now = time.monotonic()
         scalars = {"logit_scale": logit_scale, **done.statistics}
         widths = done.widths
-        measured = {
+        measured: StepRecord = {
             "loss": done.loss,
             "grad_norm": done.grad_norm,
             "skipped": done.grad_norm is None,
@@ -45,7 +46,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, done.phases, [*scalars], Readback.start(*scalars.values()), widths
+        self._unfinished = {**record, **measured}, done.phases, [*scalars], Readback.start(*scalars.values()), widths
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -76,11 +77,12 @@ class StepRecords:
             self._log.close()
 
     def _complete(
-        self, record: Record, phases: StepTimer, names: list[str], values: Readback, widths: Mapping[int, int]
-    ) -> Record:
+        self, record: StepRecord, phases: StepTimer, names: list[str], values: Readback, widths: Mapping[int, int]
+    ) -> StepRecord:
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")
-        return record | {
+        complete = {
+            **record,
             **dict(zip(names, values.read())),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
@@ -88,3 +90,4 @@ class StepRecords:
             **phases.record(),
             "mfu": self._flops.utilisation(rate / self._ranks, widths),
         }
+        return cast(StepRecord, complete)

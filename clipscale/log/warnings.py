@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean, median
 
-from clipscale.common.record import Record
+from clipscale.log.records import StepRecord
 
 # Steps that are compared; and first steps that do not count, since kernels, compilers and workers start in them.
 WINDOW, FIRST = 50, 10
@@ -13,7 +13,7 @@ WINDOW, FIRST = 50, 10
 ALIKE = -0.05
 
 
-def warnings_of(records: Sequence[Record]) -> dict[str, str]:
+def warnings_of(records: Sequence[StepRecord]) -> dict[str, str]:
     """Kind -> warning: what the newest record suggests, compared with the others: at most WINDOW, all after FIRST."""
     if len(records) <= FIRST:
         return {}

@@ -1,11 +1,14 @@
 """Weights in which PEFT's low-rank adapters (LoRA) lie beside the weights that they change. Imports nothing heavy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "adapter_config.json"
 LONGEST = 2**20
@@ -35,7 +38,7 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
     with files.reported(f"{setting}: damaged", folder / CONFIG, "download it again"):
         path = folder / CONFIG
         known = path.is_file() and path.stat().st_size < LONGEST
-        config: Record = files.read_json(path) if known else {}
+        config: dict[str, object] = files.read_json(path) if known else {}
     alpha, rank = config.get("lora_alpha"), config.get("r")
     plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in OTHER)
     bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
@@ -51,7 +54,7 @@ def _target(name: str) -> str:
     return f"{module}.weight"
 
 
-def merged(state: Record, scale: float) -> Record:
+def merged(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:
     """Weights of torch with their adapters added, and without them; `scale` is alpha / r.
 
     Raises what torch raises for other shapes.

@@ -5,18 +5,25 @@ What an entry leaves open works for any encoder of open_clip.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from open_clip.hf_model import HFTextEncoder
 from open_clip.transformer import TextTransformer
 from torch import nn
 
-from clipscale.common.record import Record
 from clipscale.models.lean import LeanText
+
+
+class LayerGroups(TypedDict):
+    """Patterns of parameters' names, as timm's `group_parameters` takes them."""
+
+    stem: str
+    blocks: list[tuple[str, tuple[int, ...] | None]]
+
 
 # Patterns of parameters' names by layer group, in timm's form: 99999 joins the group before. What none matches is a
 # head. Towers of timm have patterns of their own.
-GROUPS: Record = {
+GROUPS: LayerGroups = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
     "blocks": [
         (r"transformer\.resblocks\.(\d+)", None),
@@ -34,7 +41,7 @@ class Family:
     # Whether a caption's feature stays the same without its padding, so that a run may order captions by length and cut
     # them.
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
-    groups: Record = field(default_factory=lambda: GROUPS)
+    groups: LayerGroups = field(default_factory=lambda: GROUPS)
 
 
 def _ignores_padding(encoder: TextTransformer) -> bool:

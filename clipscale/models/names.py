@@ -6,11 +6,11 @@ what precedes one of its names. Imports nothing heavy.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.models.hugging_face import TABLES
 
 VISUAL, TEXT = "visual.", "text."
@@ -31,18 +31,26 @@ SHOWN = 3
 # -- where weights are in a checkpoint ---------------------------------------------------------------------------------
 
 
+@runtime_checkable
+class Shaped(Protocol):
+    """A tensor, or what stands for one whose values are not read."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
 @dataclass(frozen=True)
 class Held:
     """One set of weights in a file: tensors by name."""
 
-    tensors: Record
+    tensors: dict[str, Shaped]
     # Where it is in the checkpoint, as `state_dict`; empty: at the top.
     key: str = ""
     # Where other sets are.
     others: tuple[str, ...] = ()
 
 
-def held(content: Record, key: str, setting: str) -> Held:
+def held(content: Mapping[str, object], key: str, setting: str) -> Held:
     """The set of weights at `key` of a checkpoint, or below the prefix `key` of names; without a key the usual one.
 
     Raises UserError for a key that there is not.
@@ -63,14 +71,14 @@ def held(content: Record, key: str, setting: str) -> Held:
     return Held(below, key)
 
 
-def _sets(content: Record) -> Iterator[tuple[str, Record]]:
+def _sets(content: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Shaped]]]:
     """All dictionaries of tensors by name in a checkpoint, by their keys, each once."""
     level = {"": content}
     seen = {id(content)}
     for _ in range(DEPTH):
-        inner: dict[str, Record] = {}
+        inner: dict[str, Mapping[str, object]] = {}
         for path, node in level.items():
-            tensors = {name: x for name, x in node.items() if isinstance(name, str) and hasattr(x, "shape")}
+            tensors = {name: x for name, x in node.items() if isinstance(name, str) and isinstance(x, Shaped)}
             if tensors:
                 yield path, tensors
             for name, value in node.items():

@@ -3,20 +3,32 @@
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypedDict
 
 from safetensors import safe_open
 
 from clipscale.common import files
-from clipscale.common.record import Record
 from clipscale.models import adapters
 from clipscale.models.names import held, listed
 
+
+class NamesTable(TypedDict):
+    """What shapes.yaml says of a tower of open_clip, by its names in a whole model."""
+
+    # A weight that towers of other packages alone have.
+    only: str
+    # Weight -> its shape, in words of the description.
+    shapes: dict[str, list[str | int]]
+    # The pattern of names whose first group is a block's number.
+    blocks: str
+
+
 # By the weights' names.
 Shapes = dict[str, tuple[int, ...]]
-TABLE: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
+TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
@@ -32,12 +44,12 @@ def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)}
 
 
-def _of_safetensors(path: Path) -> Record:
+def _of_safetensors(path: Path) -> dict[str, object]:
     with safe_open(path, "np") as file:
         return {name: SimpleNamespace(shape=file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def saved_by_torch(path: Path, device: str = "meta") -> Record:
+def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
     """What torch.save has written: a checkpoint, of which no values are read for the meta device. Executes no code.
 
     Raises what torch.load raises, and ValueError for another file.
@@ -59,7 +71,7 @@ def saved_by_torch(path: Path, device: str = "meta") -> Record:
     return content
 
 
-def misfit(shapes: Shapes, values: Record, sections: Sequence[str], beside: Sequence[str] = ()) -> str:
+def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], beside: Sequence[str] = ()) -> str:
     """How weights differ from a model, or its tower, as far as the table knows, and the remedy; empty: not.
 
     shapes: by the names of a whole model. values: the model's description, by `vision_cfg.width` and the like.
@@ -71,7 +83,7 @@ def misfit(shapes: Shapes, values: Record, sections: Sequence[str], beside: Sequ
     return ""
 
 
-def _misfit_of(shapes: Shapes, values: Record, section: str, theirs: Sequence[str]) -> str:
+def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, theirs: Sequence[str]) -> str:
     table = TABLE[section]
     layers = values[f"{section}.layers"]
     remedy = "; give another model="
@@ -81,7 +93,10 @@ def _misfit_of(shapes: Shapes, values: Record, section: str, theirs: Sequence[st
     if not found:
         return differing(next(iter(table["shapes"])), theirs)
     for name in found:
-        wanted = tuple(values.get(f"{section}.{word}", values.get(word, word)) for word in table["shapes"][name])
+        wanted = tuple(
+            word if isinstance(word, int) else values.get(f"{section}.{word}", values.get(word, word))
+            for word in table["shapes"][name]
+        )
         if shapes[name] != wanted:
             return f"its {name} is {shapes[name]}, not {wanted}{remedy}"
     blocks = {match[1] for match in map(re.compile(table["blocks"]).match, shapes) if match}

@@ -49,7 +49,7 @@ class Tokenizer:
         """`length`: T, tokens of the context."""
         self._load, self.length = load, length
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Sent without `inner`: a process has open_clip's own tokenizer by importing it."""
         return Tokenizer, (self._load, self.length)
 

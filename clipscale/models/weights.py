@@ -2,9 +2,10 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
-from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.names import SHARED, held, listed, matched, namings
@@ -50,7 +50,7 @@ def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = N
             image_size=config.image_size or trained.image_size,
             context_length=config.context_length or trained.context_length,
         )
-    known: Record = {}
+    known: dict[str, object] = {}
     if config.weights:
         source = find(config.weights, config.name)
         known = source.model.preprocess
@@ -92,7 +92,7 @@ def read(source: Source) -> Weights:
     for path in source.shards:
         with source.reading():
             part = held(_loaded(path), source.key, source.setting)
-        state |= part.tensors
+        state |= cast(Weights, part.tensors)
         others += part.others
     if others:
         also = listed([f"{SET}{key}" for key in others])
@@ -121,7 +121,7 @@ def _of_run(source: Source) -> Weights:
     return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
 
 
-def _loaded(path: Path) -> Record:
+def _loaded(path: Path) -> Mapping[str, object]:
     return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 

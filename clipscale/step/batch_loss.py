@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ class BatchLoss:
     # Has the logit scale and bias.
     model: ClipModel
     # Makes the context in which the loss runs.
-    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast: Callable[[], AbstractContextManager[object]]
     # The next three are arguments of `contrastive_loss`.
     objective: str = "softmax"
     exchange: str = "auto"

@@ -1,7 +1,6 @@
 """Towers under torch.compile, block by block: a tower's blocks are alike, so they share one compilation."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +79,6 @@ def try_compiled(
     return problem
 
 
-def no_compilation(is_compiled: bool) -> AbstractContextManager[Any]:
+def no_compilation(is_compiled: bool) -> AbstractContextManager[object]:
     """Inside, compiled towers run batches of sizes that were not compiled as they are: those of an evaluation."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

@@ -42,7 +42,7 @@ class LazyInput(Protocol):
 
     def __len__(self) -> int: ...
 
-    def chunk(self, start: int, stop: int) -> Any:
+    def chunk(self, start: int, stop: int) -> object:
         """Arguments of the encoder for samples start..stop: a tuple, a mapping of keywords, or a single value."""
 
 
@@ -105,12 +105,12 @@ class GradCache:
 
     def __init__(
         self,
-        encoders: Sequence[Callable[..., Any]],
+        encoders: Sequence[Callable[..., object]],
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
         keep_bytes: float | Keep | None = 0,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class GradCache:
         ]
         self._keeps_none = False
 
-    def step(self, *inputs: Any, **loss_options: Any) -> Tensor:
+    def step(self, *inputs: object, **loss_options: object) -> Tensor:
         """Gradients of the loss over one batch, one input per tower; returns the loss, detached and not scaled.
 
         `loss_options`: keywords of the loss, over the whole batch.
@@ -137,7 +137,7 @@ class GradCache:
         self.replay()
         return value.detach()
 
-    def encode(self, *inputs: Any, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
+    def encode(self, *inputs: object, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and mappings of tensors with equal first dimensions, or a
@@ -148,7 +148,7 @@ class GradCache:
         towers = range(len(self._towers))
         return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
 
-    def encode_tower(self, i: int, batch: Any, before_chunk: Callable[[], None] = _nothing) -> Tensor:
+    def encode_tower(self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing) -> Tensor:
         """The first pass of tower i, after those of all earlier towers; see `encode`."""
         # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
         used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
@@ -224,15 +224,15 @@ class GradCache:
 class _Tower:
     """One encoder's two passes over its chunks."""
 
-    encoder: Callable[..., Any]
+    encoder: Callable[..., object]
     # From the encoder's output to the representations; None: the output is them.
     representation: Representation | None
-    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast: Callable[[], AbstractContextManager[object]]
     # Whether this is the last tower with this encoder: only that one synchronises the gradients.
     last: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
-    inputs: Any = None
+    inputs: LazyInput | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     # Row of the batch at each position of a `ReorderedInput`.
     order: Tensor | None = None
@@ -242,17 +242,19 @@ class _Tower:
     def trained(self) -> bool:
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(self, batch: Any, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
+    def encode(self, batch: object, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
         """First pass, in chunks of `size`. `keep`: for this tower's graphs."""
         # Tensors, and some mappings, have a method `chunk` of another meaning.
-        lazy = isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping)
-        self.inputs = batch if lazy else _Rows(batch)
-        rows = len(self.inputs)
+        if isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping):
+            inputs: LazyInput = batch
+        else:
+            inputs = _Rows(batch)
+        self.inputs = inputs
+        rows = len(inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
-        reordered = isinstance(self.inputs, ReorderedInput)
-        self.spans = self.inputs.spans(size) if reordered else _spans(rows, size)
-        self.order = self.inputs.rows(0, rows) if reordered else None
+        self.spans = inputs.spans(size) if isinstance(inputs, ReorderedInput) else _spans(rows, size)
+        self.order = inputs.rows(0, rows) if isinstance(inputs, ReorderedInput) else None
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
@@ -304,6 +306,7 @@ class _Tower:
                     out.backward(gradient[self.rows(start, stop)])
 
     def run(self, start: int, stop: int) -> Tensor:
+        assert self.inputs is not None
         arguments = self.inputs.chunk(start, stop)
         with self.autocast():
             if isinstance(arguments, Mapping):
@@ -354,7 +357,7 @@ def _spans(rows: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def refuse_batch_norm(encoder: Callable[..., Tensor], num_chunks: int) -> None:
+def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
     """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, module in batch_norms(encoder).items():
@@ -370,7 +373,7 @@ def refuse_batch_norm(encoder: Callable[..., Tensor], num_chunks: int) -> None:
             )
 
 
-def refuse_static_graph(encoder: Callable[..., Tensor]) -> None:
+def refuse_static_graph(encoder: Callable[..., object]) -> None:
     """Raise ValueError for DDP that has been told that all its passes are alike."""
     if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
         raise ValueError(
@@ -382,7 +385,7 @@ def refuse_static_graph(encoder: Callable[..., Tensor]) -> None:
 class _Rows:
     """Nested tensors with equal first dimensions, sliced by rows."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: object) -> None:
         tree = _with_dicts(tree)
         lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
         if not lengths:
@@ -395,11 +398,11 @@ class _Rows:
     def __len__(self) -> int:
         return self.rows
 
-    def chunk(self, start: int, stop: int) -> Any:
+    def chunk(self, start: int, stop: int) -> object:
         return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
 
 
-def _with_dicts(tree: Any) -> Any:
+def _with_dicts(tree: object) -> object:
     """The same nesting, with a dict for each mapping that torch takes for a leaf, as it does a BatchEncoding."""
     return tree_map(
         lambda leaf: {key: _with_dicts(part) for key, part in leaf.items()} if isinstance(leaf, Mapping) else leaf, tree

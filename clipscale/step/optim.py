@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import timm.optim
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from clipscale.common.errors import UserError, library
-from clipscale.common.record import Record
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
 # State values that an optimizer keeps per weight.
@@ -30,7 +29,7 @@ def build_optimizer(
     Raises UserError for options that the optimizer does not take.
     """
     info = timm.optim.get_optimizer_info(config.name)
-    options: Record = dict(config.options)
+    options: dict[str, Any] = dict(config.options)
     if info.has_betas:
         options.setdefault("betas", tuple(config.betas))
     elif config.name == "adafactorbv":
@@ -44,7 +43,7 @@ def build_optimizer(
         )
     if config.name in FUSED and not options.keys() & {"foreach", "differentiable"}:
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
-    groups = parameter_groups(model, config, scales or {})
+    groups = [{**group} for group in parameter_groups(model, config, scales or {})]
     with library(f"optim: {config.name} refuses its settings", "; look at optim.betas, eps, lr and options"):
         optimizer = timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
@@ -89,15 +88,30 @@ class Float32OnCpu(TorchFunctionMode):
     """Within it, what is converted from float32 to bfloat16 on a CPU stays float32."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Record | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and kwargs.get("dtype") is torch.bfloat16 and args[0].device.type == "cpu":
             kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[Record]:
+class ParameterGroup(TypedDict):
+    """Parameters that an optimizer updates alike, as torch takes them."""
+
+    params: list[nn.Parameter]
+    # The factor of their learning rate.
+    lr_scale: float
+    weight_decay: float
+    # Updated by AdamW where the optimizer is Muon.
+    use_fallback: NotRequired[bool]
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[ParameterGroup]:
     """Trainable parameters in four groups: matrices and embeddings with weight decay, vectors and scalars without.
 
     A group is split further by the factors of the learning rate in `scales`.
@@ -107,7 +121,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     parameters, and fused optimizers do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    split: dict[tuple[int, float], Record] = {}
+    split: dict[tuple[int, float], ParameterGroup] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue

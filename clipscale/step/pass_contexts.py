@@ -9,19 +9,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 
-def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
+def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:
     """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
     modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
     return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
 
 
-def trains(encoder: Callable[..., Tensor]) -> bool:
+def trains(encoder: Callable[..., object]) -> bool:
     """Whether an encoder has trainable parameters; of one that is no module it is not known, and assumed."""
     return not isinstance(encoder, nn.Module) or any(p.requires_grad for p in encoder.parameters())
 
 
 @contextmanager
-def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
+def gradient_sync(encoder: Callable[..., object], last: bool) -> Iterator[None]:
     """Around a chunk: gradients are summed over ranks only in a step's `last` one.
 
     DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own
@@ -43,17 +43,17 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
         yield
 
 
-def gathers(encoder: Callable[..., Tensor]) -> bool:
+def gathers(encoder: Callable[..., object]) -> bool:
     """Whether a forward pass gathers weights, so that all ranks need equally many."""
     return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
 
 
-def repeatable(encoder: Callable[..., Tensor]) -> bool:
+def repeatable(encoder: Callable[..., object]) -> bool:
     """Whether this rank alone may repeat a failed forward pass: it gathers no weights and updates no statistics."""
     return not gathers(encoder) and not batch_norms(encoder)
 
 
-def rearm_ddp_sync(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
+def rearm_ddp_sync(encoder: Callable[..., object], out: Tensor) -> Tensor:
     """`out`, whose forward pass ran under `no_sync`, such that its backward pass sums DDP's gradients.
 
     DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
@@ -68,7 +68,7 @@ def rearm_ddp_sync(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
         encoder.module = module
 
 
-def snapshot_batch_norm(encoder: Callable[..., Tensor]) -> Callable[[], None]:
+def snapshot_batch_norm(encoder: Callable[..., object]) -> Callable[[], None]:
     """Copies the statistics of batch normalisation. Returns a function that restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
@@ -81,7 +81,7 @@ def snapshot_batch_norm(encoder: Callable[..., Tensor]) -> Callable[[], None]:
 
 
 @contextmanager
-def batch_norm_preserved(encoder: Callable[..., Tensor]) -> Iterator[None]:
+def batch_norm_preserved(encoder: Callable[..., object]) -> Iterator[None]:
     """Restores the statistics afterwards: only the first pass updates them."""
     restore = snapshot_batch_norm(encoder)
     try:

@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = True
         return cls(DTYPES[name], device, torch.amp.GradScaler(device.type) if name == "fp16" else None)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """A new autocast context for one chunk: a later pass must not use weights that were cast without a graph."""
         if self.dtype == torch.float32:
             return nullcontext()

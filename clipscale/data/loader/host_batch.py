@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -78,6 +78,12 @@ class Layout:
         return self.slots * sum(spec.size for spec in self.slot_arrays().values())
 
 
+class SharedFile(Protocol):
+    """A file descriptor on its way to another process."""
+
+    def detach(self) -> int: ...
+
+
 class Arena:
     """The memory of one rank's batches, shared with its worker processes. `create_arena` makes it.
 
@@ -96,7 +102,7 @@ class Arena:
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _shared_arena, (self.layout, DupFd(self._fd))
 
     def pin(self) -> None:
@@ -133,7 +139,7 @@ def create_arena(layout: Layout) -> Arena:
     return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
 
 
-def _shared_arena(layout: Layout, shared: Any) -> Arena:
+def _shared_arena(layout: Layout, shared: SharedFile) -> Arena:
     """In another process, the arena with the file that its creator has `shared`."""
     fd: int = shared.detach()
     return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))

@@ -6,9 +6,9 @@ order.py fixes the order of all samples. Each stream skips its broken samples by
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from clipscale.common.errors import DataError, LoaderError
 from clipscale.config.data import DataConfig
@@ -44,7 +44,7 @@ class WorkerSpec:
     config: DataConfig
     shards: OrderedShards
     transform: TrainTransform
-    tokenizer: Any  # captions -> tokens
+    tokenizer: Callable[[list[str]], Tensor]  # captions -> tokens
     pad: int  # the padding token
     selection: Selection
     start_of: dict[int, StreamPosition]  # the worker's shard streams, and each one's start

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import call
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
+from torch import Tensor
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
-from clipscale.common.record import Record
 from clipscale.common.terminal import report
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
@@ -49,6 +49,18 @@ class _Filling:
     done: list[int]  # rows that each worker has filled
     unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, StreamPosition] = field(default_factory=dict)
+
+
+class LoaderRecord(TypedDict):
+    """What a rank's loader has counted, by the names in `metrics.jsonl`."""
+
+    broken: int
+    faults: int
+    # Seconds since the last record.
+    waited_s: float
+    host_pinned: bool
+    broken_by: dict[str, int]
+    faults_by: dict[str, int]
 
 
 class TrainStream:
@@ -99,12 +111,18 @@ class TrainStream:
         counts = self._counts.items()
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
-    def record(self) -> Record:
-        """This rank's counts since the start, and `waited_s`, by the names in `metrics.jsonl`."""
+    def record(self) -> LoaderRecord:
+        """This rank's counts since the start, and `waited_s`."""
         broken = self.broken
         faults = self.faults
-        counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self.waited_s()}
-        return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
+        return {
+            "broken": broken.total(),
+            "faults": faults.total(),
+            "waited_s": self.waited_s(),
+            "host_pinned": self._arena.pinned,
+            "broken_by": dict(broken),
+            "faults_by": dict(faults),
+        }
 
     def waited_s(self) -> float:
         """Seconds that this process has waited for samples since the last call."""
@@ -252,7 +270,7 @@ def open_stream(
     config: DataConfig,
     share: BatchShare,
     side: int,
-    tokenizer: Callable[[list[str]], Any],
+    tokenizer: Callable[[list[str]], Tensor],
     shards: OrderedShards,
     *,
     position: DataPosition | None = None,

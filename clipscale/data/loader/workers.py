@@ -9,10 +9,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import Array, c_char
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from multiprocessing.util import Finalize
-from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class InProcess:
         self.filler.close()
 
 
-def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) -> None:
+def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[c_char]") -> None:
     """A worker process: fills the requested batches in order. An error is sent to the training process.
 
     `status`: shared memory, into which it writes the shard or sample that it reads.
@@ -119,11 +120,11 @@ class Workers:
         self.timeout_s = timeout_s
         self._connections: list[Connection] = []
         # The shard or sample that each worker reads, in shared memory.
-        self._statuses: list[Any] = []
+        self._statuses: list[Array[c_char]] = []
         # When each worker has sent its last message.
         self._last: list[float] = []
         self._failure: Exception | None = None
-        self.processes: list[Any] = []
+        self.processes: list[BaseProcess] = []
         # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
         # ever: it sends children a signal that is blocked in them.
         # End the processes.
@@ -219,7 +220,7 @@ def start_workers(specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -
     return workers
 
 
-def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:
+def _end(connections: Sequence[Connection], processes: Sequence[BaseProcess]) -> None:
     for connection in connections:
         connection.close()
     until = time.monotonic() + END_S

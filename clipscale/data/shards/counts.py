@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
@@ -17,7 +17,16 @@ from clipscale.data.shards.subset import Subset, subset_of
 log = logging.getLogger(__name__)
 Counts = list[int | None]
 # Calls a function in one process and returns its result in all, as `World.on_main` does.
-OnMain = Callable[[Callable[[], Any]], Any]
+
+
+T = TypeVar("T")
+
+
+class OnMain(Protocol):
+    """Calls something on one rank, and returns its result on all."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
 
 # At most this many shards without an index are scanned for their counts: more would delay the start of a run.
 SCAN_AT_MOST = 256

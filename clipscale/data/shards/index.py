@@ -96,7 +96,7 @@ def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
-def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
     """The rows of an SQL query; none without the file. At damage the rows end, with a warning."""
     if not path.is_file():
         return
@@ -260,7 +260,7 @@ def update_indexes(
                 yield url, outcome
 
 
-def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Outcome:
+def _scan_changed(subset: Subset | None, url: str, old: list[object] | None) -> Outcome:
     try:
         size, version = Store().state(url)
         return None if [size, version + RULE_MARK] == old else scan_shard(url, subset)
@@ -268,7 +268,7 @@ def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Out
         return str(error)
 
 
-def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[Any]) -> Iterator[T]:
+def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[object]) -> Iterator[T]:
     """The result of `work` on each shard, in order, computed by `workers` processes; for fewer than MIN_PARALLEL_SHARDS
     shards by this process. `others`: further arguments, one for each shard."""
     if workers < 2 or len(urls) < MIN_PARALLEL_SHARDS:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from clipscale.data.shards.tar import (
     DAMAGE,
     MAX_SAMPLE_SPAN,
     MOST_HEADERS,
+    Stream,
     check_end,
     next_member,
     normalised,
@@ -77,7 +78,7 @@ class Place(NamedTuple):
 class Archive:
     """The members of a tar stream, from first to last. Unread content is skipped."""
 
-    def __init__(self, stream: Any, can_seek: bool) -> None:
+    def __init__(self, stream: Stream, can_seek: bool) -> None:
         """`can_seek`: skip by seeking."""
         self.stream = stream
         # Offset of the current member's first header; at the end, of the zeros that end the archive.

@@ -19,7 +19,7 @@ from concurrent import futures
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 from clipscale.common.errors import LoaderError, UserError
@@ -85,14 +85,14 @@ class Store:
         """Start the time in which a server must send the next sample."""
         self.until = time.monotonic() + self.limit_s
 
-    def open(self, url: str) -> tuple[Any, ObjectState]:
+    def open(self, url: str) -> tuple[io.BufferedReader, ObjectState]:
         """The shard's bytes as a seekable file, which the caller closes, and its state.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
             state = self.state(url)  # first: opening a pipe would wait
-            return Path(url).open("rb", BUFFER), state
+            return cast(io.BufferedReader, Path(url).open("rb", BUFFER)), state
         self.begin_sample()
         remote = open_remote(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
@@ -210,7 +210,7 @@ class RemoteFile(io.RawIOBase):
         self._at = max(0, offset + (0, self._at, self.size)[whence])
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Write the next bytes of the current block, at its end of the next one, and return their number."""
         if self._at >= self.size:
             return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import digest
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 # A row of a table of weights: the halves of a uid or of a key's digest, and the weight.
 ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
@@ -57,7 +60,7 @@ class Subset:
     # The arguments of `open_subset`.
     given: tuple[str, str]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return open_subset, self.given
 
     @property
@@ -74,6 +77,8 @@ class Subset:
         rows, by_uid, *_ = self.table
         try:
             uid = json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex()
+            if not isinstance(uid, str):
+                return 0.0
             halves = int(uid[:16], 16), int(uid[16:], 16)
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return 0.0
@@ -148,7 +153,7 @@ def _weights(setting: str, file: Path, name: str) -> Table:
     return Table(rows, column == "uid", math.ceil(rows["weight"].max()))
 
 
-def parquet_file(file: str | Path) -> Any:
+def parquet_file(file: str | Path) -> "ParquetFile":
     """Raises UserError where pyarrow is not installed and for more rows than its bytes can tell apart, and what pyarrow
     raises."""
     try:
@@ -164,7 +169,7 @@ def parquet_file(file: str | Path) -> Any:
     return table
 
 
-def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:
+def _rows_of(table: "ParquetFile", column: str) -> Iterator[np.ndarray]:
     """The rows of a Parquet file, ROWS at a time."""
     whole = bytes.fromhex if column == "uid" else _digest
     for batch in table.iter_batches(ROWS, columns=[column, "weight"]):

@@ -5,13 +5,14 @@ as long as decoding a 256-pixel JPEG.
 """
 
 import gzip
+import io
 import os
 import posixpath
 import shlex
 import tarfile
 import zlib
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from clipscale.data.content import content_of
 from clipscale.data.shards.addresses import utf8
@@ -48,7 +49,16 @@ REMEDIES = {
 }
 
 
-def unpacked(source: Any, name: str = "FILE") -> tuple[Any, bool]:
+class Stream(Protocol):
+    """The bytes of an archive. One that cannot seek is only read."""
+
+    def read(self, size: int, /) -> bytes: ...
+    def peek(self, size: int, /) -> bytes: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def tell(self) -> int: ...
+
+
+def unpacked(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, bool]:
     """A stream of the archive, and whether it can seek.
 
     Raises tarfile.ReadError for an empty source, and for one that is no tar, with what it is and the line that makes
@@ -85,7 +95,7 @@ def check_kind(first: bytes, name: str, wrapped: str = "") -> None:
 class Unpacked(gzip.GzipFile):
     """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MOST_UNPACKED allows."""
 
-    def __init__(self, packed: Any) -> None:
+    def __init__(self, packed: io.BufferedReader) -> None:
         super().__init__(fileobj=packed)
         self.packed = packed
 
@@ -109,7 +119,7 @@ class Header(NamedTuple):
     target: str | None = None
 
 
-def next_member(stream: Any) -> Header | None:
+def next_member(stream: Stream) -> Header | None:
     """The header of the next plain file or link. None at the archive's end. Leaves the stream at the content.
 
     Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes,
@@ -161,15 +171,15 @@ def normalised(name: str) -> str:
     return posixpath.normpath(name)
 
 
-def check_end(stream: Any) -> None:
+def check_end(stream: Stream) -> None:
     """Check what follows the block that ends an archive. Raises tarfile.ReadError for anything but zeros."""
     if any(stream.read(LARGEST_END)):
         raise tarfile.ReadError("more follows where the archive ends, perhaps another one")
 
 
-def _header(stream: Any) -> bytes | None:
+def _header(stream: Stream) -> bytes | None:
     """The next header; None at the archive's end."""
-    block: bytes = stream.read(BLOCK_BYTES)
+    block = stream.read(BLOCK_BYTES)
     if not block or block.count(0) == BLOCK_BYTES:
         return None
     _check_header(block)
@@ -230,17 +240,17 @@ def _pax(content: bytes) -> dict[str, str]:
     return fields
 
 
-def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
+def read_exactly(stream: Stream, size: int, most: int = LARGEST_MEMBER) -> bytes:
     """Exactly `size` bytes. Raises tarfile.ReadError if there are fewer, or if `size` is over `most`."""
     if not 0 <= size <= most:
         raise tarfile.ReadError(f"a member claims {size} bytes")
-    data: bytes = stream.read(size)
+    data = stream.read(size)
     if len(data) < size:
         raise tarfile.ReadError("ends within a member")
     return data
 
 
-def skip(stream: Any, size: int, can_seek: bool) -> None:
+def skip(stream: Stream, size: int, can_seek: bool) -> None:
     """Skip `size` bytes. Raises tarfile.ReadError at the end of the stream, unless the stream can seek: then the end
     goes unnoticed."""
     if can_seek and size >= LEAST_SEEK:

@@ -8,7 +8,6 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from clipscale.common.files import replacing
 
@@ -17,12 +16,15 @@ class ShardWriter:
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
 
-    def write(self, sample: Mapping[str, Any]) -> None:
+    def write(self, sample: Mapping[str, str | bytes]) -> None:
         """Add a sample: `__key__`, and the bytes of its members by extension."""
+        key = sample["__key__"]
+        assert isinstance(key, str)
         for extension in sorted(sample.keys() - {"__key__"}):
             data = sample[extension]
+            assert isinstance(data, bytes), extension
             # no time and no owner: they would differ between two runs
-            member = tarfile.TarInfo(f"{sample['__key__']}.{extension}")
+            member = tarfile.TarInfo(f"{key}.{extension}")
             member.size = len(data)
             self._tar.addfile(member, io.BytesIO(data))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -80,7 +80,7 @@ def _karpathy(record: Record) -> Iterator[Entry]:
 
 
 def _coco(record: Record) -> Iterator[Entry]:
-    texts: dict[Any, list[str]] = {image["id"]: [] for image in record["images"]}
+    texts: dict[object, list[str]] = {image["id"]: [] for image in record["images"]}
     for annotation in record["annotations"]:
         texts[annotation["image_id"]].append(annotation["caption"])
     for image in record["images"]:

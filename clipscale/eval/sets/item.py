@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Metrics, Record
+from clipscale.common.record import Metrics
 from clipscale.data.decode import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.eval.encode import Encoder
@@ -117,7 +117,7 @@ class EvalSet(ABC):
         if total and encoder.world.is_rank0:
             warn_once(counts)
 
-    def facts(self) -> Record:
+    def facts(self) -> dict[str, object]:
         """What the metrics depend on, other than the images."""
         return {}
 

@@ -8,13 +8,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from clipscale.common.record import Record
 from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.data.lines import lines_of
-from clipscale.tools.data.separated import PICTURE
+from clipscale.tools.data.separated import PICTURE, Row
 
 # Columns of nested rows, and how Python gets from there to the caption: the last answer of LLaVA's and of OpenAI's
 # conversations, the first of Karpathy's sentences.
@@ -27,7 +25,7 @@ CAPTIONS = {
 IMAGES = {"image": '["image"]', "images": '["images"][0]', "filename": '["filename"]', "file_name": '["file_name"]'}
 
 
-def json_rows(file: Path) -> Iterator[tuple[int, Record | None]]:
+def json_rows(file: Path) -> Iterator[tuple[int, Row | None]]:
     """Each row with its number; None for what is no row."""
     lines = lines_of(file)
     first = next(lines, "")
@@ -44,7 +42,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Record | None]]:
             yield number, None
 
 
-def json_object(file: Path) -> Record | None:
+def json_object(file: Path) -> Row | None:
     """The one object that a .json file is; None for rows in lines or in a list. Raises ValueError for neither."""
     lines = lines_of(file)
     first = next(lines, "")
@@ -53,12 +51,12 @@ def json_object(file: Path) -> Record | None:
     try:
         row = json_fields(first)
     except BrokenSampleError:
-        whole: Record = json.loads(first + "".join(lines))
+        whole: Row = json.loads(first + "".join(lines))
         return whole
     return None if any(line.strip() for line in lines) else row
 
 
-def rows_of(whole: Record) -> Sequence[Any]:
+def rows_of(whole: Row) -> Sequence[object]:
     """The rows that an object holds; or itself as the only one."""
     if whole and all(map(PICTURE.fullmatch, whole)):  # pictures and their captions, or what else is known of each
         return [
@@ -66,13 +64,14 @@ def rows_of(whole: Record) -> Sequence[Any]:
             for name, value in whole.items()
         ]
     columns = [[*value.values()] if isinstance(value, dict) else value for value in whole.values()]  # SBU, pandas
-    if len(columns) > 1 and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
-        return [dict(zip(whole, row)) for row in zip(*columns)]
+    listed = [column for column in columns if isinstance(column, list)]
+    if len(listed) == len(columns) > 1 and len(set(map(len, listed))) == 1:
+        return [dict(zip(whole, row)) for row in zip(*listed)]
     lists = [value for value in whole.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
     return lists[0] if len(lists) == 1 else [whole]
 
 
-def nested(rows: Sequence[Record], name: str) -> bool:
+def nested(rows: Sequence[Row], name: str) -> bool:
     """Whether a column holds lists or objects, and no text in any of these rows."""
     values = [row[name] for row in rows if row.get(name) is not None]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]

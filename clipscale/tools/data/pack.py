@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,7 +23,6 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.common.record import Record
 from clipscale.common.terminal import doing, say, tracked
 from clipscale.common.units import counted, format_bytes
 from clipscale.data.decode import Picture, text_of
@@ -149,13 +148,13 @@ def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> st
     return ""
 
 
-def prepared(source: Path, folder: str, settings: Record) -> Path:
+def prepared(source: Path, folder: str, settings: Mapping[str, object]) -> Path:
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
     out = Path(folder).expanduser()
     note = out / "pack.json"
     with files.reported("out", out, "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
-        begun = settings | {"out": "", "source": str(source), "changed": source.stat().st_mtime}
+        begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
             empty = not any(out.rglob("*.tar"))
             if not empty and files.read_json(note) != begun:
@@ -233,7 +232,7 @@ def captions_of(pair: Pair) -> list[str]:
     return captions
 
 
-def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> Record:
+def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> dict[str, str | bytes]:
     """A sample as `shard_writer` takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     try:
         picture = Picture.read(data, math.inf)
@@ -250,7 +249,7 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
         data = encoded.getvalue()
         kind = "jpg"
-    fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
+    fields = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
     text = json.dumps(fields, default=str).encode()
@@ -279,7 +278,7 @@ class Shards:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def write(self, sample: Record) -> None:
+    def write(self, sample: Mapping[str, str | bytes]) -> None:
         if not self.sizes or self._bytes >= SHARD_BYTES:
             self._begin()
         self._writer.write(sample)

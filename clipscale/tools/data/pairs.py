@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.tools.data.objects import json_object
 from clipscale.tools.data.places import Cell, Place
+from clipscale.tools.data.separated import Row
 from clipscale.tools.data.tables import TABLES, Table, conversion, open_table
 
 # Hugging Face's imagefolder.
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     place: Place | Cell
     captions: list[str]
     # The other columns: texts, numbers and lists, such as hard negatives.
-    fields: Record
+    fields: Row
     # The file of its caption.
     text: Place | None = None
     # Why it cannot be used, where that is known.
@@ -147,10 +147,11 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
                 yield pair._replace(broken=bad if row is None else "no_image")
 
 
-def is_plain(value: Any, levels: int = 3) -> bool:
+def is_plain(value: object, levels: int = 3) -> bool:
     """Whether it is a text, a number, or a list of them with at most that many levels: deep ones cannot be pickled."""
-    inner = isinstance(value, list) and levels > 0
-    return isinstance(value, str | int | float) or (inner and all(is_plain(each, levels - 1) for each in value))
+    if isinstance(value, list):
+        return levels > 0 and all(is_plain(each, levels - 1) for each in value)
+    return isinstance(value, str | int | float)
 
 
 def visible(folder: Path) -> list[Path]:

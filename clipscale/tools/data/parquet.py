@@ -3,15 +3,18 @@
 A text is read as bytes and decoded here: pyarrow would end the table at the first one that is no UTF-8.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.places import BATCH, Cell
+from clipscale.tools.data.separated import Row
+
+if TYPE_CHECKING:
+    from pyarrow import DataType, RecordBatch
 
 
 def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
@@ -30,7 +33,7 @@ def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
     return unread
 
 
-def bytes_type(kind: Any, wanted: bool = False) -> Any:
+def bytes_type(kind: "DataType", wanted: bool = False) -> "DataType | None":
     """The type as which a column is read, with bytes in the place of texts; None if it is not. `wanted`: its bytes are
     texts."""
     from pyarrow import binary, binary_view, large_binary, large_list, list_, types
@@ -49,14 +52,14 @@ def bytes_type(kind: Any, wanted: bool = False) -> Any:
     return kind if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) else None
 
 
-def is_bytes(kind: Any) -> bool:
+def is_bytes(kind: "DataType") -> bool:
     from pyarrow import types
 
     forms = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
     return any(is_form(kind) for is_form in forms)
 
 
-def is_picture(kind: Any) -> bool:
+def is_picture(kind: "DataType") -> bool:
     """Whether cells of this type hold pictures: as bytes, or as Hugging Face's struct of bytes and path."""
     from pyarrow import types
 
@@ -64,7 +67,7 @@ def is_picture(kind: Any) -> bool:
     return is_bytes(kind) or bool(types.is_struct(kind))
 
 
-def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Record]]:
+def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]:
     """The rows, with a Cell for a picture that lies inside. `chosen`: the columns that are wanted, of which the first
     is the picture's."""
     table = parquet_file(file)
@@ -81,7 +84,7 @@ def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Recor
             number += 1
 
 
-def records(batch: Any, kinds: Record) -> list[Record]:
+def records(batch: "RecordBatch", kinds: Mapping[str, "DataType | None"]) -> list[Row]:
     """A batch of rows."""
     columns = [column.cast(kinds[name]).to_pylist() for name, column in zip(batch.schema.names, batch.columns)]
     if not columns:
@@ -89,7 +92,7 @@ def records(batch: Any, kinds: Record) -> list[Record]:
     return [dict(zip(batch.schema.names, map(decoded, row))) for row in zip(*columns)]
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: object) -> object:
     """Texts in the place of bytes; those that are no UTF-8 become lone surrogates, as in other tables."""
     if isinstance(value, list):
         return [decoded(each) for each in value]

@@ -99,7 +99,7 @@ def resolved(root: str) -> str:
     return str(folder)
 
 
-def cell_bytes(cell: Cell, most: int) -> Any:
+def cell_bytes(cell: Cell, most: int) -> object:
     """A picture in a cell, or the one whose path it holds."""
     column = column_of(cell.file, cell.group, cell.column)
     if cell.row < column.first:

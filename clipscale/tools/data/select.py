@@ -17,14 +17,13 @@ from torch import Tensor
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 from clipscale.distributed.world import init_world
 from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
 from clipscale.tools.data.settings import SelectSettings
-from clipscale.tools.embed.arrays import EmbeddedSet, open_embedded_set
+from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE, TEXT
 
@@ -49,7 +48,7 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
     say(f"{out}: look at {look}, then train with data.sample_weights={out}")
 
 
-def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tuple[Tensor, Record]:
+def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """The weights (N,), and what the page shows. A copy of the features lies in `folder` meanwhile.
 
     Raises UserError if no sample can be used."""
@@ -59,7 +58,7 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
     say(f"{len(cosines):,} samples, {len(left):,} with a usable picture and text")
     if not len(left):
         raise UserError(f"{embedded.folder}: no sample can be used; embed other shards")
-    shown: Record = {"cosines": cosines}
+    shown = {"cosines": cosines}
     if settings.best is not None:
         count = max(1, round(settings.best * len(left)))
         shown |= {"unfit": left[count:][:EXAMPLES], "fit": left[:count][-EXAMPLES:]}
@@ -128,7 +127,7 @@ def page(embedded: EmbeddedSet, **shown: Tensor) -> str:
     """All in one file. What comes from the set is escaped, and the page runs no script."""
     from jinja2 import Environment, FileSystemLoader
 
-    def sample(number: Tensor) -> Record:
+    def sample(number: Tensor) -> Sample:
         """With its picture as a small JPEG in base64, if it can be read."""
         sample = embedded.sample(int(number))
         with suppress(BrokenSampleError):

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
-from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.sample import MAX_TEXT_BYTES
 
 # A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name.
 PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
+# A row of a table: values by column, of any type, since strangers write them.
+Row = dict[str, object]
 # Most lines of a value. Looking for the end of a quote takes as long for each line that opens one.
 MOST_LINES = 200
 # Lines in which a table shows how it names pictures.
@@ -93,7 +94,7 @@ class Separated:
         # Whether the table's first lines have names that end as those of pictures do. Then others name no picture.
         self.suffixed = False
 
-    def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Record | None]]:
+    def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Row | None]]:
         """The number of each row's first line, and its values by name; None for a row that has not as many."""
         csv.field_size_limit(MAX_TEXT_BYTES)
         source = Lines(lines)

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.lines import lines_of
 from clipscale.tools.data.objects import flattening, json_rows, nested
 from clipscale.tools.data.parquet import parquet_rows, unread_columns
-from clipscale.tools.data.separated import PICTURE, Separated, header_values
+from clipscale.tools.data.separated import PICTURE, Row, Separated, header_values
 
 # Names of the column of pictures and of that of captions.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
@@ -41,7 +40,7 @@ SEPARATORS = "\t,;|"
 FIRST_ROWS = 100
 # Columns that a message names.
 MOST_NAMES = 20
-Rows = Iterator[tuple[int, Record | None]]
+Rows = Iterator[tuple[int, Row | None]]
 
 
 class Table(NamedTuple):
@@ -61,7 +60,7 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     suffix = file.suffix.lower()
     check_content(file)
     separator, first = header(file, columns) if suffix in SEPARATED else ("", [])
-    shown: list[Record] = []
+    shown: list[Row] = []
     if suffix == ".parquet":
         names = parquet_file(file).schema_arrow.names
     elif suffix in SEPARATED:
@@ -83,7 +82,7 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     return Table(file, chosen, rows, by or "", remarks)
 
 
-def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Record]) -> None:
+def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
     """Raises UserError where a column is not there, or holds no texts in the rows that are `shown`, of JSON."""
     missing = next((name for name in [*chosen, *([by] if by else [])] if name not in names), None)
     nests = next((name for name in chosen[1:] if nested(shown, name)), None)
@@ -155,5 +154,5 @@ def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
         next(lines)
     for number, row in form.rows(lines):
         if row and not headed:
-            row["image"] = re.sub(r"#\d+$", "", row["image"])
+            row["image"] = re.sub(r"#\d+$", "", str(row["image"]))
         yield number + headed, row

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import library
-from clipscale.common.record import Record
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import KINDS
 
@@ -24,6 +24,47 @@ from clipscale.tools.embed.settings import KINDS
 NOTE = "features.json"
 # The file of a folder that says where the samples of each of its files come from.
 SHARDS = "shards.json"
+
+
+class FeaturesNote(TypedDict):
+    """What the features of a folder are: the weights that compute them, and how their inputs are made."""
+
+    model: str
+    # Digests of the weights of both towers.
+    weights: str
+    text: str
+    # D, and the type of its numbers.
+    width: int
+    dtype: str
+    image_size: int
+    mean: list[float]
+    std: list[float]
+    resize: str
+    interpolation: str
+    # Where captions come from.
+    captions: list[str]
+
+
+class Sample(TypedDict):
+    """A sample of an embedded set: `part` and `row` name its place."""
+
+    part: str
+    row: int
+    key: str
+    caption: str
+    # Of all parts.
+    number: NotRequired[int]
+    # Its similarity to a query.
+    score: NotRequired[float]
+    # Its picture, in base64.
+    jpeg: NotRequired[str]
+
+
+class ShardEntry(TypedDict):
+    """What SHARDS says of a file of features: the shard that its samples come from, and their number."""
+
+    source: str
+    samples: int
 
 
 def array_path(path: Path, kind: str) -> Path:
@@ -36,7 +77,7 @@ class EmbeddedSet:
 
     folder: Path
     # What the folder says of its features.
-    note: Record
+    note: FeaturesNote
     # The shard that has the pictures of each part.
     sources: dict[str, str]
     # The list of samples of each part.
@@ -61,7 +102,7 @@ class EmbeddedSet:
                 raise ValueError(f"{array_path(path, kind).name}: {found}, not {form}")
             yield array
 
-    def sample(self, number: int) -> Record:
+    def sample(self, number: int) -> Sample:
         """The row of that number, counted through all parts, as the page names and shows it."""
         part = bisect_right(self.firsts, number) - 1
         path = self.paths[part]

@@ -3,17 +3,16 @@
 import io
 from functools import cache
 
-from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture, rgb
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.tools.embed.arrays import EmbeddedSet
+from clipscale.tools.embed.arrays import EmbeddedSet, Sample
 
 
-def stored_picture(embedded: EmbeddedSet, sample: Record) -> bytes:
+def stored_picture(embedded: EmbeddedSet, sample: Sample) -> bytes:
     """A sample's encoded picture. Raises BrokenSampleError, also for an unreadable shard."""
     url = embedded.sources[sample["part"]]
     make_index(url)

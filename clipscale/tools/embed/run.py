@@ -9,13 +9,13 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.terminal import say, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.secrets import hidden
@@ -29,7 +29,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.tools.embed.arrays import NOTE, SHARDS, array_path
+from clipscale.tools.embed.arrays import NOTE, SHARDS, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
@@ -39,12 +39,19 @@ log = logging.getLogger(__name__)
 DAMAGED = ("truncated_shard", "unreadable_shard")
 
 
-def main(config: EmbedConfig) -> Record:
-    """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples."""
-    return local.run(config, f"{__name__}:work")
+class Embedded(TypedDict):
+    """The folder of features, and the samples that were embedded."""
+
+    out: str
+    samples: int
 
 
-def work(config: EmbedConfig) -> Record:
+def main(config: EmbedConfig) -> Embedded:
+    """Write features on `launch.procs` processes, or as one of torchrun's."""
+    return cast(Embedded, local.run(config, f"{__name__}:work"))
+
+
+def work(config: EmbedConfig) -> Embedded:
     """One process's part. Raises UserError."""
     world = init_world(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
@@ -72,7 +79,7 @@ def work(config: EmbedConfig) -> Record:
     return {"out": str(out), "samples": samples}
 
 
-def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> Record:
+def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> FeaturesNote:
     """What the features are: the weights that compute them, and how their inputs are made."""
     return {
         "model": settings.name,
@@ -89,7 +96,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     }
 
 
-def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
+def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
     """Write the note. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
@@ -114,7 +121,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     return shards
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> dict[str, dict[str, object]]:
     """The entries of a file in `out`, by name; none if it is not there. Raises UserError."""
     with files.reported("out", path, "remove this file and start again; the arrays stay"):
         content = files.read_json(path) if path.is_file() else {}
@@ -126,7 +133,7 @@ def address(url: str) -> str:
     return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
 
 
-def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> Record | None:
+def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> ShardEntry | None:
     """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.

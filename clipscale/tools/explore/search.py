@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import init_world
 from clipscale.models.towers import load_any
-from clipscale.tools.embed.arrays import EmbeddedSet, open_embedded_set
+from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
@@ -59,15 +58,15 @@ class Explorer:
         arrays = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
         return arrays[sample["part"]][sample["row"]].astype(np.float32)
 
-    def sample(self, number: int) -> Record:
+    def sample(self, number: int) -> Sample:
         if number >= len(self.embedded):
             raise BrokenSampleError("no_such_sample", str(number))
-        return self.embedded.sample(number) | {"number": number}
+        return {**self.embedded.sample(number), "number": number}
 
-    def matches(self, query_D: np.ndarray, kind: str, count: int) -> list[Record]:
+    def matches(self, query_D: np.ndarray, kind: str, count: int) -> list[Sample]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
         matches = nearest(self.embedded.features(kind), query_D, count)
-        return [self.sample(number) | {"score": score} for number, score in matches]
+        return [{**self.sample(number), "score": score} for number, score in matches]
 
     def small(self, number: int) -> bytes:
         """A sample's picture as a JPEG. Raises BrokenSampleError, also for no such sample and an unreadable shard."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +232,7 @@ class DryRun:
         def encoded() -> Tensor:
             meter.start()
             with self.step.precision.autocast():
-                return encoder(torch.empty(size, *row.shape, dtype=row.dtype))
+                return cast(Tensor, encoder(torch.empty(size, *row.shape, dtype=row.dtype)))
 
         with torch.no_grad():
             encoded()

@@ -6,8 +6,8 @@ All sizes in bytes, of one GPU unless the name says otherwise.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypedDict
 
-from clipscale.common.record import Record
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.tools.plan import ASSUMED
@@ -114,9 +114,17 @@ class StepModel:
         return first, min(self.counts[1], int(rest // text)) if text else 0
 
 
-def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) -> Record:
-    """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
-    and `node_bytes`.
+class HostMemory(TypedDict):
+    """Host memory of a node."""
+
+    # Of one process with its loader workers, by what holds it.
+    process_bytes: dict[str, int]
+    processes: int
+    node_bytes: int
+
+
+def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) -> HostMemory:
+    """Host memory of a node.
 
     `batch`: samples of one rank; `step`: bytes of a step on a CPU, which are in the same memory.
     """

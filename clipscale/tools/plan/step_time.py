@@ -5,10 +5,10 @@ Exchanges between ranks are left out: they overlap, or are parts in a thousand.
 
 import math
 from pathlib import Path
+from typing import TypedDict
 
 from clipscale.common import files
 from clipscale.common.hardware import HARDWARE, Hardware
-from clipscale.common.record import Record
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
@@ -21,9 +21,36 @@ SAME_SIZE = math.log(1.6)
 SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 
 
+class StepTime(TypedDict):
+    """`time` of docs/plan.md."""
+
+    # The evidence, and the share of the arithmetic's rate that it shows.
+    what: str
+    share: float
+    step_s: float
+    samples_per_s: float
+    # The lowest and the highest rate.
+    range: list[float]
+    plain_samples_per_s: float
+    run_s: float | None
+
+
+class PlainStep(TypedDict):
+    """A measured or published plain step of plain_steps.yaml."""
+
+    model: str
+    chip: str
+    year: int
+    # Operations of a forward pass.
+    gflop: float
+    # The lowest and the highest, in images a second.
+    rates: list[float]
+    source: str
+
+
 def step_time(
     config: PlanConfig, gpu: Hardware | None, dry_run: DryRun, replayed_share: list[float], *, in_chunks: bool
-) -> tuple[float, Record | None]:
+) -> tuple[float, StepTime | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
     `replayed_share`: by tower, the share of chunks with a second pass; `in_chunks`: more than one chunk. For a CPU,
@@ -68,12 +95,12 @@ def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, 
     speeds = PLAIN_STEPS["chips"]
     least, most = speeds.get(gpu.words[0], [gpu.half / HARDWARE["a100-80g"].half] * 2)
 
-    def distance(row: Record) -> tuple[bool, bool, int, float, float]:
+    def distance(row: PlainStep) -> tuple[bool, bool, int, float, float]:
         chip = abs(math.log(speeds[row["chip"]][0] / least))
         operations = abs(math.log(row["gflop"] * 1e9 / forward))
         return row["model"][:2] != model[:2], operations > SAME_SIZE, -row["year"], chip, operations
 
-    row = min(PLAIN_STEPS["images_per_s"], key=distance)
+    row: PlainStep = min(PLAIN_STEPS["images_per_s"], key=distance)
     slow, fast = speeds[row["chip"]]
     factors = (1, 1) if [least, most] == [slow, fast] else (least / fast, most / slow)
     low, high = row["rates"]

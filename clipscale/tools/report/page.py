@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 import numpy as np
 from plotly.offline import get_plotlyjs
@@ -16,10 +17,47 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Results
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.log.records import Record
 from clipscale.log.table import FIGURES, result_tables, with_start
 from clipscale.tools.report.runs import Run, read_runs
 from clipscale.tools.report.settings import ReportSettings
+
+# A curve's columns by their names; None is a gap.
+Columns = dict[str, list[float | None]]
+
+
+class Curve(TypedDict):
+    """What is drawn of a run in a chart."""
+
+    points: Columns
+    means: Columns
+
+
+class Chart(TypedDict, total=False):
+    """A chart of the page: figures.yaml has those over a run, and what their keys mean."""
+
+    key: str
+    title: str
+    unit: str
+    per: float
+    zero: bool
+    gaps: bool
+    # Of an evaluation; and whether it stands behind a button.
+    evaluation: bool
+    more: bool
+    # By run; and whether there is more than one point.
+    runs: list[Curve]
+    drawn: bool
+
+
+class Drawing(TypedDict):
+    """What the page's script draws."""
+
+    colours: list[str]
+    dashes: list[str]
+    charts: list[Chart]
+    # Of the runs.
+    names: list[str]
+
 
 # The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
@@ -93,7 +131,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def typical(run: Run, key: str) -> float | None:
     """The median of a field, where the run's records have it."""
-    values = [record[key] for record in run.records if record.get(key) is not None]
+    values = [value for value in (record.get(key) for record in run.records) if isinstance(value, int | float)]
     return median(values) if values else None
 
 
@@ -115,18 +153,18 @@ def short_paths(values: Sequence[str]) -> Sequence[str]:
     return short if len(set(short)) == len(set(values)) else values
 
 
-def card_note(run: Run, chart: Record) -> str:
+def card_note(run: Run, chart: Chart) -> str:
     """What a score's card says beside it: how many captions differ, where some repeat."""
     name = chart["key"].rpartition("/")[0]
     found = [row for row in run.rows if f"{name}/distinct" in row]
     return f"{found[-1][f'{name}/captions']:,} captions, {found[-1][f'{name}/distinct']:,} distinct" if found else ""
 
 
-def curves(runs: Sequence[Run]) -> Record:
+def curves(runs: Sequence[Run]) -> Drawing:
     """What the page's script draws: `charts`, with the columns of each run's curve."""
     bins = max(100, POINTS // len(runs) // 2)
 
-    def columns(table: np.ndarray) -> Record:  # with seven digits; null is a gap
+    def columns(table: np.ndarray) -> Columns:  # with seven digits; null is a gap
         values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
         return dict(zip(AXES, values))
 
@@ -143,13 +181,13 @@ def curves(runs: Sequence[Run]) -> Record:
     }
 
 
-def charts_of(runs: Sequence[Run]) -> list[Record]:
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run."""
     keys = {key: None for run in runs for row in run.rows for key, value in row.items() if value is not None}
-    charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
+    charts: list[Chart] = [{**chart} for chart in FIGURES["charts"] if chart["key"] in keys]
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
-    loss = [chart | {"title": title.capitalize()} for chart in charts[:1] if title]
+    loss: list[Chart] = [{**chart, "title": title.capitalize()} for chart in charts[:1] if title]
     evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key)]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST
@@ -165,17 +203,17 @@ def loss_title(batches: Set[int], objectives: Set[str]) -> str:
     return "" if "sigmoid" in objectives else "loss less ln(batch)"
 
 
-def evaluation_chart(key: str) -> list[Record]:
+def evaluation_chart(key: str) -> list[Chart]:
     """The chart of `eval/SET/METRIC`."""
     name, metric = key.removeprefix("eval/").rsplit("/", 1)
-    chart = {"evaluation": True, "key": key}
+    chart: Chart = {"evaluation": True, "key": key}
     if metric not in FIGURES["plain"]:
-        chart |= {"unit": "%", "per": 0.01, "zero": True}
+        chart = {**chart, "unit": "%", "per": 0.01, "zero": True}
     title = FIGURES["evaluations"].get(metric)
-    return [chart | {"title": f"{name}, {title}"}] if title else []
+    return [{**chart, "title": f"{name}, {title}"}] if title else []
 
 
-def points(run: Run, chart: Record) -> np.ndarray:
+def points(run: Run, chart: Chart) -> np.ndarray:
     """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
     key = chart["key"]
     shown = [row for row in run.rows if row.get(key) is not None or (chart.get("gaps") and key in row)]

@@ -1,6 +1,6 @@
 """What a report shows of runs, read from their folders. Raises UserError for a damaged file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import EvalRecord, Record
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run, runs_of_sweep
@@ -15,7 +16,7 @@ from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.eval.expected import Expected
-from clipscale.log.records import Record, read_evaluations, read_metrics
+from clipscale.log.records import StepRecord, read_evaluations, read_metrics
 
 
 @dataclass
@@ -26,14 +27,14 @@ class Run:
 
     name: str
     folder: Path
-    records: list[Record]
-    evaluations: list[Record]
+    records: list[StepRecord]
+    evaluations: list[EvalRecord]
     rows: list[Record]
     # As one types them.
     settings: dict[str, str]
     # Its newest scores beside the published ones; empty: there are none.
     expected: str
-    environment: Record
+    environment: Mapping[str, object]
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
