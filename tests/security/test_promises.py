@@ -103,7 +103,7 @@ def test_a_huge_picture_is_refused_by_its_header_and_before_it_is_resized() -> N
     file = io.BytesIO()
     Image.new("1", (1 << 14, 1 << 14)).save(file, "PNG")  # 2^28 pixels in a few kilobytes
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for read in (Picture, EvalTransform(224)):
+    for read in (Picture.read, EvalTransform(224)):
         with pytest.raises(BrokenSampleError, match="pixels") as caught:
             read(file.getvalue())
         assert caught.value.reason == "huge_image"
