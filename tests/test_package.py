@@ -22,7 +22,6 @@ from tests.support.ranks import run_ranks
 
 CHECKOUT = PACKAGE.parent
 ARCHITECTURE = CHECKOUT / "docs/contributing/architecture.md"
-PRIVATE = CHECKOUT / "docs/contributing/private-parts.md"
 # Nothing but the environment's own packages.
 ALONE = {"PYTHONPATH": ""}
 
@@ -177,30 +176,6 @@ def test_models_know_nothing_of_distribution() -> None:
             r"import.*\bdist\b|torch\.distributed|clipscale\.(distributed|step|state|loss)\b", path.read_text()
         )
         assert found is None, f"{path.name}: {found}"
-
-
-def private_names() -> set[str]:
-    """The names with an underscore of other packages that the package imports or reads."""
-    names = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-                names.add(node.attr)
-            elif isinstance(node, ast.ImportFrom):
-                names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
-            elif isinstance(node, ast.Import):
-                names |= {name for alias in node.names for name in alias.name.split(".")}
-    return {name for name in names if re.match("_[^_]", name)} - {"_replace", "_exit"}  # documented by Python
-
-
-def test_every_private_name_of_another_package_is_in_the_table_with_its_test() -> None:
-    rows = [line.split("|") for line in PRIVATE.read_text().splitlines() if line.startswith("| ")][1:]
-    named = {name for row in rows for name in re.findall(r"`(?:[\w.]+\.)?(_\w+)`", row[1])}
-    assert (private_names() - named, named - private_names()) == (set(), set()), f"{PRIVATE} lacks, and names in vain"
-    for row in rows:
-        for file in re.findall(r"`(clipscale/[\w./]+|tests/[\w./]+)`", "|".join(row)):
-            assert (CHECKOUT / file).is_file(), file
-        assert "`tests/" in row[4], row
 
 
 def loaded(*_: int) -> list[set[str]]:

@@ -2,8 +2,10 @@
 
 import os
 import re
+import runpy
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -282,3 +284,12 @@ main()
 def test_ctrl_c_during_the_imports_says_nothing() -> None:
     done = interpreted(INTERRUPTED)
     assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
+
+
+def test_timm_finds_no_wandb_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would load it for a function that nothing here calls: a second, and folders in TMPDIR."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    del sys.modules["wandb"]  # it comes back as it was
+    monkeypatch.delitem(sys.modules, "timm.utils.summary", raising=False)
+    runpy.run_module("clipscale.__main__")
+    assert not hasattr(import_module("timm.utils.summary"), "wandb")

@@ -172,6 +172,19 @@ def test_repeated_blocks_inside_repeated_blocks_are_sharded_and_tied_weights_kee
         assert convnext < 1e-6 and (words, scores) == (0, 0)
 
 
+def own_tower_twice(rank: int, ranks: int) -> list[bool]:
+    """Whether open_clip's own text tower gives the same features as alone, in each of two passes of a step."""
+    tower, tokens = small_model(lean=False).text, samples(4)[1]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = tower(tokens)
+        sharded = World(rank, ranks, CPU).wrap(tower, "zero2", torch.bfloat16)
+        return [torch.equal(sharded(tokens), alone) for _ in range(2)]
+
+
+def test_a_text_tower_of_open_clips_own_casts_alike_before_and_after_its_weights_are_gathered() -> None:
+    assert run_ranks(own_tower_twice, 2) == 2 * [[True, True]]
+
+
 # Of the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are measured.
 REDUCED = {keep: [2 + 2 * (keep > 0), 2, 2] for keep in (0, 3000)}
 

@@ -31,7 +31,9 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def test_a_start_shares_no_key_with_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_shares_no_key_with_the_one_before_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also when one of its ranks has asked and ended: its successor asks again."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -45,6 +47,7 @@ def test_a_start_shares_no_key_with_the_one_before_it(monkeypatch: pytest.Monkey
         assert not stores[2].check(["address"]), "what a former start has left"
         stores[0].set("address", start)
         assert stores[1].get("address") == start.encode()
+    assert "bind" not in capfd.readouterr().err, "torchrun's store is there, and no rank tries to open another"
 
 
 def curve(run: Path) -> list[float]:

@@ -54,6 +54,15 @@ def test_short_captions_cost_less() -> None:
     assert flops.per_sample({4: 3, 8: 1}) - flops.image_flops == (3 * short + 3 * TEXT_FORWARD) / 4
 
 
+def test_a_length_that_cannot_be_counted_leaves_the_next_ones_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(name="small", architecture=SMALL)
+    whole = text_flops(config)
+    with monkeypatch.context() as patch, pytest.raises(AttributeError):
+        patch.setattr("clipscale.models.flops.flop_registry", None)
+        text_flops(config, length=4)
+    assert text_flops(config) == whole
+
+
 def test_forward_flops_are_the_published_ones() -> None:
     """OpenCLIP's model profile gives 4.41 and 2.98 GMACs for the towers of ViT-B/32: twice that in FLOPs."""
     config = ModelConfig(name="ViT-B-32")

@@ -13,6 +13,7 @@ from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
+from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.towers import build_model
 from tests.support.towers import architecture, small_model
 
@@ -88,6 +89,11 @@ def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> Non
     expected = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
     assert torch.equal(tokenizer([text]), expected)
     assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), expected), "as a worker has it"
+
+
+def test_models_of_a_process_share_one_vocabulary() -> None:
+    first, second = (tokenizer_of(name, {"context_length": length}) for name, length in (("a", 8), ("b", 9)))
+    assert first.inner is second.inner
 
 
 def test_words_beyond_some_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

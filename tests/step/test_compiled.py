@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
@@ -71,3 +73,29 @@ def compiled(rank: int, world: int, fails_at: int) -> None:
     with no_compilation(not problem):
         model.image(pixels[:1])
     assert 1 not in sizes
+
+
+def test_every_size_is_compiled_and_a_block_under_ddp_is_one_graph() -> None:
+    assert run_ranks(graphs_of_layers, 1) == [(10, 1)]
+
+
+def graphs_of_layers(rank: int, world: int) -> tuple[int, int]:
+    """Of a layer at ten sizes; and of layers that do not fit together into a bucket of DDP's."""
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.config.recompile_limit = 8  # torch's own, where another package has raised it
+    compile_towers(small_model(), lengths_vary=False)
+    layer = nn.Linear(4, 4)
+    layer.compile(dynamic=False, backend=compiler)
+    for rows in range(2, 12):
+        layer(torch.zeros(rows, 4))
+    sizes = len(graphs)
+    graphs.clear()
+    layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
+    layers.compile(dynamic=False, backend=compiler)
+    DistributedDataParallel(layers)(torch.zeros(2, 600))
+    return sizes, len(graphs)

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from clipscale.common.errors import LoaderError, UserError
+from clipscale.common.signals import SIGNALS
 from clipscale.data.filters import Selection
+from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.workers import Workers
 from clipscale.data.sample import RawSample
 from tests.data.files import Letters, picture, write_shards, write_tar
@@ -209,4 +211,31 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     pids = receives.recv()
     run.join()
     assert len(pids) == 2
+    assert_gone(pids)
+
+
+LEFT_OPEN: list[TrainStream] = []
+
+
+def block_signals(pieces: int) -> None:
+    """As a program's worker has them from its server."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def end_with_an_open_stream(folder: Path, sends: Connection) -> None:
+    LEFT_OPEN.append(open_stream(folder, batch=4, workers=1, tokenizer=Acting(block_signals)))
+    LEFT_OPEN[0].next_batch().lengths()
+    sends.send([process.pid for process in processes_of(LEFT_OPEN[0])])
+
+
+def test_a_program_that_leaves_its_stream_open_ends_and_its_workers_too(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    receives, sends = forks().Pipe(duplex=False)
+    run = forks().Process(target=end_with_an_open_stream, args=(tmp_path, sends))
+    run.start()
+    pids = receives.recv()
+    run.join(20)
+    ended = run.exitcode
+    run.kill()
+    assert ended == 0, "it waits for its workers"
     assert_gone(pids)

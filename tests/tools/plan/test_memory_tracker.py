@@ -84,3 +84,22 @@ def test_views_and_updates_take_no_memory() -> None:
         assert [half.storage_offset() for half in halves] == [0, 500, 0, 500]
         total = (x * 2).requires_grad_().exp().sum()  # exp saves its result
         assert tracker.live == 3 * 4096 + 512 and total.shape == ()
+
+
+def test_tensors_of_any_size_take_no_memory() -> None:
+    with without_memory() as tracker:
+        x = torch.ones(2**45)
+        both = x + x
+        assert both.shape == (2**45,) and tracker.live == 2 * 4 * 2**45
+
+
+def test_each_output_of_an_operation_counts() -> None:
+    with MemoryTracker() as memory:
+        both = torch.zeros(1000).sort()  # values of 4 bytes and places of 8
+        assert memory.live == 4096 + 8192 and len(both) == 2
+
+
+def test_a_number_that_is_asked_of_a_tensor_without_values_is_a_constant() -> None:
+    with without_memory():
+        x = torch.zeros(3)
+        assert (x.sum().item(), x.long().sum().item(), bool((x == 0).all())) == (1.0, 0, False)
