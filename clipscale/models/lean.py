@@ -84,22 +84,32 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
 
     def attend(self, y: Tensor, causal: bool) -> Tensor:
         """Attention from every token (N, T, W), before the output's projection."""
-        q, k, v = self.heads(F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias), 3)
+        q, k, v = self.heads(self.project(y), 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
 
     def attend_from(self, y: Tensor, position: TokenIndex, causal: bool) -> Tensor:
         """Attention from one token of each sample to all, or to those up to it: (N, W)."""
         samples, length, width = y.shape
-        weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
         mask = None
         if causal:
             if isinstance(position, int):
                 y = y[:, : position % length + 1]
             else:
                 mask = (torch.arange(length, device=y.device) <= position[:, None])[:, None, None]
-        (q,) = self.heads(F.linear(select_token(y, position)[:, None], weights[0], biases[0]), 1)
-        k, v = self.heads(F.linear(y, weights[1], biases[1]), 2)
+        query, keys_and_values = self.project_from(select_token(y, position)[:, None], y)
+        (q,) = self.heads(query, 1)
+        k, v = self.heads(keys_and_values, 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)
+
+    def project(self, y: Tensor) -> Tensor:
+        """Queries, keys and values of every token: (N, T, W) -> (N, T, 3 W)."""
+        return F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias)
+
+    def project_from(self, token: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The query of one token (N, 1, W), and keys and values of every token (N, T, 2 W)."""
+        width = y.shape[-1]
+        weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
+        return F.linear(token, weights[0], biases[0]), F.linear(y, weights[1], biases[1])
 
     def heads(self, projected: Tensor, count: int) -> tuple[Tensor, ...]:
         """(N, T, count * W) -> `count` views (N, H, T, W / H).
