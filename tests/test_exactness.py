@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale.config.sections import TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
@@ -57,6 +58,9 @@ class Case:
     lean: bool
     trained: tuple[str, str] = ("all", "all")
     dtype: str = "float64"
+    # The rank of adapters.
+    lora: int = 0
+    exchange: str = "auto"
 
     @property
     def possible(self) -> bool:
@@ -97,7 +101,11 @@ def model_of(case: Case) -> ClipModel:
         grad_checkpointing=case.checkpointing == "all",
         lean=case.lean,
         init_bias=-2.0 if case.loss == "sigmoid" else None,
+        lora=case.lora,
     )
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:  # which begin at 0
+            nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return model.to(getattr(torch, case.dtype))
 
 
@@ -160,7 +168,8 @@ def cut_up(case: Case, rank: int) -> Answer:
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None
-        return contrastive_loss(u, v, model.logit_scale.exp(), logit_bias=bias, objective=objective(case))
+        scale = model.logit_scale.exp()
+        return contrastive_loss(u, v, scale, logit_bias=bias, objective=objective(case), exchange=case.exchange)
 
     cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
     pixels, tokens = inputs_of(case, rank)
@@ -209,7 +218,24 @@ def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:
 
 @pytest.mark.parametrize("ranks", DIMENSIONS["ranks"])
 def test_the_step_is_that_of_one_graph(ranks: int) -> None:
-    chosen = [case for case in cases() if case.ranks == ranks]
+    compare([case for case in cases() if case.ranks == ranks], ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_step_of_adapters_is_that_of_one_graph(ranks: int) -> None:
+    """Of rank 3, beside the projection, which trains whole, in one tower, and a whole block in the other."""
+    pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    rest: list[tuple[Any, ...]] = [
+        ("ddp", (1, 2), "none", "none", 60e3, "softmax", "none", "sorted", True, ("all", "1")),
+        ("ddp", (2, 5), "dropout", "host", 0.0, "sigmoid", "all", "as they come", True, ("2", "all")),
+        ("zero3", (12, 24), "patch dropout", "none", 1e9, "hard negatives", "all", "sorted", True, ("2", "1")),
+        ("zero2", (2, 5), "none", "none", 0.0, "softmax", "none", "as they come", True, ("all", "none")),
+    ]
+    chosen = [Case(ranks, *values, lora=3, exchange=("gather", "ring")[i % 2]) for i, values in enumerate(rest)]
+    compare([replace(case, parallel="none") if ranks == 1 else case for case in chosen], ranks)
+
+
+def compare(chosen: list[Case], ranks: int) -> None:
     if ranks == 1:
         answers = [[cut_up(case, 0) for case in chosen]]
     else:

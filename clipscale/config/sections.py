@@ -285,6 +285,11 @@ class ModelConfig:
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
+    lora: int = setting(
+        0,
+        "Rank of low-rank adapters on both towers' frozen blocks; they train, and the last N groups; 0: none.",
+        least=0,
+    )
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,
@@ -316,8 +321,8 @@ class ModelConfig:
 
     @staticmethod
     def of(values: Mapping[str, object]) -> "ModelConfig":
-        """The model's settings in a checkpoint. `lora`: 0, of earlier versions, is ignored. Raises UserError."""
-        return typed(ModelConfig, {name: value for name, value in values.items() if (name, value) != ("lora", 0)})
+        """The model's settings in a checkpoint. Raises UserError."""
+        return typed(ModelConfig, values)
 
     @property
     def description(self) -> Record:

@@ -240,9 +240,12 @@ def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     if config.model.image.groups == 0 and not (config.model.weights or config.model.image.weights):
         return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
-    whole = None in (config.model.image.groups, config.model.text.groups)
+    lora = config.model.lora
+    if lora and not config.model.weights:
+        return [f"model.lora={lora} adapts random weights; give what it adapts, model.weights=..."]
+    whole = not lora and None in (config.model.image.groups, config.model.text.groups)
     if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
-        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for the last layers"
+        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for adapters and the last layers"
         return [
             f"optim.lr={config.optim.lr:g} is a rate of pretraining, and the run begins with weights; usual is {rate}"
         ]

@@ -1,5 +1,6 @@
 """Weights in which PEFT's low-rank adapters (LoRA) lie beside the weights that they change. Imports nothing heavy."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,16 @@ def _target(name: str) -> str:
     """The weight that an adapter's part changes: MODULE.lora_A.NAME.weight -> MODULE.weight."""
     module = name.partition(A)[0].partition(B)[0]
     return f"{module}.weight"
+
+
+def merged_run(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """A run's weights with its adapters (`model.lora`, whose alpha is r) added; those of a run without any as they are.
+
+    The packed projection of open_clip's attention is a layer of its own while it has adapters.
+    """
+    if not any(map(is_adapter, state)):
+        return state
+    return {re.sub(r"\.attn\.in_proj\.(weight|bias)$", r".attn.in_proj_\1", n): x for n, x in merged(state, 1).items()}
 
 
 def merged(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:

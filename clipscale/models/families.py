@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from open_clip.hf_model import HFTextEncoder
-from open_clip.transformer import TextTransformer
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import TextTransformer, VisionTransformer
+from timm.models.vision_transformer import Block
 from torch import nn
 
-from clipscale.models.lean import LeanText
+from clipscale.models.lean import LeanText, LeanVision
 
 
 class LayerGroups(TypedDict):
@@ -41,6 +43,8 @@ class Family:
     # Whether a caption's feature stays the same without its padding, so that a run may order captions by length and cut
     # them.
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
+    # Whether adapters suit it: its blocks call their linear layers as modules, and read no weight past them.
+    calls_layers: Callable[[Any], bool] = lambda encoder: False
     groups: LayerGroups = field(default_factory=lambda: GROUPS)
 
 
@@ -49,10 +53,21 @@ def _ignores_padding(encoder: TextTransformer) -> bool:
     return causal and encoder.pool_type in ("first", "argmax", "eos")
 
 
+def _has_plain_blocks(encoder: TimmModel) -> bool:
+    blocks: Any = getattr(encoder.trunk, "blocks", ())
+    return len(blocks) > 0 and all(type(block) is Block for block in blocks)
+
+
 FAMILIES = (
-    Family(TextTransformer, ignores_padding=_ignores_padding),
+    Family(VisionTransformer, calls_layers=lambda encoder: isinstance(encoder, LeanVision)),
+    Family(
+        TextTransformer,
+        ignores_padding=_ignores_padding,
+        calls_layers=lambda encoder: isinstance(encoder, LeanText),
+    ),
+    Family(TimmModel, calls_layers=_has_plain_blocks),
     # open_clip masks the padding in attention and in every pooler.
-    Family(HFTextEncoder, ignores_padding=lambda encoder: True),
+    Family(HFTextEncoder, ignores_padding=lambda encoder: True, calls_layers=lambda encoder: True),
 )
 OTHER = Family()
 

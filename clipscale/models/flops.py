@@ -27,8 +27,15 @@ class PassFlops(NamedTuple):
 
 
 def trained_of(encoder: nn.Module) -> set[str]:
-    """The parameters of a built encoder that train, by open_clip's names."""
-    return {name for name, p in encoder.named_parameters() if p.requires_grad}
+    """The parameters of a built encoder that train, by open_clip's names.
+
+    For an adapter its layer's bias: both need the gradient of the layer's output. An adapter's own products are few,
+    and not counted.
+    """
+    names = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    biases = {f"{layer}_bias" if layer.endswith(".attn.in_proj") else f"{layer}.bias" for layer in adapted}
+    return {name for name in names if ".lora_" not in name} | biases
 
 
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.models import adapters, lora
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
@@ -292,7 +294,9 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        if settings.groups is not None:
+        if config.lora and settings.groups != 0:
+            lora.add(tower.encoder, name, config.lora, settings.groups or 0)
+        elif settings.groups is not None:
             lock(tower.encoder, name, settings.groups)
     return model.train()
 
@@ -300,17 +304,18 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises
-    UserError where there is no such checkpoint or average.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
+    merged. Raises UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
     with library(f"checkpoint {path} holds no model"):
         state = checkpoint.load(path, entries=("model", "ema"))
         if weights == "ema" and not state.ema:
             raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-        config = without_weights(ModelConfig.of(state.model_config))
+        config = replace(without_weights(ModelConfig.of(state.model_config)), lora=0)
         model = build_model(config)
-        model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
+        trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
+        model.load_state_dict(adapters.merged_run(trained))
         return model.eval(), config, int(state.step)
 
 

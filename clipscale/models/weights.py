@@ -118,6 +118,7 @@ def _of_run(source: Source) -> Weights:
         state |= saved.ema["weights"]
     elif saved.ema:
         log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
+    state = adapters.merged_run(state)
     return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
 
 

@@ -196,13 +196,13 @@ def samples_repeat(config: TrainConfig) -> bool:
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
-    """A lower bound of a checkpoint's bytes. Counts only towers that train as a whole, and the state of
-    optimizers in MOMENTS."""
+    """A lower bound of a checkpoint's bytes. Counts only towers that train as a whole or have adapters, and of the
+    former the state of optimizers in MOMENTS."""
     encoders = unbuilt_encoders(config.model)
     model = config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
-    trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
-    return trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
+    size = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
+    return size if model.lora else size * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
 def check_streams(start: Start, stream: TrainStream, world: World) -> None:

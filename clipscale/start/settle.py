@@ -182,6 +182,7 @@ def check_fits(saved: Saved | None, config: TrainConfig, trained: Stage) -> None
         ("batch", saved.batch, trained.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
+        ("model.lora", model.get("lora", 0), config.model.lora),
         ("optim.name", saved.optimizer_name, config.optim.name),
     ):
         if then != now:

@@ -32,6 +32,9 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
     [line] = warnings(config(model=ModelConfig(image=TowerConfig(train="none"))))
     assert "model.image.weights=PATH" in line
+    assert warnings(config(model=ModelConfig(lora=4))) == [
+        "model.lora=4 adapts random weights; give what it adapts, model.weights=..."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,7 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     [
         ({"weights": "openai"}, 5e-4, "1e-6 to 1e-5"),
         ({"weights": "openai", "image": LAST, "text": LAST}, 1e-3, "1e-4"),
+        ({"weights": "openai", "lora": 4}, 1e-3, "1e-4"),
         ({"weights": "openai"}, 1e-5, ""),
         ({}, 1e-3, ""),
         ({"image": TowerConfig("vit.pt", train="none")}, 1e-3, ""),

@@ -24,6 +24,12 @@ IMAGE_FORWARD = EMBED + LAYERS * sum(IMAGE.values()) + PROJECT
 TEXT_FORWARD = LAYERS * sum(TEXT.values()) + PROJECT
 
 
+def adapted(layers: dict[str, int]) -> int:
+    """Of adapters in frozen blocks: the inputs' gradients, from the first adapter on, and attention's two products."""
+    blocks = LAYERS * (2 * layers["attention"] + layers["out"] + layers["mlp"])
+    return blocks + (LAYERS - 1) * layers["qkv"] + PROJECT
+
+
 CASES = {
     "full": ({}, 2 * IMAGE_FORWARD, 2 * TEXT_FORWARD),
     "image frozen": ({"image": TowerConfig(train="none")}, 0, 2 * TEXT_FORWARD),
@@ -32,12 +38,15 @@ CASES = {
     "last two groups": (
         {"image": TowerConfig(train="2")}, 2 * (sum(IMAGE.values()) + PROJECT), 2 * TEXT_FORWARD
     ),
+    "adapters": ({"lora": 2}, adapted(IMAGE), adapted(TEXT)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) -> None:
     settings, image, text = CASES[case]
+    if case == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     config = ModelConfig(name="small", architecture=SMALL, **settings)  # type: ignore[arg-type]
     model = build_model(config)
     assert image_flops(config, trained_of(model.image.encoder)) == (IMAGE_FORWARD, image)

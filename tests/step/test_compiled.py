@@ -34,14 +34,16 @@ def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: f
     assert worth_compiling(setting, seconds * 0.4e15, peak) is required
 
 
-@pytest.mark.parametrize("fails_at", [0, 2])
-def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int) -> None:
+@pytest.mark.parametrize(("fails_at", "lora"), [(0, 0), (2, 0), pytest.param(0, 3, marks=pytest.mark.slow)])
+def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int, lora: int) -> None:
     """At the shorter last chunk, of two samples. In a process of its own: once torch has been forced to run
     eagerly, it holds a function's arguments until its end, and tests that follow and measure memory fail."""
-    run_ranks(compiled, 1, fails_at)
+    if lora:
+        pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    run_ranks(compiled, 1, fails_at, lora)
 
 
-def compiled(rank: int, world: int, fails_at: int) -> None:
+def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
     """Features and gradients are those of eager towers either way, and random numbers go on from where they were. A
     graph takes as much memory as an eager one, which is what `clipscale plan` counts."""
     sizes = []
@@ -53,7 +55,7 @@ def compiled(rank: int, world: int, fails_at: int) -> None:
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     torch.compile = partial(torch.compile, backend=compiler)
-    model = small_model()
+    model = small_model(lora=lora)
     pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
     with measured_graph() as eager:
         required = model.image(pixels).detach()

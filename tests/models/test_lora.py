@@ -1,0 +1,210 @@
+"""Adapters: nothing at first, peft's products when they are merged, and merged wherever a run's weights are read."""
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipscale import checkpoint
+from clipscale.config.sections import CheckpointConfig, ModelConfig, TowerConfig
+from clipscale.config.stages import StageConfig
+from clipscale.config.train import TrainConfig
+from clipscale.log.records import read_metrics
+from clipscale.models import lora
+from clipscale.models.adapters import merged_run
+from clipscale.models.towers import ClipModel, build_model, load_any, load_model
+from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.export.verb import main as export
+from clipscale.train import train
+from tests.conftest import TINY
+from tests.models.test_groups import RESNET, SIGLIP, bert, config
+from tests.support.checkpoints import save_model
+from tests.support.refused import refused
+from tests.support.runs import ARCHITECTURE, curve, records, small
+from tests.support.towers import samples, small_model
+
+pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+PLAIN = ModelConfig(name="test", architecture=ARCHITECTURE)
+
+
+def trained(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.requires_grad}
+
+
+def features(model: ClipModel) -> tuple[Tensor, Tensor]:
+    pixels, tokens = samples(5)
+    with torch.no_grad():
+        return model.image(pixels), model.text(tokens)
+
+
+def test_adapters_are_on_all_linear_layers_of_frozen_blocks_and_change_nothing_at_first() -> None:
+    model = small_model(lora=3).eval()
+    torch.testing.assert_close(features(model), features(small_model().eval()), atol=1e-6, rtol=0)
+    assert all("lora_" in name or name == "logit_scale" for name in trained(model))
+    assert sum(".lora_A." in name for name in trained(model)) == 2 * 2 * 4, "towers, blocks, and in, out, fc, proj"
+    partly = small_model(lora=3, image=TowerConfig(train="2"), text=TowerConfig(train="none"))
+    assert not trained(partly.text)
+    whole = {name for name in trained(partly.image.encoder) if "lora_" not in name}
+    assert whole > {"proj", "ln_post.weight", "transformer.resblocks.1.mlp.c_fc.bias"}
+    assert all(name.startswith("transformer.resblocks.0.") for name in trained(partly.image.encoder) - whole)
+
+
+def test_merged_adapters_have_the_features_of_pefts_layers() -> None:
+    model, plain = small_model(lora=3, image=TowerConfig(train="2")).eval(), small_model().eval()
+    for name in trained(model) - {"logit_scale"}:
+        nn.init.normal_(model.get_parameter(name), std=0.1)
+    before = features(plain)
+    plain.load_state_dict(merged_run(model.state_dict()))
+    torch.testing.assert_close(features(plain), features(model), atol=1e-5, rtol=0)
+    assert all((a - b).abs().max() > 0.01 for a, b in zip(features(model), before)), "the adapters do something"
+
+
+LAYERS = {
+    "timm": [f"trunk.blocks.{i}.{x}" for i in range(6) for x in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")],
+    "bert": [
+        f"transformer.encoder.layer.{i}.{layer}"
+        for i in range(2)
+        for layer in (*(f"attention.self.{x}" for x in ("query", "key", "value")),
+                      "attention.output.dense", "intermediate.dense", "output.dense")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_towers_of_timm_and_of_transformers_have_adapters(kind: str) -> None:
+    encoder: Any = build_model(config(SIGLIP)).image.encoder if kind == "timm" else bert()
+    inputs = torch.randn(1, 3, 160, 160) if kind == "timm" else torch.randint(1, 99, (2, 6))
+    lora.add(encoder, "image", 2, 0)
+    assert {name.split(".lora_A")[0] for name in trained(encoder) if ".lora_A." in name} == {*LAYERS[kind]}
+    encoder(inputs).sum().backward()
+    assert not [name for name in trained(encoder) if encoder.get_parameter(name).grad is None], "all take part"
+
+
+def test_what_cannot_be_adapted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(
+        r"model.lora=3: the image tower is no transformer of open_clip.*model.image.train=none, or model.lora"
+    ):
+        small_model(lora=3, lean=False)
+    with refused("model.lora=3: the image tower is no transformer of open_clip"):
+        build_model(config(RESNET, lora=3))
+    locked = build_model(config(RESNET, lora=3, image=TowerConfig(train="none")))
+    assert not trained(locked.image) and trained(locked.text)
+    with refused("model.lora=3: with model.image.train=3 no block of the image tower is left to adapt; give fewer"):
+        small_model(lora=3, image=TowerConfig(train="3"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with refused(r"model.lora=3 needs peft; pip install 'clipscale\[lora\]'"):
+        small_model(lora=3)
+
+
+def adapting(shards: str, root: Path, **changes: Any) -> TrainConfig:
+    """A run of adapters from a checkpoint of random weights, with what else a run may have."""
+    torch.manual_seed(5)
+    save_model(root / "base", build_model(PLAIN), PLAIN)
+    tower = TowerConfig(layer_decay=0.5)
+    model = replace(
+        PLAIN,
+        weights=f"run:{root}/base",
+        lora=2,
+        image=tower,
+        text=replace(tower, train="1"),
+        patch_dropout=0.3,
+        grad_checkpointing=True,
+    )
+    every = CheckpointConfig(every="2", keep=0)
+    return small(shards, root / "whole", **{"model": model, "ema": 0.9, "checkpoint": every} | changes)
+
+
+def test_a_run_goes_on_bit_for_bit_where_its_start_has_changed(shards: str, tmp_path: Path) -> None:
+    """Its checkpoints hold the frozen weights, too."""
+    whole = adapting(shards, tmp_path)
+    train(whole)
+    start = load_model(tmp_path / "base")[0].state_dict()
+    save_model(tmp_path / "base", build_model(PLAIN), PLAIN, step=8)
+    train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
+    assert [r["loss"] for r in records(tmp_path / "part")] == curve(tmp_path / "whole")[2:]
+    saved, other = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("whole", "part"))
+    assert all(torch.equal(x, other.model[name]) for name, x in saved.model.items())
+    assert saved.ema is not None
+    assert saved.ema["weights"].keys() == saved.optimizer["state"].keys()
+    assert all("lora_" in n or n in ("logit_scale", "text.encoder.text_projection") for n in saved.ema["weights"])
+    merged = load_model(tmp_path / "whole")[0].state_dict()
+    products = {name for name in merged if re.search(r"\.resblocks\..*(proj|fc)[._]weight", name)}
+    moved = {name for name, x in merged.items() if not torch.equal(x, start[name])}
+    assert moved == products | {"logit_scale", "text.encoder.text_projection"}
+    with refused(r"model.lora=3: the checkpoint was trained with 2; take it, or another run"):
+        train(replace(whole, samples=96, model=replace(whole.model, lora=3)))
+
+
+def test_whatever_takes_a_run_merges_its_adapters(shards: str, tmp_path: Path) -> None:
+    train(adapting(shards, tmp_path))
+    run = tmp_path / "whole"
+    base = load_model(tmp_path / "base")[0].state_dict()
+    for weights, key in (("trained", ""), ("ema", "::ema")):
+        model, settings, _ = load_model(run, weights=weights)
+        state = model.state_dict()
+        assert settings.lora == 0
+        again, _, _ = load_any(None, "", "", ModelConfig("", weights=f"run:{run}{key}"), lambda work: work())
+        folder = export(ExportSettings(run=str(run), weights=weights))
+        exported = build_model(replace(PLAIN, weights=str(folder)))
+        for other in (again, exported):
+            assert all(torch.equal(x, other.state_dict()[name]) for name, x in state.items())
+        both = ExportSettings(run=str(run), weights=weights, average=[str(run)], shares=[0.5, 0.5])
+        averaged = build_model(replace(PLAIN, weights=str(export(both)))).state_dict()
+        assert all(torch.equal(x, averaged[name]) for name, x in state.items())
+    half = ExportSettings(run=str(run), average=[str(tmp_path / "base")], shares=[0.5, 0.5])
+    averaged = build_model(replace(PLAIN, weights=str(export(half)))).state_dict()
+    for name, x in load_model(run)[0].state_dict().items():
+        torch.testing.assert_close(averaged[name], (x + base[name]) / 2)
+    transformers = export(ExportSettings(run=str(run), format="hf"))
+    read = build_model(replace(PLAIN, weights=str(transformers))).state_dict()
+    torch.testing.assert_close(read, load_model(run)[0].state_dict())
+
+
+def test_stages_of_another_size_go_on_with_their_adapters(shards: str, tmp_path: Path) -> None:
+    stages = [StageConfig(samples=12, image_size=20, context_length=8), StageConfig(samples=12)]
+    staged = adapting(shards, tmp_path, samples=24, stages=stages)
+    assert train(staged)["step"] == 2
+    assert load_model(tmp_path / "whole")[0].image_size == 30
+
+
+RUN = [word for word in TINY if not word.startswith("samples")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "zero3"])
+def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
+    shards: str, tmp_path: Path, environment: dict, parallel: str
+) -> None:
+    def command(run: str, *words: str) -> list[str]:
+        return [sys.executable, "-m", "clipscale", "train", *RUN, f"data.train={shards}", f"run={run}", *words]
+
+    with (tmp_path / "output.txt").open("w") as output:
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environment | {"OMP_NUM_THREADS": "1"}, "stdout": output}
+        subprocess.run(command("start", "samples=32"), check=True, timeout=240, **options)
+        words = ["samples=640", "model.weights=runs/start", "model.lora=2", "model.text.train=1", "ema=0.9",
+                 "optim=adamw", "launch.procs=2", f"launch.parallel={parallel}", "checkpoint.every=3"]  # fmt: skip
+        subprocess.run(command("whole", *words), check=True, timeout=240, **options)
+        log = tmp_path / "runs/killed/metrics.jsonl"
+        with subprocess.Popen(command("killed", *words), **options) as process:
+            until = time.monotonic() + 120
+            while not (log.exists() and len(read_metrics(log)) >= 8):
+                assert time.monotonic() < until and process.poll() is None
+                time.sleep(0.02)
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                one.kill()
+        assert len(read_metrics(log)) < 40, "it was killed on its way"
+        subprocess.run(command("killed", *words), check=True, timeout=240, **options)
+    folders = [tmp_path / "runs" / run for run in ("whole", "killed")]
+    losses = [{r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl")} for folder in folders]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 40
+    whole, killed = (load_model(folder)[0].state_dict() for folder in folders)
+    assert all(torch.equal(x, killed[name]) for name, x in whole.items())
