@@ -51,6 +51,19 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Parameters:
+    """How many numbers a model's weights are."""
+
+    all: int
+    trained: int
+
+    @staticmethod
+    def of(model: nn.Module) -> "Parameters":
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        return Parameters(sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
+
+
+@dataclass(frozen=True)
 class ChunkMemory:
     """Memory of one chunk of a tower, beyond what is live before it."""
 
@@ -181,6 +194,8 @@ class DryRun:
     memory: StateMemory
     # Of each tower's passes.
     meters: list[Meter]
+    # Also of blocks that are left out.
+    parameters: Parameters
     # Whether there is no other rank.
     is_alone: bool
 
@@ -411,9 +426,10 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     flops = image_flops(config.model, image), text_flops(config.model, text)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
+        parameters = Parameters.of(model)
         step = build_dry_step(config, model, DryMachine(capability, min(ranks, laps), ranks_of_node))
         memory = state_memory(step, tracker, before)
         if ranks > 1:
             memory = divided(memory, step, ranks, config.launch.parallel)
         meters = [leave_blocks_out(tower, tracker) for tower in towers_of(step)]
-        yield DryRun(config, tracker, step, flops, memory, meters, is_alone=ranks == 1)
+        yield DryRun(config, tracker, step, flops, memory, meters, parameters, is_alone=ranks == 1)

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 
 from clipscale.common.errors import UserError
@@ -115,6 +116,7 @@ class Prediction:
             "least_step_s": min_seconds,
             "model": config.model.name,
             **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
+            "parameters": asdict(dry_run.parameters),
             "exchange": dry_run.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, step.sizes)),

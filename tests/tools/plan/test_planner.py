@@ -1,5 +1,6 @@
 """`clipscale plan`: the conclusion, time and JSON (the plan of a run that starts: cli/test_planned)."""
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -47,6 +48,20 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     assert re.match(r"largest batch with these chunks: \d+M$", largest)
     assert "tiny, batch 1M: 128k samples on each of 1 x 8 x A800-80G" in out
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
+
+
+def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    words = ["batch=256", "hardware=a100-80g", "optim=adamw", "cache.chunk=256", "model.lora=8"]
+    assert main(["plan", "model=vit-b32", *words, "json=true"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    trained, every = planned["parameters"]["trained"], planned["parameters"]["all"]
+    assert every - trained == 151_277_312, "open_clip's, but for the logit scale"
+    # A number in float32, and AdamW's two moments of what trains.
+    held = planned["device"]["phases"]["encode"]["before_bytes"]
+    assert held == pytest.approx(4 * (every + 2 * trained), rel=0.05)
+    assert main(["plan", *TINIEST, *words]) == 0
+    assert re.search(r"\S+k of \S+M parameters train; the others have no gradients", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("of_any_size")
