@@ -33,6 +33,10 @@ from clipscale.config.train import TrainConfig
 from clipscale.models.sources import resolve_architecture
 
 QUOTES = "'\""
+# The version of Hydra whose behaviour is meant.
+VERSION = "1.3"
+# What Hydra and OmegaConf raise for wrong words and presets.
+WRONG = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 # Sections that are typed as their first setting, too.
 SHORT = {"holdout": "holdout.share"}
 # A text in a value that Hydra reads: quoted; or up to a comma or a bracket outside of braces, quotes, and of brackets
@@ -120,6 +124,11 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     return plain, [f"{key}={value}" for key, value in values.items()]
 
 
+def is_of_hydra(word: str) -> bool:
+    """Whether the word is a setting of Hydra's own, such as `hydra/launcher=joblib`."""
+    return bool(re.match(r"\+*hydra[./]", word))
+
+
 def check_word(name: str, word: str) -> None:
     """Raise UserError for a word that is no setting of this verb's."""
     key, equals, value = word.lstrip("+").partition("=")
@@ -129,11 +138,8 @@ def check_word(name: str, word: str) -> None:
             f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
             "experiment=NAME"
         )
-    if re.match("hydra[./]", key):
-        raise UserError(
-            f"{word}: Hydra's launchers and sweepers are not used; -m trains one run after another, and with --cfg "
-            "job prints them, to be started by your scheduler, each as a command of its own"
-        )
+    if is_of_hydra(word):
+        raise UserError(f"{word}: only a sweep takes Hydra's launchers and sweepers, clipscale train -m {word} ...")
     if key in ("data", "data.train") and words:
         raise UserError(f"{word}: {name} takes {words} as plain words: clipscale {name} {value}")
 
@@ -187,14 +193,13 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     declared = settings_of(verb.settings)
     trains = settings_of(TrainConfig)
-    dictionaries = [key for key, setting in declared.items() if setting.kind is dict]
     groups = default_choices(verb.conf)
     changes = values_of_presets(words, config_dir)
     for word in words:
         key, _, value = word.partition("=")
         if gone := removed(f"{key}={value.strip(QUOTES)}", name):
             raise UserError(gone)
-        if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
+        if of_dictionary(key, verb.settings):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
             meant = MEANT.get(key, key).partition("=")[0]
@@ -204,12 +209,9 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         changes.append(word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
-    node = asdict(verb.settings(), dict_factory=with_lists)
     try:
-        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            ConfigStore.instance().store(name="settings", node=node)
-            tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", changes), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        tree: Any = OmegaConf.to_container(composed(name, changes), resolve=True)
+    except WRONG as error:
         raise explained(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
     values = typed(verb.settings, tree, ignored=trains.keys() - declared)
@@ -217,6 +219,22 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
     return replace(values, model=resolve_architecture(values.model, chosen=chosen))
+
+
+def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
+    """What Hydra makes of a verb's defaults, conf/ and overrides; `with_own`: also its own settings, under `hydra`.
+    Raises WRONG."""
+    verb = VERBS[name]
+    node = asdict(verb.settings(), dict_factory=with_lists)
+    with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(conf_dir()), version_base=VERSION):
+        ConfigStore.instance().store(name="settings", node=node)
+        return compose(verb.conf or "settings", list(changes), return_hydra_config=with_own)
+
+
+def of_dictionary(key: str, config: type[Any]) -> bool:
+    """Whether the key is one of the settings whose values are dictionaries, or in such a dictionary."""
+    dictionaries = (name for name, setting in settings_of(config).items() if setting.kind is dict)
+    return any(f"{key}.".startswith(f"{name}.") for name in dictionaries)
 
 
 def with_lists(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -274,7 +292,8 @@ def explained(error: Exception) -> UserError:
     """One line for an error of Hydra or OmegaConf."""
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = str(error.missing_cfg_file).partition("/")
+        file = str(error.missing_cfg_file)
+        group, _, choice = file.rpartition("/") if is_of_hydra(file) else file.partition("/")
         options = error.options or []
         meant = MEANT.get(f"{group}={choice}", choice.lower())
         text = f"{group}={choice}: unknown; choose {one_of(options)}{nearest(meant, options)}"

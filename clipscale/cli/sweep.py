@@ -1,4 +1,4 @@
-"""`clipscale train -m ...`: a run for every combination of values, one after another.
+"""`clipscale train -m ...`: a run for every combination of values, one after another; `plugins.py` has other ways.
 
 The same command again goes on with the sweep: every run resumes from its newest checkpoint, and a complete one trains
 no further.
@@ -32,16 +32,13 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if ranks.under_launcher():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    folder, configs = runs_of(line)
-    for config in configs:
-        if line.cfg:
-            print(f"# {config.run}\n{to_yaml(config)}", flush=True)
-        cli_train.check(config)
-        cli_train.check_weights(config, fetched=not line.cfg)
-        if line.check:
-            from clipscale.tools import check_start  # imports torch
+    if any(map(compose.is_of_hydra, line.words)):
+        from clipscale.cli import plugins
 
-            check_start.main(config)
+        return plugins.main(line)
+    folder, configs = runs_of(line)
+    warn_of_metric(configs[0])
+    check_runs(configs, line)
     if line.cfg or line.check:
         return 0
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
@@ -56,10 +53,37 @@ def main(name: str, line: Namespace) -> int:
         except (UserError, local.WorkerError) as error:  # which does not end the sweep
             report(error, getattr(error, "details", ""))
             failed.append(name)
+    return ended(folder, failed)
+
+
+def ended(folder: Path, failed: Sequence[str]) -> int:
+    """Say that the sweep has ended, and which runs have `failed`; the exit status."""
     say(f"done: {folder}; clipscale report {shlex.quote(str(folder))} compares its runs")
     for name in failed:
         say(f"error: failed: {name}", error=True)
     return int(bool(failed))
+
+
+def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
+    """Check the runs, and print or try them where the command line asks for that. Raises UserError."""
+    for config in configs:
+        if line.cfg:
+            print(f"# {config.run}\n{to_yaml(config)}", flush=True)
+        cli_train.check(config)
+        cli_train.check_weights(config, fetched=not line.cfg)
+        if line.check:
+            from clipscale.tools import check_start  # imports torch
+
+            check_start.main(config)
+
+
+def warn_of_metric(config: TrainConfig) -> None:
+    """Say that nobody asks for `sweep.metric` in a sweep of all combinations."""
+    if config.sweep.metric:
+        say(
+            f"warning: sweep.metric={config.sweep.metric}: only a sweeper such as hydra/sweeper=optuna asks for it",
+            error=True,
+        )
 
 
 def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
@@ -67,13 +91,17 @@ def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
     where two runs would share them."""
     runs = {repr(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
     combinations = [*runs.values()]  # combinations with equal settings run once
-    run = combinations[0][1].run
-    folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
+    folder = folder_of(combinations[0][1].run)
     names = [folder_name(words) for words, _ in combinations]
     configs = [of_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
     if shared := {name for name in names if names.count(name) > 1}:
         raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
     return folder, configs
+
+
+def folder_of(run: str) -> Path:
+    """The folder of a sweep that is called `run`, or has no name."""
+    return run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
 
 
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:

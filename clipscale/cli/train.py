@@ -20,7 +20,9 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
 # Settings that affect neither the weights nor the results.
-NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s ")
+NOT_TRAINED = (
+    "log.", "checkpoint.", "launch.", "sweep.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s "
+)  # fmt: skip
 
 
 def check(config: TrainConfig) -> None:

@@ -91,6 +91,20 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    """What a sweeper of Hydra's, such as Optuna, learns of a run."""
+
+    metric: str = setting(
+        "", "The result that the sweeper gets of each run, SET/METRIC as in `birds/top1`; empty: the last loss."
+    )
+
+    def check(self) -> None:
+        """Raises UserError for another form of `metric`."""
+        if self.metric and not all(self.metric.rpartition("/")):
+            raise UserError(f"sweep.metric={self.metric}: give a set and one of its metrics, as in birds/top1")
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer, by timm's name."""
 

@@ -68,6 +68,7 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+    sweep: sections.SweepConfig = field(default_factory=sections.SweepConfig)
     expected: dict[str, object] = setting(
         {},
         "What a run should end with: SET.METRIC: [LOWEST, HIGHEST] in per cent, and the `source`; a line at the "
@@ -172,6 +173,8 @@ def check(config: TrainConfig) -> None:
         )
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
+    if config.sweep.metric and not config.eval.has_sets:
+        raise UserError(f"sweep.metric={config.sweep.metric}: nothing is evaluated; give eval.sets=FOLDER")
     if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
         meant = MEANT.get(f"resume={config.resume}", config.resume)
         raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
