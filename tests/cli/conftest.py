@@ -1,11 +1,14 @@
 """Runs commands in this process."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clipscale.cli.main import main
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.config.train import TrainConfig
 from tests.conftest import TINY, Cap
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -22,6 +25,28 @@ def cli(capsys: Cap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
         return status, out, err
 
     return run
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
+    """The settings of the runs that a sweep has started.
+
+    Instead of training, a run has its seed as its loss; seed 13 fails.
+    """
+    monkeypatch.chdir(tmp_path)
+    configs = []
+
+    def run(config: TrainConfig, *, isolated: bool) -> dict:
+        assert isolated
+        configs.append(config)
+        if config.seed == 13:
+            raise UserError("went wrong")
+        if config.seed == 99:
+            raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
+        return {"step": 2, "loss": float(config.seed), "run": config.run, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}}
+
+    monkeypatch.setattr("clipscale.launch.local.run", run)
+    return configs
 
 
 def tiny(*words: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Sweeps: every combination runs in its own folder, and a failure does not end the sweep."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -9,32 +8,9 @@ from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.cli.sweep import folder_name
 from clipscale.common import files
-from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli
 from tests.conftest import TINY, Cap
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
-    """The settings of the runs that a sweep has started.
-
-    Instead of training, a run has its seed as its loss; seed 13 fails.
-    """
-    monkeypatch.chdir(tmp_path)
-    configs = []
-
-    def run(config: TrainConfig, *, isolated: bool) -> dict:
-        assert isolated
-        configs.append(config)
-        if config.seed == 13:
-            raise UserError("went wrong")
-        if config.seed == 99:
-            raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
-        return {"step": 2, "loss": float(config.seed), "run": config.run, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}}
-
-    monkeypatch.setattr("clipscale.launch.local.run", run)
-    return configs
 
 
 def test_all_combinations_run_in_hydras_order_and_failures_are_named(

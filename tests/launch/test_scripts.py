@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from clipscale.cli import compose
 from clipscale.config.presets import PACKAGE
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
+from tests.support.slurm import need_two_nodes, state
 
 LAUNCH = PACKAGE.parent / "launch"
 LONG = [*(word for word in TINY if not word.startswith("samples")), "run=long", "samples=2400"]  # 150 steps
@@ -70,25 +70,12 @@ def test_torchrun_trains_on_two_processes_and_a_wrong_setting_is_one_line(
 # ---- Slurm: a controller with two nodes, which .ci/slurm starts ----
 
 
-def nodes() -> int:
-    """Nodes that would take a job."""
-    if shutil.which("sinfo") is None:
-        return 0
-    done = subprocess.run(["sinfo", "-h", "-t", "idle,mix", "-o", "%D"], capture_output=True, text=True)
-    return sum(map(int, done.stdout.split()))
-
-
-def state(job: str) -> str:
-    done = subprocess.run(["scontrol", "show", "job", job, "-o"], capture_output=True, text=True)
-    return next(word.partition("=")[2] for word in done.stdout.split() if word.startswith("JobState="))
-
-
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif("nodes() < 2", reason="needs a Slurm controller with two idle nodes")
 def test_a_slurm_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
     environment: dict, shards: str, tmp_path: Path
 ) -> None:
+    need_two_nodes()
     log, run = tmp_path / "job.log", tmp_path / "runs/long"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
     command = ["sbatch", *options, f"--output={log}", str(LAUNCH / "slurm.sh"), *LONG, f"data.train={shards}"]
