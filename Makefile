@@ -42,7 +42,7 @@ VERSIONS_newest := --upgrade 'hydra-core>=1.4.0rc1' 'omegaconf>=2.4.0rc1'
 oldest newest:
 	$(PYTHON) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python $(VERSIONS_$@) --editable '.[dev,bench]'
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python $(VERSIONS_$@) --editable '.[dev,bench,sweeps]'
 	$(MAKE) test VENV=.venv-$@ INSTALLED=
 
 # Breaks the core in a hundred drawn places, one at a time, and says which breaks no test notices. MUTANTS='--seed 1' draws others.
@@ -210,7 +210,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
 	$(if $(TORCH),$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH),$(BIN)/python -m pip install --quiet \
-	    --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)')) --constraint constraints.txt --editable '.[dev,bench]'
+	    --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)')) --constraint constraints.txt --editable '.[dev,bench,sweeps]'
 	@touch $@
 
 # Keeps runs/ and the demo set.

@@ -21,7 +21,7 @@ import pytest
 from pyarrow import parquet
 
 import clipscale
-from clipscale.cli import compose
+from clipscale.cli import compose, plugins
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
@@ -173,7 +173,9 @@ def test_every_command_composes(
         name, rest = split_verb(words)
         line = compose.parse(name, rest)
         try:
-            if line.multirun:
+            if any(map(compose.is_of_hydra, line.words)):
+                plugins.composed_runs(line)
+            elif line.multirun:
                 compose.combinations(line.words, line.config_dir)
             elif name != "completion":
                 settings = compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)

@@ -30,14 +30,16 @@ from omegaconf import OmegaConf
 from clipscale.cli import compose, sweep
 from clipscale.cli import train as cli_train
 from clipscale.common import files
+from clipscale.common.checkpoints import LOSSES, Best
 from clipscale.common.errors import StoppedError, UserError, library, one_line
 from clipscale.common.hardware import prepare_torch
-from clipscale.common.record import Record
-from clipscale.common.terminal import outlive_output, prepare, report, say
+from clipscale.common.record import Record, RunResult
+from clipscale.common.terminal import prepare, report, say
 from clipscale.common.units import nearest, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
+from clipscale.own_machine.output import outlive_output
 
 # What a sweep takes of Hydra's own settings: these groups, and the keys of the chosen launcher and sweeper.
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
@@ -48,8 +50,6 @@ EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
 JOBS = ".jobs"
 # Beside them, while a signal ends the sweep: no further job starts.
 STOPPING = "stopping"
-# Metrics that are better the lower they are.
-LOW = ("loss", "broken")
 # Signals that joblib's parent passes on. Ctrl-C and a terminal's hangup come to the whole group of processes.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)
 
@@ -60,16 +60,11 @@ def main(line: Namespace) -> int:
     What can be checked of the runs is checked before the first one starts. Raises UserError.
     """
     of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
-    chosen = settings_of_plugins(of_hydra)
+    chosen, folder, configs = composed_runs(line)
     launcher = chosen.runtime.choices["hydra/launcher"]
     sweeper = chosen.runtime.choices["hydra/sweeper"]
-    check_launcher(launcher, chosen.launcher)
-    _, line.words = compose.overrides("train", [w for w in line.words if w not in of_hydra], sweep=True)
     if sweeper == "basic":
-        folder, configs = sweep.runs_of(line)
         sweep.warn_of_metric(configs[0])
-    else:
-        folder, configs = first_run(line)
     elsewhere = launcher == "submitit_slurm"
     # the machine of the command line may have no GPU
     sweep.check_runs([replace(config, device="auto") for config in configs] if elsewhere else configs, line)
@@ -102,6 +97,17 @@ def main(line: Namespace) -> int:
     if (results := folder / "optimization_results.yaml").is_file() and sweeper == "optuna":
         say_best(files.read_record(results), configs[0].sweep.metric)
     return sweep.ended(folder, job.failed())
+
+
+def composed_runs(line: Namespace) -> tuple[Any, Path, list[TrainConfig]]:
+    """Hydra's own settings; the sweep's folder; and its runs, or where a sweeper chooses the values, one that it may
+    choose. The line's words become those of the runs. Raises UserError."""
+    of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
+    chosen = settings_of_plugins(of_hydra)
+    check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
+    _, line.words = compose.overrides("train", [w for w in line.words if w not in of_hydra], sweep=True)
+    all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
+    return chosen, *(sweep.runs_of(line) if all_known else first_run(line))
 
 
 def key_of(word: str) -> str:
@@ -148,7 +154,7 @@ def check_launcher(name: str, launcher: Any) -> None:
         if launcher.get(key, 1) != 1:
             raise UserError(
                 f"hydra.launcher.{key}={launcher[key]}: a job of a sweep is one task on one node, and starts a process "
-                "for each of its GPUs; runs on several nodes are started one by one, by launch/slurm.sh"
+                "for each of its GPUs; a run on several nodes is a Slurm job of its own"
             )
     if name == "joblib" and launcher.get("backend") not in (None, "loky"):
         raise UserError(f"hydra.launcher.backend={launcher.backend}: runs need processes of their own; leave it out")
@@ -188,7 +194,7 @@ def first_run(line: Namespace) -> tuple[Path, list[TrainConfig]]:
 
 def defaults_of(chosen: Any, metric: str) -> Record:
     """Values that suit runs, for keys that the launcher and the sweeper have."""
-    low = not metric or metric.rpartition("/")[2] in LOW
+    low = not metric or metric.rpartition("/")[2] in LOSSES
     wanted = {
         # as often as its time limit ends it: a requeued run goes on where it was
         "hydra.launcher.max_num_timeout": 1000,
@@ -237,21 +243,18 @@ def say_best(results: Record, metric: str) -> None:
     say(f"best: {values} ({metric or 'loss'} {results['best_value']:.4f})")
 
 
-def objective(result: Record, metric: str) -> float:
-    """What the sweeper gets of a run: the metric SET/METRIC, or without one the last loss. Raises UserError.
-
-    A set's name may lack the marks of its results: `birds` is `birds (limit 64)`, too.
-    """
-    name, _, key = metric.rpartition("/")
-    labels = [label for label in result["eval"] if label == name or label.startswith(f"{name} (")]
-    found = result["eval"][min(labels, key=len)] if labels else {}
-    if metric and key not in found:
+def objective(result: RunResult, metric: str) -> float:
+    """What the sweeper gets of a run: the result that `sweep.metric` names as `checkpoint.best` does, or without one
+    the last loss. Raises UserError."""
+    label = Best(Path(), metric).label(result["eval"])
+    found = result["eval"][label] if metric and label else {"loss": result["loss"]}
+    key = metric.rpartition("/")[2] or "loss"
+    if key not in found or (metric and label is None):
         measured = [f"{label}/{each}" for label, metrics in result["eval"].items() for each in metrics]
         raise UserError(f"sweep.metric={metric}: the run has {one_of(measured)}; the same command with one of them")
-    value = float(found[key] if metric else result["loss"])
-    if not math.isfinite(value):
-        raise UserError(f"sweep.metric={metric}: it is {value} after the run; the sweeper cannot use that")
-    return value
+    if not math.isfinite(found[key]):
+        raise UserError(f"sweep.metric={metric}: it is {found[key]} after the run; the sweeper cannot use that")
+    return found[key]
 
 
 @dataclass(frozen=True)

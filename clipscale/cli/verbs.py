@@ -69,8 +69,9 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         check=train.check,
         trial="clipscale.tools.check_start:main",
         notes="""\
--m runs every combination of the comma-separated values. --cfg job prints the settings. --check reads the weights, the
-evaluation sets and the first samples too, says what is wrong, and starts nothing.
+-m runs every combination of the comma-separated values. With it hydra/launcher=submitit_slurm makes each a Slurm job, \
+and hydra/sweeper=optuna chooses the values (pip install 'clipscale[sweeps]'). --cfg job prints the settings. \
+--check reads the weights, the evaluation sets and the first samples too, says what is wrong, and starts nothing.
 CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a command out.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml. Several machines: the scripts in launch/.""",
         conf="train",

@@ -95,13 +95,13 @@ class SweepConfig:
     """What a sweeper of Hydra's, such as Optuna, learns of a run."""
 
     metric: str = setting(
-        "", "The result that the sweeper gets of each run, SET/METRIC as in `birds/top1`; empty: the last loss."
+        "", "The result that the sweeper gets of each run, SET/METRIC as in `imagenet1k/top1`; empty: the last loss."
     )
 
     def check(self) -> None:
         """Raises UserError for another form of `metric`."""
-        if self.metric and not all(self.metric.rpartition("/")):
-            raise UserError(f"sweep.metric={self.metric}: give a set and one of its metrics, as in birds/top1")
+        if self.metric and not all(self.metric.rpartition("/")[::2]):
+            raise UserError(f"sweep.metric={self.metric}: give SET/METRIC, as imagenet1k/top1")
 
 
 @dataclass(frozen=True)

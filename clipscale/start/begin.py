@@ -69,7 +69,8 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = evaluation_of(config, world)
-    check_best(config.checkpoint.best, [each.label for each in evaluation.sets])
+    for name, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
+        check_goal(name, goal, [each.label for each in evaluation.sets])
 
     # Which settings and which checkpoint.
     start = settle(config, world, fetches=copies is None)
@@ -126,10 +127,11 @@ def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
     )
 
 
-def check_best(goal: str, labels: list[str]) -> None:
-    """Raise UserError for a `checkpoint.best` whose set is not evaluated. `labels`: those of the evaluated sets."""
+def check_goal(name: str, goal: str, labels: list[str]) -> None:
+    """Raise UserError for a SET/METRIC whose set is not evaluated. `name`: the setting; `labels`: of the evaluated
+    sets."""
     if goal and checkpoint.Best(Path(), goal).label(labels) is None:
-        raise UserError(f"checkpoint.best={goal}: no such set is evaluated; give SET/METRIC of {', '.join(labels)}")
+        raise UserError(f"{name}={goal}: no such set is evaluated; give SET/METRIC of {', '.join(labels)}")
 
 
 def begin_copies(start: Start, world: World) -> checkpoint.Copies:

@@ -42,7 +42,7 @@ def sweep(shards: str, *words: str) -> int:
     [
         ("seed=1,13",),
         pytest.param(("seed=1,13", "optim.name=adamw,lion", "data.filter='a>=1','b<1'"), marks=pytest.mark.slow),
-        pytest.param(("seed=1,13", "samples=1k,2k", "experiment=demo,null"), marks=pytest.mark.slow),
+        pytest.param(("seed=1,13", "optim=adamw,lion", "loss=infcl,clip"), marks=pytest.mark.slow),
     ],
 )
 def test_a_launchers_runs_are_those_of_our_own_sweep(
@@ -141,7 +141,11 @@ def test_jobs_of_several_tasks_and_unknown_keys_are_refused(
     trained: list[TrainConfig], shards: str, capsys: Cap
 ) -> None:
     words = ("samples=32", "seed=1,2", "hydra/launcher=submitit_slurm")
-    for key, remedy in (("nodes=2", "launch/slurm.sh"), ("tasks_per_node=8", "one task"), ("partitin=a", "partition'")):
+    for key, remedy in (
+        ("nodes=2", "a Slurm job of its own"),
+        ("tasks_per_node=8", "one task"),
+        ("partitin=a", "partition'"),
+    ):
         assert sweep(shards, *words, f"hydra.launcher.{key}") == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: hydra.launcher.{key}: ") and remedy in line
@@ -191,6 +195,20 @@ def test_optuna_gets_the_metric_and_its_direction(
     assert "best: seed=3 (birds/top1 0.3000)" in capsys.readouterr().out
     assert sweep(shards, *FEW, *grid, sets, "sweep.metric=birds/top9") == 1
     assert "sweep.metric=birds/top9: the run has birds/top1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@OPTUNA
+@pytest.mark.filterwarnings("ignore")
+def test_a_study_can_be_kept_in_a_database(trained: list[TrainConfig], shards: str) -> None:
+    kept = ("hydra.sweeper.storage=sqlite:///study.db", "hydra.sweeper.study_name=rates", "hydra.sweeper.n_trials=1")
+    for _ in range(2):
+        assert sweep(shards, *FEW, *kept, "optim.lr=interval(1e-5,1e-2)", "hydra.sweeper.sampler.seed=null") == 0
+    import optuna
+
+    study = optuna.load_study(storage="sqlite:///study.db", study_name="rates")
+    assert [trial.params["optim.lr"] for trial in study.trials] == [config.optim.lr for config in trained]
+    assert len(trained) == 2
 
 
 # ---- real runs ----
