@@ -40,6 +40,7 @@ from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 from clipscale.own_machine.output import outlive_output
+from clipscale.tools.data import demo
 
 # What a sweep takes of Hydra's own settings: these groups, and the keys of the chosen launcher and sweeper.
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
@@ -72,6 +73,8 @@ def main(line: Namespace) -> int:
         return 0
     job = Job(folder, frozenset(common_words(line.words)), line.config_dir, os.getpid(), asked=sweeper != "basic")
     job.begin()
+    if any(demo.is_missing(config.data.train or ()) for config in configs):
+        demo.main()  # once, and not in several jobs at the same time
     if elsewhere:
         prepare_slurm(chosen.launcher)
         say(f"submitting the runs to Slurm; what they print is in {folder}/.submitit")
