@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["GradCache", "__version__", "contrastive_loss"]
+__all__ = ["GradCache", "__version__", "contrastive_loss", "distillation_loss"]
 
 if TYPE_CHECKING:
-    from clipscale.loss.api import contrastive_loss
+    from clipscale.loss.api import contrastive_loss, distillation_loss
     from clipscale.step.grad_cache import GradCache
 
-_HOME = {"contrastive_loss": "clipscale.loss.api", "GradCache": "clipscale.step.grad_cache"}
+_HOME = dict.fromkeys(("contrastive_loss", "distillation_loss"), "clipscale.loss.api")
+_HOME["GradCache"] = "clipscale.step.grad_cache"
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""The public function: check the call, choose backend and similarity, and compute the mean over the terms.
+"""The public functions: check the call, choose backend and similarity, and compute the mean over the terms.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Unpack, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
+from clipscale.loss.distillation import Distillation, Teacher, with_teachers
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
@@ -95,9 +96,7 @@ def contrastive_loss(
     refuse_unknown("contrastive_loss", options, LossOptions.__annotations__)
     check = options.get("check", True)
     captions = options.get("captions", 1)
-    for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
-        if word not in CHOICES[name]:
-            raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
+    _check_words(objective=objective, exchange=exchange, backend=backend)
     chosen = OBJECTIVES[objective]
     module = _module(options.get("similarity"))
     machine = options.get("machine") or Machine()
@@ -112,13 +111,86 @@ def contrastive_loss(
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
     similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
+    terms = terms_of(exchange, chosen, inputs, similarity, comm, machine)
+    return _mean(terms, backend, similarity, machine, check)
 
+
+@torch.compiler.disable(reason="as contrastive_loss")
+def distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    teachers: Sequence[Teacher],
+    weights: tuple[float, float] = (0.0, 1.0),
+    *,
+    exchange: str = "auto",
+    backend: str = "auto",
+    keys: Tensor | None = None,
+    **options: Unpack[LossOptions],
+) -> Tensor:
+    """Cross-entropy to teachers, beside or instead of the contrastive loss, without a batch x batch matrix.
+
+        weights[0] * contrastive_loss + weights[1] / 2 * (-mean_i sum_j P_ij log softmax_j x_ij
+                                                          -mean_j sum_i Q_ij log softmax_i x_ij)
+
+    with x_ij of `contrastive_loss`. P is the mean over the teachers of softmax_j(t <a_i, b_j>), Q that of softmax_i
+    (MobileCLIP, arXiv 2311.17049; with one teacher and weights of 1 open_clip's DistillClipLoss). Both parts are one
+    softmax whose targets are mixed, so the scores of the student are computed as often as for one of them.
+
+    Args:
+        image_features, text_features: (n, D) each, text i belonging to image i.
+        logit_scale: the student's multiplier.
+        teachers: of each (a (n, D_k), b (n, D_k), t): its features of the same images and texts, usually of unit
+            length, and its logit scale, the multiplier itself. They get no gradient.
+        weights: of the contrastive loss and of the distillation.
+        exchange, backend, keys, options: as for `contrastive_loss`, but for triton and captions.
+
+    Returns:
+        The mean over all N images, the same on every rank; gradients as those of `contrastive_loss`.
+
+    Raises:
+        ValueError: if inputs do not fit each other or the options.
+        TypeError: for a keyword that is none of these.
+    """
+    refuse_unknown("distillation_loss", options, LossOptions.__annotations__)
+    check = options.get("check", True)
+    _check_words(exchange=exchange, backend=backend)
+    if options.get("captions", 1) != 1 or backend == "triton":
+        raise ValueError("distillation_loss takes one caption an image, and has no kernels: leave them out")
+    if not teachers or min(weights) < 0 or not max(weights):
+        raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and weights of 0 or more")
+    module = _module(options.get("similarity"))
+    machine = options.get("machine") or Machine()
+    inputs = checked_inputs(
+        image_features, text_features, logit_scale, None, keys, captions=1, has_module=module is not None, check=check
+    )
+    inputs = with_teachers(inputs, teachers)
+    comm = machine.communicator(options.get("group"))
+    if comm is not None and check:
+        comm.agree(inputs.shapes(), image_features.device)
+    similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
+    objective = Distillation(
+        teachers=tuple((a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
+    )
+    terms = terms_of(exchange, objective, inputs, similarity, comm, machine)
+    return sum(weights) * _mean(terms, "dense" if backend == "dense" else "tiled", similarity, machine, check)
+
+
+def _mean(terms: Sequence[Term], backend: str, similarity: Similarity, machine: Machine, check: bool) -> Tensor:
+    """The mean over the terms."""
     values = []
-    for term in terms_of(exchange, chosen, inputs, similarity, comm, machine):
+    for term in terms:
         blocks = _backend(backend, term, similarity, machine)
         call = LossCall(term.exchange, blocks, similarity, term.objective, term.inputs, check, torch.is_grad_enabled())
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *term.tensors, *similarity.parameters)))
     return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
+
+
+def _check_words(**words: str) -> None:
+    """Raise ValueError for a word that is none of its option's."""
+    for name, word in words.items():
+        if word not in CHOICES[name]:
+            raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
 
 
 # Arguments that an earlier version had -> what became of them.

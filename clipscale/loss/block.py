@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay.
-SENT = ("features", "keys", "lse")
+SENT = ("features", "keys", "lse", "teachers", "teacher_lse")
 
 
 @dataclass
@@ -23,6 +23,8 @@ class FeatureBlock:
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
+    teachers: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
+    teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
     def __len__(self) -> int:

@@ -56,6 +56,7 @@ class Inputs:
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
             "number of captions of an image": self.captions.count,
+            "width of all teachers' features": 0 if self.rows.teachers is None else self.rows.teachers.shape[1],
         }
 
     def padded(self, step: int) -> "Inputs":

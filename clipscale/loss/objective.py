@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from clipscale.loss.exchange import Exchange
+    from clipscale.loss.inputs import Inputs
+    from clipscale.loss.machine import Machine
     from clipscale.loss.tile import TorchObjective
     from clipscale.loss.triton.backend import TritonBackend
 
@@ -42,6 +45,10 @@ class Objective:
     def sweeps(self) -> int:
         """How often a training step computes all scores."""
         return 1 if self.pairwise else 2
+
+    def prepared(self, inputs: "Inputs", exchange: "Exchange", machine: "Machine") -> "Inputs":
+        """The inputs with what the sweeps need beside them. A collective."""
+        return inputs
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         """The value by the formula, for tests. `scores`: (N, M), -inf where a pair is left out. `positive`: (N, M)

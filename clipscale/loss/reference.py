@@ -5,6 +5,7 @@ It shares no code with the blocks, tiles and exchanges. It holds several N x M m
 Letters: N images, M texts, D feature width.
 """
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -12,6 +13,29 @@ from torch import Tensor, nn
 
 from clipscale.loss.inputs import LossOptions
 from clipscale.loss.objective import OBJECTIVES
+
+
+def dense_distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    teachers: Sequence[tuple[Tensor, Tensor, float]],
+    *,
+    keys: Tensor | None = None,
+    similarity: nn.Module | None = None,
+) -> Tensor:
+    """`distillation_loss` of all ranks' batch, with weights 0 and 1: the cross-entropy to the teachers alone."""
+    scores = similarity(image_features, text_features) if similarity else image_features @ text_features.T
+    left_out = torch.zeros_like(scores, dtype=torch.bool)
+    if keys is not None:
+        left_out = (keys[:, None] == keys) & ~torch.eye(len(keys), dtype=torch.bool)
+    logits = (logit_scale * scores).masked_fill(left_out, -torch.inf)
+    value = scores.new_zeros(())
+    for dim in (0, 1):
+        of_teachers = [(t * a @ b.T).masked_fill(left_out, -torch.inf).softmax(dim) for a, b, t in teachers]
+        log_p = logits.log_softmax(dim).masked_fill(left_out, 0)
+        value = value - (torch.stack(of_teachers).mean(0) * log_p).sum(dim).mean() / 2
+    return value
 
 
 def dense_contrastive_loss(

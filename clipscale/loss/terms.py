@@ -35,18 +35,20 @@ def terms_of(
     """The terms of an exchange, by its name. A collective. `comm`: None in a group of one."""
     is_paired = isinstance(similarity, Dot) and inputs.is_paired  # else `replicated` and `local` are `gather`
     if name == "replicated" and is_paired and comm is not None:
-        return replicated(objective, inputs, comm)
+        return replicated(objective, inputs, comm, machine)
     if not objective.reads_hard_negatives:
         inputs = inputs.without_hard_negatives()
     exchange = exchange_named(name, inputs, comm, machine)
+    inputs = objective.prepared(inputs, exchange, machine)
     if name == "local" and is_paired and objective.is_symmetric:
         return local(objective, inputs, exchange)
     return [Term(objective, inputs, exchange)]
 
 
-def replicated(objective: Objective, inputs: Inputs, comm: Communicator) -> list[Term]:
+def replicated(objective: Objective, inputs: Inputs, comm: Communicator, machine: Machine) -> list[Term]:
     """CLIP's: the whole loss on every rank."""
-    return [Term(objective, inputs.on_every_rank(comm), Exchange())]
+    inputs = objective.prepared(inputs.on_every_rank(comm), Exchange(), machine)
+    return [Term(objective, inputs, Exchange())]
 
 
 def local(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[Term]:

@@ -46,7 +46,7 @@ class SoftmaxTile(TorchObjective):
             factors = [(weight * (reference - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
             scores.mul_(torch.add(*factors, out=scratch) if len(factors) == 2 else factors[0])
         else:
-            terms = [_weighted_probabilities(scores, *side) for side in sides]
+            terms = [weighted_probabilities(scores, *side) for side in sides]
             torch.add(*terms, out=scores) if len(terms) == 2 else scores.copy_(terms[0])
         # Subtracted here, not from the finished gradients: near p = 1, `a p - a` would cancel to nothing there.
         i, j = tile.positives()
@@ -83,7 +83,7 @@ def _logsumexp(x: Tensor, dim: int) -> Tensor:
     return (x - largest).exp_().sum(dim).double().log_().add_(largest.squeeze(dim))
 
 
-def _weighted_probabilities(x: Tensor, weight: Tensor, lse: Tensor, dim: int) -> Tensor:
+def weighted_probabilities(x: Tensor, weight: Tensor, lse: Tensor, dim: int) -> Tensor:
     """weight * e^(x - lse). The weight corrects what the log-sum-exp loses when it is rounded to the type of x."""
     rounded = lse.to(x.dtype)
     corrected = (weight * (rounded - lse).exp()).to(x.dtype)

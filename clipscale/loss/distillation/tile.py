@@ -1,0 +1,62 @@
+"""The distillation's tile: a softmax tile whose targets are computed, not read off the diagonal.
+
+    dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - W_ij,  W_ij = a_i P_ij + b_j Q_ij
+
+Letters: n rows (images) and m columns (texts) of the tile; P and Q the targets of rows and columns; r and c the
+log-sum-exps, a and b their weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clipscale.loss.block import Block
+from clipscale.loss.similarity import product
+from clipscale.loss.softmax.tile import SoftmaxTile, positive_weights, weighted_probabilities
+
+
+class DistillationTile(SoftmaxTile):
+    """Needs the log-sum-exps of the teachers' scores, in the blocks' `teacher_lse`."""
+
+    def __init__(self, teachers: Sequence[tuple[int, float]], share: float) -> None:
+        """`teachers`: the feature width and the logit scale of each. `share`: theirs in the targets."""
+        self.teachers, self.share = teachers, share
+
+    def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
+        if tile.rows.target is not None:
+            weights = self._targets(tile, scores)
+            left_out = tile.masked_pairs()
+            counted = scores if left_out is None else scores.masked_fill(left_out, 0)
+            tile.rows.target += (weights * counted).sum(1, dtype=torch.float64)
+        super().forward(scores, replace(tile, positive=None), bound, scratch)
+
+    def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
+        weights = self._targets(tile, scores)
+        return super().backward(scores, replace(tile, positive=None), bound, scratch).sub_(weights)
+
+    def _targets(self, tile: Block, like: Tensor) -> Tensor:
+        """W (n, m), in the type of `like`."""
+        weights = torch.zeros_like(like)
+        left_out = tile.masked_pairs()
+        widths = [width for width, _ in self.teachers]
+        scores = torch.empty_like(like)
+        for k, (_, scale) in enumerate(self.teachers):
+            images, texts = (_present(side.teachers).split(widths, 1)[k] for side in (tile.rows, tile.cols))
+            product(images, texts.T, scores, scale)
+            if left_out is not None:
+                scores.masked_fill_(left_out, -torch.inf)
+            for side, dim in ((tile.rows, 1), (tile.cols, 0)):
+                if side.weight is not None:
+                    weight = side.weight * (self.share / len(self.teachers))
+                    weights += weighted_probabilities(scores, weight, _present(side.teacher_lse)[:, k], dim)
+        if self.share < 1:
+            i, j = tile.positives()
+            weights[i, j] += ((1 - self.share) * positive_weights(tile, i, j)).to(weights.dtype)
+        return weights
+
+
+def _present(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
