@@ -128,7 +128,7 @@ def test_nothing_that_is_there_is_called_removed() -> None:
         ("train offload=encoded", "offload=encoded was removed in 0.2.0: take offload=host"),
         ("train -m offload=host,encoded", "offload=encoded was removed in 0.2.0"),
         ("train experiment=clipa-l16", "experiment=clipa-l16 was removed in 0.2.0: experiment=clipa-b16"),
-        ("train launch=slurm", "launch=slurm was removed in 0.1.0: launch/slurm.sh"),
+        ("train launch=slurm", "launch=slurm was removed in 0.1.0: the Slurm script"),
         ("train eval.workers=3", "eval.workers was removed in 0.2.0: it is a constant"),
         ("embed run=a format=npy", "format was removed in 0.2.0: the features are"),
         ("report a live=true", "live was removed in 0.2.0: wandb and TensorBoard"),

@@ -56,7 +56,8 @@ def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
     for a, b, _ in teachers:
         if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.scale.device:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
-    images, texts = (torch.cat([teacher[side] for teacher in teachers], 1).detach() for side in (0, 1))
+    images = torch.cat([a for a, _, _ in teachers], 1).detach()
+    texts = torch.cat([b for _, b, _ in teachers], 1).detach()
     is_double = inputs.dtype == torch.float64
     dtype = torch.float64 if is_double else torch.promote_types(images.dtype, texts.dtype)
     return replace(
