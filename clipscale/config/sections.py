@@ -205,6 +205,24 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
+
+    teachers: list[str] = setting([], "Names of the teachers: a sample's member NAME.npy has its features.")
+    scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.", above=0)
+    weights: tuple[float, float] = setting((0.0, 1.0), "Of the contrastive loss, and of the distillation.", least=0)
+
+    def check(self) -> None:
+        """Raises UserError for teachers that are named twice, scales that are not theirs, and weights of 0."""
+        if len({*self.teachers}) < len(self.teachers):
+            raise UserError(f"distill.teachers={self.teachers}: name each teacher once")
+        if self.teachers and self.scales is not None and len(self.scales) != len(self.teachers):
+            raise UserError(f"distill.scales={self.scales}: give one for each of {len(self.teachers)} teachers")
+        if not any(self.weights):
+            raise UserError(f"distill.weights={[*self.weights]}: give one above 0")
+
+
+@dataclass(frozen=True)
 class SinkConfig:
     """Where results go, in addition to the run's folder."""
 

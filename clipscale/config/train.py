@@ -60,6 +60,7 @@ class TrainConfig:
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
+    distill: sections.DistillConfig = field(default_factory=sections.DistillConfig)
     cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
     optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
@@ -196,6 +197,11 @@ def check_pairs(config: TrainConfig) -> None:
     data = config.data
     if not data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
+    if config.distill.teachers and (data.captions_per_step > 1 or data.negatives):
+        raise UserError(
+            "distill.teachers: a teacher has seen one caption of a picture; leave data.captions_per_step and "
+            "data.negatives out"
+        )
     if config.loss.backend == "triton" and data.same is not None:
         raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
     if config.loss.backend == "triton" and data.captions_per_step > 1:

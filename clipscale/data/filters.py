@@ -29,6 +29,8 @@ class Selection:
     # The source of hard negatives; empty: there are none. And their number in a step.
     negatives: str = ""
     negatives_count: int = 0
+    # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
+    takes_first: bool = False
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
@@ -44,6 +46,8 @@ class Selection:
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
+        if self.takes_first:
+            return [(first_caption(members, [source.name for source in self.captions]), "")]
         pool = []
         for source in self.captions:
             if source.weight:
@@ -139,8 +143,11 @@ def name_of(sample: RawSample) -> str:
     return f"{basename(sample.url)}/{sample.key}"
 
 
-def selection(config: DataConfig) -> Selection:
-    """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
+def selection(config: DataConfig, *, takes_first: bool = False) -> Selection:
+    """Parse the settings. `takes_first`: see Selection.
+
+    Raises UserError for conditions, sources or files that cannot be used.
+    """
     return Selection(
         caption_sources(config.captions),
         conditions(config.filter),
@@ -148,4 +155,5 @@ def selection(config: DataConfig) -> Selection:
         config.captions_per_step,
         config.negatives or "",
         config.negatives_per_step if config.negatives else 0,
+        takes_first,
     )

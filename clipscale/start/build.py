@@ -3,6 +3,7 @@
 Nothing that is built here knows a run's configuration.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.train import TrainConfig, samples_of
+from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, ordered_shards
@@ -64,7 +66,8 @@ def build(start: Start, world: World) -> Parts:
         # Data first: its workers read while the model is built.
         doing("opening the shards")
         side, tokenizer = inputs_of(config.model)
-        stream = undo.enter_context(data_stream(start, share, side, tokenizer, world))
+        teachers = world.on_main(lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales))
+        stream = undo.enter_context(data_stream(start, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
         epoch = stream.samples_per_epoch
@@ -99,8 +102,8 @@ def build(start: Start, world: World) -> Parts:
             model,
             precision,
             sizes,
+            batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
-            repeats=samples_repeat(config),
         )
         if start.checkpoint:
             saved = checkpoint.load(start.checkpoint, verified=True, like=dict(model.named_parameters()))
@@ -115,27 +118,18 @@ def build(start: Start, world: World) -> Parts:
     return Parts(step, stream, schedule, flops, share, is_compiled)
 
 
-def build_step(
+def batch_loss(
     config: TrainConfig,
-    world: World,
     model: ClipModel,
     precision: Precision,
-    sizes: ChunkSizes,
+    teachers: Sequence[TeacherFeatures] = (),
     *,
-    sort_captions: bool,
     repeats: bool = False,
     machine: Machine | None = None,
-) -> TrainStep:
-    """The step of a model with its initial weights: wrap, loss, cache, optimizer, average. A collective. Raises
-    UserError.
-
-    `sort_captions`: see TrainStep. `repeats`: whether a sample may be in a batch twice. `machine`: where the loss runs;
-    None: this machine.
-    """
-    parallel = config.launch.parallel
-    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
-
-    loss = BatchLoss(
+) -> BatchLoss:
+    """The loss of the run's batches. `repeats`: whether a sample may be in a batch twice. `machine`: where it runs;
+    None: this machine."""
+    return BatchLoss(
         model,
         autocast=precision.autocast,
         objective=config.loss.objective,
@@ -145,7 +139,28 @@ def build_step(
         captions=config.data.captions_per_step,
         uses_keys=config.data.same is not None or repeats,
         machine=machine,
+        teacher_scales=tuple(teacher.scale for teacher in teachers),
+        distill_weights=config.distill.weights,
     )
+
+
+def build_step(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    sizes: ChunkSizes,
+    loss: BatchLoss,
+    *,
+    sort_captions: bool,
+) -> TrainStep:
+    """The step of a model with its initial weights: wrap, cache, optimizer, average. A collective. Raises UserError.
+
+    `sort_captions`: see TrainStep.
+    """
+    parallel = config.launch.parallel
+    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+
     cache = GradCache(
         encoders,
         loss,
@@ -170,13 +185,20 @@ def build_step(
     )
 
 
-def data_stream(start: Start, share: BatchShare, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
+def data_stream(
+    start: Start,
+    share: BatchShare,
+    side: int,
+    tokenizer: Tokenizer,
+    teachers: tuple[TeacherFeatures, ...],
+    world: World,
+) -> TrainStream:
     """The training data, from its start or from the checkpoint's position. Raises UserError."""
     config = start.config
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
     position = start.saved.position if start.saved else None
-    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, start.largest_divisor)
+    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, start.largest_divisor, teachers)
     return open_stream(
         config.data,
         share,

@@ -1,12 +1,13 @@
 """The loss of a run's batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from clipscale.loss.api import contrastive_loss
+from clipscale.loss.api import contrastive_loss, distillation_loss
+from clipscale.loss.distillation import Teacher
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
@@ -39,29 +40,62 @@ class BatchLoss:
     uses_keys: bool = False
     # Where the loss runs; None: this machine.
     machine: Machine | None = None
+    # The logit scale of each teacher; none: the loss is that of the pairs alone.
+    teacher_scales: tuple[float, ...] = ()
+    # Of the loss of the pairs, and of the distillation.
+    distill_weights: tuple[float, float] = (0.0, 1.0)
 
-    def __call__(self, image_features: Tensor, text_features: Tensor, *, keys: Tensor | None = None) -> Tensor:
-        """`keys`: (N,) int64; see `uses_keys`."""
-
-        def loss(images: Tensor, texts: Tensor) -> Tensor:
-            return contrastive_loss(
-                images,
-                texts,
-                scale,
-                logit_bias=self.model.logit_bias if OBJECTIVES[self.objective].needs_bias else None,
-                objective=self.objective,
-                exchange=self.exchange,
-                backend=self.backend,
-                keys=keys if self.uses_keys else None,
-                captions=self.captions,
-                machine=self.machine,
-                check=False,
-            )
-
-        scale = self.model.logit_scale.exp()
+    def __call__(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        *,
+        keys: Tensor | None = None,
+        teachers: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """`keys`: (N,) int64; see `uses_keys`. `teachers`: of each (N, 2, D), its features of pictures and captions."""
+        used = keys if self.uses_keys else None
+        taught = [(x[:, 0], x[:, 1], scale) for x, scale in zip(teachers, self.teacher_scales, strict=True)]
         with self.autocast():
-            value = loss(image_features, text_features)
+            value = self._value(image_features, text_features, used, taught)
             for size in self.sizes:
-                shorter = [unit_rows(rows[:, :size], SHORTEST) for rows in (image_features, text_features)]
-                value = value + loss(*shorter)
+                images, texts = (unit_rows(rows[:, :size], SHORTEST) for rows in (image_features, text_features))
+                value = value + self._value(images, texts, used, taught)
             return value
+
+    def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
+        """The loss of the pairs, of the teachers, or of both."""
+        if not teachers:
+            return self._of_pairs(images, texts, keys)
+        of_pairs, of_teachers = self.distill_weights
+        is_one = self.objective == "softmax"  # then both are one softmax
+        value = self.model.logit_scale.new_zeros(())
+        if of_pairs and not is_one:
+            value = of_pairs * self._of_pairs(images, texts, keys)
+        return value + distillation_loss(
+            images,
+            texts,
+            self.model.logit_scale.exp(),
+            teachers,
+            (of_pairs if is_one else 0.0, of_teachers),
+            exchange=self.exchange,
+            backend="auto" if self.backend == "triton" else self.backend,
+            keys=keys,
+            machine=self.machine,
+            check=False,
+        )
+
+    def _of_pairs(self, images: Tensor, texts: Tensor, keys: Tensor | None) -> Tensor:
+        return contrastive_loss(
+            images,
+            texts,
+            self.model.logit_scale.exp(),
+            logit_bias=self.model.logit_bias if OBJECTIVES[self.objective].needs_bias else None,
+            objective=self.objective,
+            exchange=self.exchange,
+            backend=self.backend,
+            keys=keys,
+            captions=self.captions,
+            machine=self.machine,
+            check=False,
+        )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,15 @@ from clipscale.step.precision import Precision
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
+
+
+class Targets(TypedDict):
+    """What BatchLoss takes beside the features."""
+
+    # (N,) int64, equal for samples that are the same.
+    keys: Tensor
+    # Of each teacher (N, 2, D).
+    teachers: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ class TrainStep:
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if wants_statistics else {}
         with self.phase(phases, "loss", number):
-            value = self.cache.loss(*features, keys=batch.keys().to(self.world.device, non_blocking=True))
+            value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)
             del features
         self.agreement = self.agree(stream.upcoming(), save)  # the second pass hides the message
@@ -121,6 +131,14 @@ class TrainStep:
             loss, norm = self.finish(value, stream, number)
         widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
         return StepResult(loss, norm, self.agreement, phases, widths, statistics)
+
+    def targets(self, batch: HostBatch) -> Targets:
+        """What the loss takes beside the features, on the device. Waits for all samples."""
+        device = self.world.device
+        return {
+            "keys": batch.keys().to(device, non_blocking=True),
+            "teachers": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
+        }
 
     @property
     def chunk_sizes(self) -> ChunkSizes:

@@ -1,24 +1,27 @@
-"""A step of a whole run with keys, weights or sizes is one dense graph's."""
+"""A step of a whole run with keys, weights, sizes or teachers is one dense graph's."""
 
 import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     CacheConfig,
+    DistillConfig,
     LaunchConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.data.features import NOTE, encoded_array
 from clipscale.distributed.world import World
-from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import build_model, unit_rows
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
@@ -28,19 +31,29 @@ from tests.support.runs import ARCHITECTURE, begun, small
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
 OFTEN = "often.parquet"
+# Feature widths of the teachers, and their logit scale.
+WIDTHS = {"big": 12, "wide": 7}
+SCALE = 9.0
+TAUGHT = DistillConfig(["big", "wide"], weights=(0.4, 0.6))
 SEVERAL = {"captions_per_step": 3}
 NEGATIVES = {"negatives": "json:wrong", "negatives_per_step": 2, "same": None}
 
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three samples share a url, and have one to three captions."""
+    """Three samples share a url, and have one to three captions. Beside them are the features of two teachers."""
     members = []
+    generator = np.random.default_rng(0)
     for i in range(24):
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
         about = {"url": f"u{i // 3}", "captions": captions, "wrong": [f"no number {i} {c}" for c in range(i % 2 + 1)]}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
+        for name, width in WIDTHS.items():
+            features = generator.normal(size=(2, width)).astype("float32") / width**0.5
+            members.append((f"{i:02d}.{name}.npy", encoded_array(features)))
     folder = tmp_path_factory.mktemp("texts")
+    notes = {name: {"width": width, "dtype": "float32", "scale": SCALE} for name, width in WIDTHS.items()}
+    (folder / NOTE).write_text(json.dumps(notes))
     parquet.write_table(pyarrow.table({"key": ["00", "01", "02"], "weight": [8.0] * 3}), folder / OFTEN)
     return str(write_tar(folder / "0.tar", members))
 
@@ -70,6 +83,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     assert all(run.trainer.cache.kept) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
     rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.texts), batch.keys()]
+    rows += batch.teachers()
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.trainer.model), run.loss, rows
@@ -88,6 +102,10 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         (2, {"data": SEVERAL, "exchange": "ring"}),
         (3, {"data": SEVERAL | NEGATIVES, "exchange": "gather", "cache": CacheConfig(chunk=["3", "5"])}),
         (2, {"data": NEGATIVES, "objective": "sigmoid"}),
+        (1, {"distill": TAUGHT, "sizes": [8, 3]}),
+        (2, {"distill": DistillConfig(["wide"]), "exchange": "ring", "launch": LaunchConfig(parallel="zero3")}),
+        (2, {"distill": TAUGHT, "objective": "sigmoid"}),
+        (3, {"distill": TAUGHT, "exchange": "gather", "cache": CacheConfig(chunk=["3", "3"])}),
     ],
     ids=str,
 )
@@ -95,7 +113,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
-    pixels, captions, negatives, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    pixels, captions, negatives, keys, *taught = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
@@ -104,7 +122,12 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     given |= {"keys": None if config.data.negatives else keys, "captions": config.data.captions_per_step}
     assert len(v) == config.batch * config.data.texts_per_step
     parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
-    expected = sum(dense_contrastive_loss(*part, scale, **given) for part in parts)
+    teachers = [(x[:, 0].double(), x[:, 1].double(), SCALE) for x in taught]
+    of_pairs, of_teachers = config.distill.weights if teachers else (1.0, 0.0)
+    expected = sum(of_pairs * dense_contrastive_loss(*part, scale, **given) for part in parts)
+    if teachers:
+        for part in parts:
+            expected += of_teachers * dense_distillation_loss(*part, scale, teachers, keys=keys)
     assert isinstance(expected, torch.Tensor)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.units import format_bytes
+from clipscale.data.features import TeacherFeatures
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Layout:
     context_length: int
     captions: int = 1  # of a sample
     negatives: int = 0  # hard negatives of a sample
+    teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
 
     @property
     def texts(self) -> int:
@@ -69,6 +71,7 @@ class Layout:
         return {
             "tokens": ArraySpec((self.texts, self.context_length), "int32"),
             "keys": ArraySpec((self.samples,), "int64"),
+            **{t.member: ArraySpec((self.samples, *t.shape), t.dtype) for t in self.teachers},
             "lengths": ArraySpec((self.texts,), "int16"),
             "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
         }
@@ -161,10 +164,11 @@ def slots_in(memory: mmap.mmap, layout: Layout) -> list[Slot]:
 class HostBatch:
     """One local batch, valid until the next one is requested. Reading rows blocks until they have arrived."""
 
-    def __init__(self, slot: Slot, captions: int, wait: Callable[[int], None]) -> None:
-        """`captions`: of each sample. `wait(stop)` blocks until samples 0..stop have arrived."""
+    def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
+        """`wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
-        self._captions = captions
+        self._captions = layout.captions
+        self._teachers = layout.teachers
         self._wait = wait
 
     def __len__(self) -> int:
@@ -194,3 +198,8 @@ class HostBatch:
         """(N,) int64, equal for samples that are the same by `data.same`; waits for all samples."""
         self._wait(len(self))
         return torch.from_numpy(self._slot["keys"])
+
+    def teachers(self) -> list[Tensor]:
+        """Of each teacher (N, 2, D): its features of picture and caption; waits for all samples."""
+        self._wait(len(self))
+        return [torch.from_numpy(self._slot[teacher.member]) for teacher in self._teachers]

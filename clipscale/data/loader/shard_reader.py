@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
 
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
@@ -27,6 +28,8 @@ class OrderedShards:
     window: int  # samples in a shuffle window
     # A digest of the samples and weights that a file lists, if one does.
     subset_digests: Sequence[str] = ()
+    # Whose features lie beside the samples.
+    teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
     def samples(self) -> int | None:

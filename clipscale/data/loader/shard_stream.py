@@ -6,6 +6,7 @@ order.py fixes the order of all samples. Each stream skips its broken samples by
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -62,6 +63,17 @@ class WorkerSpec:
         return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
 
 
+class Taken(NamedTuple):
+    """What a sample has beside its pixels."""
+
+    # Its captions, and behind them its hard negatives.
+    texts: list[str]
+    # Equal for samples that are the same by `data.same`.
+    key: int
+    # Of each teacher (2, D).
+    features: list[np.ndarray]
+
+
 class ShardStream:
     """The usable samples of a shard stream, one after another. `open_shard_stream` makes it."""
 
@@ -90,9 +102,8 @@ class ShardStream:
             return StreamPosition(0, self._used, of_sources)
         return StreamPosition(*of_sources[0])
 
-    def take(self, row: np.ndarray) -> tuple[list[str], int]:
-        """Write the next usable sample's pixels to `row`; returns its captions, behind them its hard negatives, and its
-        key. Raises UserError.
+    def take(self, row: np.ndarray) -> Taken:
+        """Write the next usable sample's pixels to `row`; returns the rest. Raises UserError.
 
         With weights, the next sample of the same source replaces a broken one.
         """
@@ -118,6 +129,7 @@ class ShardStream:
                 negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *sample))
                 own = item.key if spec.config.sample_weights else item.index  # repeats share it
                 key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own}")
+                features = [teacher.of(item.members) for teacher in spec.shards.teachers]
                 texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
@@ -127,7 +139,7 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return texts + negatives, key
+                return Taken(texts + negatives, key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -171,7 +183,9 @@ def open_shard_stream(spec: WorkerSpec, stream: int, store: Store, set_status: S
     starts = [(start.epoch, start.samples)]
     if isinstance(spec.shards.order, WeightedSources):
         starts = list(start.sources) or [(0, 0)] * len(sources)
-    size_limits = limits(IMAGE_TYPES, spec.selection.members())
+    size_limits = limits(
+        IMAGE_TYPES, spec.selection.members().union(teacher.member for teacher in spec.shards.teachers)
+    )
     subset = subset_of(spec.config)
     readers = [
         ShardReader(source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}"))
@@ -229,10 +243,12 @@ class BatchFiller:
             for stream, row in piece:
                 self._store.tick()
                 mine = row in local
-                of_sample, key = stream.take(slot["pixels"][row] if mine else self._left_out)
+                taken = stream.take(slot["pixels"][row] if mine else self._left_out)
                 if mine:
-                    texts.update(zip(self._arena.layout.text_rows(row), of_sample, strict=True))
-                    slot["keys"][row] = key
+                    texts.update(zip(self._arena.layout.text_rows(row), taken.texts, strict=True))
+                    slot["keys"][row] = taken.key
+                    for teacher, features in zip(self._spec.shards.teachers, taken.features, strict=True):
+                        slot[teacher.member][row] = features
             if texts:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
                 rows = list(texts)

@@ -21,6 +21,7 @@ from clipscale.common.hardware import cores_of_rank
 from clipscale.common.terminal import report
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
 from clipscale.data.loader.memory import stated_memory
@@ -168,7 +169,7 @@ class TrainStream:
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need], self._while_waiting)
 
-        return HostBatch(self._arena.slot(step), self._arena.layout.captions, wait)
+        return HostBatch(self._arena.slot(step), self._arena.layout, wait)
 
     def give_back(self) -> None:
         """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
@@ -251,11 +252,12 @@ def ordered_shards(
     position: DataPosition | None = None,
     on_main: OnMain = call,
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
+    teachers: tuple[TeacherFeatures, ...] = (),
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
 
     `on_main` counts every shard's samples on one rank. `largest_divisor(n)`: of n shard streams, the most that divide
-    the batches of all the run's stages. Raises UserError.
+    the batches of all the run's stages. `teachers`: whose features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_main)
     order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_main)
@@ -263,7 +265,7 @@ def ordered_shards(
         order = build_order(config, urls, source_of, share, seed, num_streams, on_main)
     subset = subset_of(config)
     digests = (subset.table.digest(),) if subset else ()
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests)
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests, teachers)
 
 
 def open_stream(
@@ -282,11 +284,11 @@ def open_stream(
     `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
     UserError for settings or shards that cannot work.
     """
-    chosen = selection(config)
+    chosen = selection(config, takes_first=bool(shards.teachers))
     empty = np.asarray(tokenizer([""]))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.samples, side, empty.shape[1], workers)
+    layout = layout_of(config, share.samples, side, empty.shape[1], workers, shards.teachers)
     memory = stated_memory(layout, free)
     arena = create_arena(layout)
     if gpu:
@@ -341,7 +343,14 @@ def worker_count(config: DataConfig, num_streams: int) -> int:
     return min(max(1, cores_of_rank() - 1), num_streams)  # one core is left to the training process
 
 
-def layout_of(config: DataConfig, samples: int, side: int, context_length: int, workers: int) -> Layout:
+def layout_of(
+    config: DataConfig,
+    samples: int,
+    side: int,
+    context_length: int,
+    workers: int,
+    teachers: tuple[TeacherFeatures, ...] = (),
+) -> Layout:
     """The batch memory of a rank with `samples` samples in its local batch."""
     return Layout(
         slots=config.buffers if workers else 1,
@@ -350,4 +359,5 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
         context_length=context_length,
         captions=config.captions_per_step,
         negatives=config.negatives_per_step if config.negatives else 0,
+        teachers=teachers,
     )

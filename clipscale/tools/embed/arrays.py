@@ -17,17 +17,16 @@ import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import library
+from clipscale.data.features import NOTE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import KINDS
 
-# The file of a folder that says what its features are.
-NOTE = "features.json"
 # The file of a folder that says where the samples of each of its files come from.
 SHARDS = "shards.json"
 
 
 class FeaturesNote(TypedDict):
-    """What the features of a folder are: the weights that compute them, and how their inputs are made."""
+    """What features are: the weights that compute them, and how their inputs are made."""
 
     model: str
     # Digests of the weights of both towers.
@@ -43,6 +42,8 @@ class FeaturesNote(TypedDict):
     interpolation: str
     # Where captions come from.
     captions: list[str]
+    # Of a teacher: its logit scale.
+    scale: NotRequired[float]
 
 
 class Sample(TypedDict):

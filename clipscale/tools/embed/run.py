@@ -1,5 +1,7 @@
-"""The verb `clipscale embed`. Each shard becomes files of its own in `out`: NAME.image.npy and NAME.text.npy,
-(samples, D), and NAME.jsonl with the key and caption of each row.
+"""The verb `clipscale embed`. Each shard becomes files of its own in `out`.
+
+    arrays     NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
+    teacher=T  NAME.tar with all members, and KEY.T.npy, (2, D), for `distill.teachers`
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -22,19 +24,24 @@ from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
 from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, basename, is_local, unsigned
+from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.tools.embed.arrays import NOTE, SHARDS, FeaturesNote, ShardEntry, array_path
+from clipscale.tools.embed.arrays import SHARDS, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
+# The note of arrays; others are of teachers.
+ARRAYS = "features"
 # Reasons that lie in the shard itself, and stay. The others lie in the network or the server.
 DAMAGED = ("truncated_shard", "unreadable_shard")
 
@@ -72,7 +79,8 @@ def work(config: EmbedConfig) -> Embedded:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
-        say(f"features of {samples} samples: {out}{none}")
+        train = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
+        say(f"features of {samples} samples: {out}{none}{train}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -81,7 +89,7 @@ def work(config: EmbedConfig) -> Embedded:
 
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> FeaturesNote:
     """What the features are: the weights that compute them, and how their inputs are made."""
-    return {
+    note: FeaturesNote = {
         "model": settings.name,
         "weights": model.image.digest(),
         "width": model.width,
@@ -94,6 +102,9 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "text": model.text.digest(),
         "captions": source_names(config.data.captions),
     }
+    if config.teacher:
+        note["scale"] = model.logit_scale.exp().item()
+    return note
 
 
 def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
@@ -104,7 +115,7 @@ def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, st
     shards = {}
     sources = {name: entry.get("source") for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
-        name = basename(url).partition(".tar")[0] + ".jsonl"
+        name = basename(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
         other = sources.setdefault(name, address(url))
         if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
@@ -112,12 +123,14 @@ def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, st
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
     notes = read(out / NOTE)
-    earlier = notes.get("features", {}) if notes else note
+    kind = config.teacher or ARRAYS
+    earlier = notes.get(kind, {}) if notes else note
     for name, (before, now) in differing(earlier, note).items():
         what = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    files.write_json(out / NOTE, {"features": note})
+    others = notes_beside(next(iter(shards.values()))) if config.teacher else {}
+    files.write_json(out / NOTE, {**others, kind: note})
     return shards
 
 
@@ -140,17 +153,23 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
     """
     if not path.is_file():
         try:
-            write_npy(path, shard_groups(encoder, config, url))
+            groups = shard_groups(encoder, config, url)
+            if config.teacher:
+                write_tar(path, groups, config.teacher)
+            else:
+                write_npy(path, groups)
         except SourceError:
             return None
-    return {"source": address(url), "samples": len(path.read_bytes().splitlines())}
+    samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
+    return {"source": address(url), "samples": samples}
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
-    """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
+    """A shard's samples with their features; for a teacher, with all members. Raises SourceError for a shard that could
+    not be fetched."""
     problem = ReadProblem()
     captions = {source.partition(":")[0] for source in encoder.captions}
-    kinds = limits(IMAGE_TYPES, captions)
+    kinds = None if config.teacher else limits(IMAGE_TYPES, captions)
     raws = read_shard(url, problem, size_limits=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
@@ -177,3 +196,15 @@ def write_npy(path: Path, groups: Iterable[Group]) -> None:
         with files.replacing(array_path(path, kind)) as file:
             np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
     files.write_text(path, "".join(lines))
+
+
+def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
+    """All samples with their members. One without a picture's or a text's features keeps its place, without both."""
+    member = f"{teacher}.npy"
+    with shard_writer(path) as writer:
+        for group in groups:
+            for raw, features in zip(group.raws, group.rows):
+                members = {name: data for name, data in raw.members.items() if name not in ("", member)}
+                if not np.isnan(features).any():
+                    members[member] = encoded_array(features)
+                writer.write({**(members or {"missing": b""}), "__key__": raw.key})

@@ -1,5 +1,6 @@
 """The settings of `clipscale embed`."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +27,9 @@ class EmbedConfig(AnyModel):
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str = setting("", "Folder to write; complete files in it are kept.")
+    teacher: str = setting(
+        "", "Write shards with both features as a further member TEACHER.npy, for `distill.teachers`; empty: arrays."
+    )
     dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     data: DataConfig = field(default_factory=DataConfig)
@@ -36,6 +40,8 @@ def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for weights of another source. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
+    if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
+        raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
     folder = model_run(config, config.weights)
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data='/data/{00000..00099}.tar'")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.config.train import TrainConfig
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import GRAIN
 from clipscale.distributed import fsdp
 from clipscale.distributed.world import World
@@ -26,7 +27,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
-from clipscale.start.build import build_step
+from clipscale.start.build import batch_loss, build_step
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
@@ -213,6 +214,11 @@ class DryRun:
         return self.step.cache.trained
 
     @property
+    def teachers(self) -> tuple[TeacherFeatures, ...]:
+        """Those of the distillation."""
+        return teachers_of(self.config, self.model)
+
+    @property
     def texts(self) -> int:
         """Captions and hard negatives of a sample."""
         return self.config.data.texts_per_step
@@ -275,7 +281,11 @@ class DryRun:
         features = [torch.empty(n, self.model.width).requires_grad_(trained) for n, trained in zip(rows, self.trained)]
         self.tracker.take_peak()
         before = self.tracker.live
-        self.step.cache.loss(*features, keys=torch.empty(batch, dtype=torch.int64)).backward()
+        self.step.cache.loss(
+            *features,
+            keys=torch.empty(batch, dtype=torch.int64),
+            teachers=[torch.empty(batch, *t.shape, dtype=getattr(torch, t.dtype)) for t in self.teachers],
+        ).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
@@ -289,10 +299,16 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -
     precision = Precision(DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
     sizes = ChunkSizes(1, 1, "")
-    step = build_step(config, World(0, 1, CPU), model, precision, sizes, sort_captions=False, machine=machine)
+    loss = batch_loss(config, model, precision, teachers_of(config, model), machine=machine)
+    step = build_step(config, World(0, 1, CPU), model, precision, sizes, loss, sort_captions=False)
     if machine.capability:
         choose_foreach(step.optimizer)
     return step
+
+
+def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
+    """Teachers as wide as the model, in float16: their own widths lie beside the shards, which a plan does not read."""
+    return tuple(TeacherFeatures(f"{name}.npy", model.width, "float16", 1.0) for name in config.distill.teachers)
 
 
 def choose_foreach(optimizer: torch.optim.Optimizer) -> None:

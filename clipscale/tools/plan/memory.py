@@ -133,7 +133,8 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
     num_streams = data.shard_streams or default_streams(config.batch, config.ranks, None)
     streams_of_rank = len(BatchShare(batch * config.ranks, 0, config.ranks).stream_ids(num_streams))
     workers = worker_count(data, streams_of_rank)
-    layout = layout_of(data, batch, dry_run.model.image_size, dry_run.model.context_length, workers)
+    model = dry_run.model
+    layout = layout_of(data, batch, model.image_size, model.context_length, workers, dry_run.teachers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,

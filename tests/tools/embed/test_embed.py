@@ -1,5 +1,6 @@
-"""Stored features equal the model's own, by any number of processes, and after a kill."""
+"""Stored features equal the model's own, in both formats, by any number of processes, and after a kill."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
+from clipscale.data.features import stored_teachers
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
@@ -21,6 +24,7 @@ from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 
+SHARDS = {"teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -50,6 +54,15 @@ def of_npy(folder: Path) -> Rows:
     return rows
 
 
+def of_shards(folder: Path) -> Rows:
+    """As training reads them."""
+    (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), ["t"])
+    assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
+    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
+    rows = {raw.key: np.load(io.BytesIO(raw.members["t.npy"])) for raw in raws}
+    return {key: (image, text) for key, (image, text) in rows.items()}
+
+
 def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarray, np.ndarray]:
     """Features one at a time."""
     with torch.no_grad():
@@ -57,11 +70,12 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
         return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
 
 
-def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "read"), [({}, of_npy), (SHARDS, of_shards)])
+def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: dict, read: Any) -> None:
     torch.manual_seed(3)
     model = build_model(TINY).eval()
     write_shards(tmp_path / "in", [5, 6])
-    rows = of_npy(embed(run, tmp_path / "in", tmp_path / "out"))
+    rows = read(embed(run, tmp_path / "in", tmp_path / "out", **form))
     assert len(rows) == 11
     for key, (image, text) in rows.items():
         expected = by_the_model(model, picture(int(key[-4:]) % 7), f"caption {key}")
@@ -82,11 +96,12 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
     assert "2 of 4 samples without a usable picture or text" in caplog.text
 
 
+@pytest.mark.parametrize("form", [{}, SHARDS])
 def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
-    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole"))
+    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
     encode, passes = FeatureEncoder.encode, []
 
     def interrupted(self: FeatureEncoder, tower: Any, prepared: Any, inputs: Any) -> np.ndarray:
@@ -97,10 +112,22 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
 
     monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embed(run, tmp_path / "in", tmp_path / "out")
+        embed(run, tmp_path / "in", tmp_path / "out", **form)
     passes.clear()
-    assert contents(embed(run, tmp_path / "in", tmp_path / "out")) == whole
+    assert contents(embed(run, tmp_path / "in", tmp_path / "out", **form)) == whole
     assert sum(passes) == 2 * 10, "the first shard is complete"
+
+
+def test_a_second_teacher_reads_the_shards_of_the_first(run: str, tmp_path: Path) -> None:
+    """A sample without a usable picture or text keeps its place and its members, without features."""
+    write_tar(tmp_path / "x.tar", [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), *sample("c")])
+    first = embed(run, tmp_path / "x.tar", tmp_path / "one", teacher="one")
+    second = embed(run, first, tmp_path / "both", teacher="two", dtype="float16")
+    one, two = stored_teachers(DataConfig(train=[str(second)]), ["one", "two"])
+    assert (one.dtype, two.dtype, one.width, two.width) == ("float32", "float16", 16, 16)
+    raws = [*read_shard(str(second / "x.tar"), ReadProblem())]
+    assert [(raw.key, len(raw.members)) for raw in raws] == [("a", 5), ("b", 2), ("c", 5)]
+    assert np.allclose(one.of(raws[0].members), two.of(raws[0].members), atol=1e-3)
 
 
 def share(rank: int, size: int, run: str, source: str, out: str) -> None:

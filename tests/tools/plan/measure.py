@@ -15,7 +15,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import build_step
+from clipscale.start.build import batch_loss, build_step
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -39,7 +39,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
         sizes = agreed_chunk_sizes(
             config.cache.sizes, model, config.batch // world.size, world, None, keeps_graphs=True
         )
-    return build_step(config, world, model, precision, sizes, sort_captions=False)
+    return build_step(config, world, model, precision, sizes, batch_loss(config, model, precision), sort_captions=False)
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:

@@ -1,0 +1,126 @@
+"""Features of teachers, stored beside the pictures in members of NumPy's format: (2, D), of picture and caption.
+
+D: feature width.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from clipscale.common.errors import UserError
+from clipscale.config.conditions import source_names
+from clipscale.config.data import DataConfig
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.shards.addresses import SourceError
+from clipscale.data.shards.index import folder_of
+from clipscale.data.shards.listing import expand
+from clipscale.data.shards.store import Store
+
+# The file beside the shards that describes each teacher's features.
+NOTE = "features.json"
+
+
+class TeacherNote(TypedDict, total=False):
+    """What NOTE says of a teacher, as far as training reads it."""
+
+    width: int
+    dtype: str
+    # Its logit scale, the multiplier itself.
+    scale: float
+    # The caption sources whose first text it has seen.
+    captions: list[str]
+
+
+@dataclass(frozen=True)
+class TeacherFeatures:
+    """Reads a teacher's features of picture and caption, (2, D), from a member of the sample."""
+
+    # The extension of the member.
+    member: str
+    width: int
+    dtype: str
+    # The teacher's logit scale.
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 2, self.width
+
+    def of(self, members: dict[str, bytes]) -> np.ndarray:
+        """A sample's array. Raises BrokenSampleError: `no_features`, `bad_features`.
+
+        numpy would allocate whatever a header claims, so this has to be the one that numpy writes.
+        """
+        data = members.get(self.member)
+        if data is None:
+            raise BrokenSampleError("no_features", self.member)
+        empty = np.zeros(self.shape, self.dtype)
+        encoded = encoded_array(empty)
+        header = encoded[: len(encoded) - empty.nbytes]
+        if not data.startswith(header) or len(data) != len(encoded):
+            raise BrokenSampleError("bad_features", f"{self.member} is not {self.dtype} {self.shape}")
+        array = np.frombuffer(data, self.dtype, offset=len(header)).reshape(self.shape)
+        if not np.isfinite(array).all():
+            raise BrokenSampleError("bad_features", f"{self.member}: a value is not finite")
+        return array
+
+
+def encoded_array(array: np.ndarray) -> bytes:
+    """The member that holds an array."""
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=False)
+    return out.getvalue()
+
+
+def stored_teachers(
+    data: DataConfig, names: Sequence[str], scales: Sequence[float] | None = None
+) -> tuple[TeacherFeatures, ...]:
+    """The readers of these teachers' features, as the note beside the shards describes them. `scales`: instead of the
+    note's.
+
+    Raises UserError for a teacher that the note does not have, and for other captions.
+    """
+    if not names:
+        return ()
+    url = next(url for source in data.train or [] for url in expand(source))
+    notes = notes_beside(url)
+    captions = source_names(data.captions)
+    teachers = []
+    for number, name in enumerate(names):
+        note = notes.get(name, {})
+        try:
+            scale = scales[number] if scales else note["scale"]
+            width, dtype = int(note["width"]), np.dtype(note["dtype"])
+            if not 0 < width <= MAX_TEXT_BYTES or dtype.kind != "f":
+                raise ValueError(f"width={width}, dtype={dtype}")
+            teachers.append(TeacherFeatures(f"{name}.npy", width, str(dtype), float(scale)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"distill.teachers={name}: no {NOTE} beside {url} has its features; write them with `clipscale embed "
+                f"teacher={name}`"
+            ) from error
+        if note.get("captions", captions) != captions:
+            raise UserError(
+                f"distill.teachers={name}: {url}: the teacher has seen data.captions={note['captions']}; take the same"
+            )
+    return tuple(teachers)
+
+
+def notes_beside(url: str) -> dict[str, TeacherNote]:
+    """The notes of the features in a shard, of each teacher by its name; empty if there is no such file.
+
+    Raises UserError for one that cannot be read.
+    """
+    path = f"{folder_of(url)}/{NOTE}"
+    try:
+        with closing(Store().open(path)[0]) as file:
+            return dict(json.loads(file.read(MAX_TEXT_BYTES)))
+    except (FileNotFoundError, SourceError):
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); write it again with `clipscale embed`") from error

@@ -1,0 +1,54 @@
+"""Teachers' features are read from beside the pictures; their note says what they are."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clipscale.config.data import DataConfig
+from clipscale.data.features import TeacherFeatures, encoded_array, stored_teachers
+from clipscale.data.sample import BrokenSampleError
+from tests.data.files import write_shards
+from tests.support.refused import refused
+
+
+def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:
+    """Only the header is believed, and it is checked first: numpy would allocate whatever it claims."""
+    teacher, array = TeacherFeatures("t.npy", 4, "float16", 1.0), np.arange(8, dtype=np.float16).reshape(2, 4)
+    assert np.array_equal(teacher.of({"t.npy": encoded_array(array)}), array)
+    huge = b"\x93NUMPY\x01\x00" + b"\xff" * (1 << 20)
+    nan = encoded_array(np.full((2, 4), np.nan, np.float16))
+    others = (encoded_array(array.astype(np.float32)), encoded_array(array[:, :3]), encoded_array(array)[:-1])
+    for data in (b"", huge, nan, *others):
+        with pytest.raises(BrokenSampleError, match="bad_features"):
+            teacher.of({"t.npy": data})
+    with pytest.raises(BrokenSampleError, match="no_features"):
+        teacher.of({})
+
+
+def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
+    note: dict[str, dict] = {
+        name: {"width": 4, "dtype": "float16", "scale": scale} for name, scale in (("a", 2.5), ("b", 4))
+    }
+    note["b"] |= {"captions": ["txt"]}
+    note["odd"] = {"width": 4, "dtype": "object", "scale": 1.0}
+    note["vast"] = {"width": 10**9, "dtype": "float16", "scale": 1.0}
+    (tmp_path / "features.json").write_text(json.dumps(note))
+    shard, other = write_shards(tmp_path, [1])[0], write_shards(tmp_path / "other", [1])[0]
+    data, both = DataConfig(train=[str(shard)]), ["a", "b"]
+    readers = stored_teachers(data, both)
+    assert [(r.member, r.shape, r.dtype, r.scale) for r in readers] == [
+        ("a.npy", (2, 4), "float16", 2.5),
+        ("b.npy", (2, 4), "float16", 4),
+    ]
+    assert [reader.scale for reader in stored_teachers(data, both, [5, 6])] == [5, 6]
+    missing = r"distill.teachers={}: no features.json .* has its features; .* teacher={}"
+    for changed, names, message in (
+        *(({}, [name], missing.format(name, name)) for name in ("c", "odd", "vast")),
+        ({"train": [str(other)]}, both, r"distill.teachers=a: no features.json"),
+        ({"captions": ["json:alt"]}, both, r"has seen data.captions=\['txt'\]; take the same"),
+    ):
+        with refused(message):
+            stored_teachers(replace(data, **changed), names)
