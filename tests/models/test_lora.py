@@ -1,14 +1,11 @@
 """Adapters: nothing at first, peft's products when they are merged, and merged wherever a run's weights are read."""
 
 import re
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,16 +14,15 @@ from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig, ModelConfig, TowerConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
-from clipscale.log.records import read_metrics
 from clipscale.models import lora
 from clipscale.models.adapters import merged_run
 from clipscale.models.towers import ClipModel, build_model, load_any, load_model
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
-from tests.conftest import TINY
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
+from tests.support.kills import command, whole_and_killed
 from tests.support.refused import refused
 from tests.support.runs import ARCHITECTURE, curve, records, small
 from tests.support.towers import samples, small_model
@@ -175,36 +171,14 @@ def test_stages_of_another_size_go_on_with_their_adapters(shards: str, tmp_path:
     assert load_model(tmp_path / "whole")[0].image_size == 30
 
 
-RUN = [word for word in TINY if not word.startswith("samples")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "zero3"])
 def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
     shards: str, tmp_path: Path, environment: dict, parallel: str
 ) -> None:
-    def command(run: str, *words: str) -> list[str]:
-        return [sys.executable, "-m", "clipscale", "train", *RUN, f"data.train={shards}", f"run={run}", *words]
-
-    with (tmp_path / "output.txt").open("w") as output:
-        options: dict[str, Any] = {"cwd": tmp_path, "env": environment | {"OMP_NUM_THREADS": "1"}, "stdout": output}
-        subprocess.run(command("start", "samples=32"), check=True, timeout=240, **options)
-        words = ["samples=640", "model.weights=runs/start", "model.lora=2", "model.text.train=1", "ema=0.9",
-                 "optim=adamw", "launch.procs=2", f"launch.parallel={parallel}", "checkpoint.every=3"]  # fmt: skip
-        subprocess.run(command("whole", *words), check=True, timeout=240, **options)
-        log = tmp_path / "runs/killed/metrics.jsonl"
-        with subprocess.Popen(command("killed", *words), **options) as process:
-            until = time.monotonic() + 120
-            while not (log.exists() and len(read_metrics(log)) >= 8):
-                assert time.monotonic() < until and process.poll() is None
-                time.sleep(0.02)
-            for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                one.kill()
-        assert len(read_metrics(log)) < 40, "it was killed on its way"
-        subprocess.run(command("killed", *words), check=True, timeout=240, **options)
-    folders = [tmp_path / "runs" / run for run in ("whole", "killed")]
-    losses = [{r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl")} for folder in folders]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 40
-    whole, killed = (load_model(folder)[0].state_dict() for folder in folders)
-    assert all(torch.equal(x, killed[name]) for name, x in whole.items())
+    command(tmp_path, environment, "run=start", f"data.train={shards}", "samples=32")
+    words = [f"data.train={shards}", "model.weights=runs/start", "model.lora=2", "model.text.train=1", "ema=0.9",
+             "optim=adamw", f"launch.parallel={parallel}"]  # fmt: skip
+    whole, killed = whole_and_killed(tmp_path, environment, words)
+    state = load_model(killed)[0].state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in load_model(whole)[0].state_dict().items())

@@ -25,6 +25,7 @@ from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_
 from clipscale.models.towers import build_model, unit_rows
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
+from tests.support.kills import whole_and_killed
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, begun, small
 
@@ -134,3 +135,18 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     assert len(set(keys.tolist())) < len(keys) or config.data.same is None
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["distill.teachers=[big,wide]", "distill.weights=[0.4,0.6]", "data.same=url"],
+        ["data.captions_per_step=3", "data.negatives=json:wrong", "data.negatives_per_step=2"],
+    ],
+    ids=str,
+)
+def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
+    shard: str, tmp_path: Path, environment: dict, words: list[str]
+) -> None:
+    whole_and_killed(tmp_path, environment, [f"data.train={shard}", "data.captions=[json:captions]", *words])
