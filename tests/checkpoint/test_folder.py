@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
+from clipscale.checkpoint.loading import size_and_crc32
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
@@ -253,3 +254,9 @@ def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
     with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
         checkpoint.locate(tmp_path, "best")
+
+
+def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:
+    """The number in its meta.json: CRC-32 as zlib and gzip have it."""
+    (tmp_path / "file").write_bytes(b"123456789")
+    assert size_and_crc32(tmp_path / "file") == (9, 0xCBF43926)

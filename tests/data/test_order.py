@@ -78,6 +78,14 @@ def test_a_sources_samples_come_equally_often_whatever_its_shards_hold() -> None
     assert set(drawn) == {0, 1} and drawn[0] / 4000 == pytest.approx(0.5, abs=0.03)
 
 
+def test_a_shard_is_read_from_its_first_sample_unless_some_are_skipped() -> None:
+    drawn = Resampled((0,), (10,), 4, seed=3)
+    whole = Epochs((10,), 2, 2, seed=3)
+    assert [(s.start, s.stop) for s in drawn.segments(0, 5)] == [(0, 10)]
+    assert [(s.start, s.stop) for s in drawn.segments(0, 5, 4)] == [(4, 10)]
+    assert [(s.start, s.stop) for s in whole.segments(0, 5)] == [(0, 5)]
+
+
 def test_a_shard_drawn_twice_is_shuffled_twice() -> None:
     """By two streams at the same draw, and by one stream at two."""
     order = Resampled((0,), (1000,), 4, seed=3)

@@ -1,5 +1,7 @@
 """Pairs that share a key are left out. Several ranks: test_exchange.py."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.objective import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES, Softmax
+from clipscale.loss.similarity import Dot
+from clipscale.loss.torch_backend import TorchBackend
 from tests.loss.cases import Gpu, assert_exact, features, oracle, results
 
 
@@ -26,6 +30,24 @@ def test_a_gpu_takes_keys_in_the_tiles_of_torch() -> None:
         for backend in ("tiled", "auto")
     )
     assert all(map(torch.equal, tiled, auto))
+
+
+def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a stand-in on the CPU, which says that it was asked."""
+    asked = []
+
+    def stand_in(objective: Softmax) -> Any:
+        asked.append(objective)
+        return lambda machine, shape: TorchBackend(objective.tile(), Dot(), machine, dense=False)
+
+    monkeypatch.setattr(Softmax, "kernels", stand_in)
+    u, v = (x.float() for x in features(6, 6, 16))
+    results(contrastive_loss, u, v, 14.3, machine=Gpu())
+    assert asked == [OBJECTIVES["softmax"]]
+    results(contrastive_loss, u, v, 14.3, machine=Gpu(), backend="tiled")
+    results(contrastive_loss, u.double(), v.double(), 14.3, machine=Gpu())
+    results(contrastive_loss, u, v, 14.3)
+    assert len(asked) == 1
 
 
 def keyed(n: int, kinds: int, seed: int) -> tuple[Tensor, Tensor, dict]:

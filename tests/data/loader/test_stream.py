@@ -4,6 +4,7 @@ import io
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,10 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.stream import worker_count
+from clipscale.data.loader.stream import ordered_shards, worker_count
+from clipscale.data.order import BatchShare
+from clipscale.data.shards.addresses import SourceError
+from clipscale.data.shards.store import Store
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
@@ -224,3 +228,37 @@ def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path: Path, optio
     write_shards(tmp_path, [25, 25])
     with refused(message):
         open_stream(tmp_path, **{"batch": 8, **options})
+
+
+def test_streams_fit_the_batches_of_all_stages_unless_their_number_is_given(tmp_path: Path) -> None:
+    """Given ones that do not fit are an error of the start, and are not replaced."""
+    write_shards(tmp_path, [30, 20])
+    share = BatchShare(60, 0, 1)
+    for chosen, expected in ((None, 3), (12, 12)):
+        config = DataConfig(train=[str(tmp_path)], shard_streams=chosen)
+        shards = ordered_shards(config, share, 0, largest_divisor=lambda num_streams: min(num_streams, 3))
+        assert shards.order.num_streams == expected
+
+
+@pytest.mark.parametrize("silent", [2, 3])
+def test_a_run_ends_at_the_third_shard_in_a_row_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    write_shards(tmp_path, [5, 5, 5, 5, 5])
+    asked: dict[str, int] = {}
+    opened = Store.open
+
+    def open_shard(store: Store, url: str) -> Any:
+        if asked.setdefault(url, len(asked)) < silent:
+            raise SourceError("unreachable_shard", "no answer")
+        return opened(store, url)
+
+    open_stream(tmp_path, batch=5, shard_streams=1).close()  # counts them, and keeps the counts
+    monkeypatch.setattr(Store, "open", open_shard)
+    with open_stream(tmp_path, batch=5, shard_streams=1) as stream:
+        if silent < 3:
+            stream.next_batch().pixels(0, 5)
+            assert stream.broken == {"unreachable_shard": 5 * silent}  # all that they hold
+        else:
+            with refused("3 shards in a row cannot be reached"):
+                stream.next_batch().pixels(0, 1)
