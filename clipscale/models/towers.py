@@ -12,12 +12,14 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import open_clip
 import torch
 import torch.nn.functional as F
+from open_clip.coca_model import CoCa
 from open_clip.model import CustomTextCLIP
+from open_clip.transformer import MultimodalTransformer
 from timm.layers import to_2tuple
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from clipscale.common.units import nearest
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import adapters, lora
+from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
@@ -39,6 +42,9 @@ from clipscale.models.weights import load as load_weights
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOWERS = ("image", "text")
 NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
+# Keys of a tower of another package in open_clip's description.
+OF_OTHERS = ("timm_model_name", "hf_model_name")
+Encoders: TypeAlias = CustomTextCLIP | CoCa
 # In pixels, where open_clip's description names none.
 IMAGE_SIZE = 224
 
@@ -53,8 +59,11 @@ class Tower(nn.Module):
     def prepared(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return unit_rows(self.encoder(self.prepared(inputs)))
+    def forward(self, inputs: Tensor, *, with_tokens: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Unit feature rows; `with_tokens`: also the tokens that a captioner's decoder reads, (N, T, W)."""
+        output = self.encoder(self.prepared(inputs))
+        rows, tokens = output if isinstance(output, tuple) else (output, None)
+        return (unit_rows(rows), tokens) if with_tokens else unit_rows(rows)
 
     def digest(self) -> str:
         """A digest of the weights, names and values, on any device."""
@@ -114,11 +123,15 @@ class ClipModel(nn.Module):
 
     logit_bias: nn.Parameter | None
 
-    def __init__(self, encoders: CustomTextCLIP, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    # Of a captioner.
+    decoder: MultimodalTransformer | None
+
+    def __init__(self, encoders: Encoders, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
         super().__init__()
         self.width = width
         self.image = ImageTower(encoders.visual, config.pixels.mean, config.pixels.std)
         self.text = TextTower(encoders.text)
+        self.decoder = encoders.text_decoder if isinstance(encoders, CoCa) else None
         self.logit_scale = encoders.logit_scale
         self.logit_bias = encoders.logit_bias
         self.image_size = to_2tuple(encoders.visual.image_size)[0]
@@ -171,8 +184,7 @@ def architecture(config: ModelConfig) -> Record:
                 f"model.name={config.name!r} is not an open_clip architecture"
                 f"{nearest(config.name, open_clip.list_models())}"
             )
-    if "multimodal_cfg" in description:
-        raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
+    check_captioner(config.name, description)
     description.pop("custom_text", None)
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
@@ -182,14 +194,24 @@ def architecture(config: ModelConfig) -> Record:
     if config.context_length:
         if description["text_cfg"].get("hf_model_name"):
             raise UserError(f"model.context_length={config.context_length}: a text tower of transformers has its own")
-        description["text_cfg"]["context_length"] = config.context_length
+        for part in {"text_cfg", "multimodal_cfg"} & description.keys():
+            description[part]["context_length"] = config.context_length
     for part, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
         if f"{key}_name" in description[part]:  # building a model downloads nothing: its weights are `weights` alone
             description[part][f"{key}_pretrained"] = False
     return description
 
 
-def encoders_of(description: Record, image_size: int | None = None) -> CustomTextCLIP:
+def check_captioner(name: str, description: Record) -> None:
+    """Raise UserError for a captioner whose towers do not give the tokens that its decoder reads."""
+    towers = [description[part] for part in ("vision_cfg", "text_cfg")]
+    if "multimodal_cfg" in description and not all(tower.get("output_tokens") for tower in towers):
+        raise UserError(f"model.name={name!r}: a captioner's vision_cfg and text_cfg need output_tokens: true")
+    if "multimodal_cfg" in description and any(tower.get(key) for tower in towers for key in OF_OTHERS):
+        raise UserError(f"model.name={name!r}: a captioner has towers of open_clip's own, as coca_ViT-B-32")
+
+
+def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     """open_clip's model by its description, on torch's default device; a tower of timm for pictures of `image_size`.
 
     Raises UserError where it cannot be built.
@@ -197,7 +219,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
     with library(NO_DESCRIPTION, lacks):
-        encoders = CustomTextCLIP(**description)
+        encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
         if has_own_trunk(description["vision_cfg"]):
             encoders.set_submodule("visual.trunk", own_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
@@ -207,7 +229,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
 
 
 @torch.no_grad()
-def check_encoders(encoders: CustomTextCLIP, description: Record) -> None:
+def check_encoders(encoders: Encoders, description: Record) -> None:
     """Raise UserError unless open_clip's own towers take a sample and give a row of features.
 
     Some of a description is checked at first use alone. The sample is on the meta device: nothing is computed.
@@ -216,13 +238,25 @@ def check_encoders(encoders: CustomTextCLIP, description: Record) -> None:
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
     of_others = "timm_model_name" in vision, bool(text.get("hf_model_name"))
+    read: list[Tensor] = []  # by a captioner's decoder
     for name, tower, inputs, skipped in zip(TOWERS, (encoders.visual, encoders.text), (pixels, tokens), of_others):
         if not skipped:
             with library(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
-                state = {key: x.to("meta") for key, x in (*tower.named_parameters(), *tower.named_buffers())}
-                rows = functional_call(tower.eval(), state, (inputs,))
+                rows = on_meta(tower.eval(), inputs)
+                if isinstance(encoders, CoCa):
+                    rows, tokens_NTW = rows
+                    read.append(tokens_NTW)
                 if getattr(rows, "shape", None) != (1, description["embed_dim"]):
                     raise ValueError("its output is no row of features of width embed_dim")
+    if isinstance(encoders, CoCa):
+        with library(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
+            on_meta(encoders.text_decoder, *read)
+
+
+def on_meta(module: nn.Module, *inputs: Tensor) -> Any:
+    """What a module gives for inputs on the meta device: shapes without values."""
+    state = {key: x.to("meta") for key, x in (*module.named_parameters(), *module.named_buffers())}
+    return functional_call(module, state, inputs)
 
 
 def has_own_trunk(vision: Record) -> bool:
@@ -284,6 +318,10 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     encoders = encoders_of(description, config.image_size)
     if config.architecture:
         check_encoders(encoders, description)
+    if isinstance(encoders, CoCa):
+        init_decoder(encoders.text_decoder)
+        # Off in open_clip, whose own weights were trained so.
+        encoders.text.correct_cls_mask = not config.weights
     load_weights(encoders, config)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from open_clip.coca_model import CoCa
 from open_clip.convert import convert_state_dict
 from open_clip.model import CustomTextCLIP
 from open_clip.transformer import TextTransformer
@@ -66,7 +67,7 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, weights=None, image=image, text=replace(config.text, weights=None))
 
 
-def load(encoders: CustomTextCLIP, config: ModelConfig) -> None:
+def load(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
         source = find(config.weights, config.name)
@@ -126,7 +127,7 @@ def _loaded(path: Path) -> Mapping[str, object]:
     return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 
-def converted(state: Weights, encoders: CustomTextCLIP, source: Source, part: str = "") -> Weights:
+def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, part: str = "") -> Weights:
     """The weights of a model, or those of its tower `part`, under the names and in the shapes of `encoders`.
 
     Raises UserError for weights that none of the model's names has.
@@ -154,7 +155,7 @@ def converted(state: Weights, encoders: CustomTextCLIP, source: Source, part: st
     return resized(state, encoders, source)
 
 
-def resized(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
+def resized(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
     """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
     for name in fit_positions(state, encoders):
         log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")

@@ -54,7 +54,6 @@ def test_scale_and_bias_start_as_asked() -> None:
         (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
         (ModelConfig(name="x", architecture=SMALL | {"embed_dim": "wide"}), "does not describe an open_clip model"),
-        (ModelConfig(name="coca_ViT-B-32"), "captioning model"),
         (small(image_size=50), "image_size=50: the patches are 6 pixels wide; give a multiple, such as 48"),
     ],
 )

@@ -23,6 +23,22 @@ def architecture(
     }
 
 
+def captioner_architecture(side: int = 12, patch: int = 3, tokens: int = 8, words: int = 50) -> dict[str, Any]:
+    """The same of a captioner, with an image's 5 tokens after the first and 2 layers of the decoder."""
+    small = architecture(side, patch, tokens, words) | {"embed_dim": 32}
+    pooled = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 6, "output_tokens": True}
+    small["vision_cfg"] |= pooled
+    small["text_cfg"] |= {"embed_cls": True, "output_tokens": True}
+    small["multimodal_cfg"] = {"context_length": tokens, "vocab_size": words, "width": 32, "heads": 2, "layers": 2}
+    return small
+
+
+def small_captioner(lean: bool = True, **given: Any) -> ClipModel:
+    torch.manual_seed(0)
+    description = captioner_architecture(PIXELS, 3, TOKENS)
+    return build_model(ModelConfig(name="small", architecture=description, init_scale=5.0, **given), lean=lean)
+
+
 def small_model(layers: int = 2, dropout: float = 0.0, lean: bool = True, **given: Any) -> ClipModel:
     """Of so many blocks; with `dropout` after each of their branches, where open_clip may have a scale."""
     torch.manual_seed(0)
@@ -39,3 +55,12 @@ def samples(n: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (n, 3, PIXELS, PIXELS), dtype=torch.uint8, generator=g)
     return pixels, torch.randint(1, 50, (n, TOKENS), generator=g)
+
+
+def captioned(n: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Pixels and captions of n pairs: from 3 tokens to the whole context, then padding."""
+    g = torch.Generator().manual_seed(seed)
+    pixels, tokens = samples(n, seed)
+    lengths = torch.randint(3, TOKENS + 1, (n, 1), generator=g)
+    lengths[0] = TOKENS
+    return pixels, tokens.masked_fill(torch.arange(TOKENS) >= lengths, 0)

@@ -1,0 +1,76 @@
+"""A captioner beside the contrast (CoCa, Yu et al. 2022, arXiv 2205.01917): a decoder writes an image's caption.
+
+N: pairs, T: tokens of the captions, P: tokens of an image, W: width of the decoder, D: feature width, V: vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from open_clip.transformer import MultimodalTransformer
+from torch import Tensor, nn
+
+# What fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
+PAD = 0
+
+
+class Captioner(nn.Module):
+    """Both towers and the decoder, over pairs of an image and its caption.
+
+    `image` and `text` give unit rows (N, D), and with `with_tokens=True` also their tokens: (N, P, W) and (N, T, W).
+    `decoder` maps both to logits of the next token: (N, P, W), (N, T, W) -> (N, T, V).
+    """
+
+    def __init__(self, image: nn.Module, text: nn.Module, decoder: nn.Module) -> None:
+        super().__init__()
+        self.image = image
+        self.text = text
+        self.decoder = decoder
+
+    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """uint8 pixels (N, 3, H, W) and integer tokens (N, T) -> unit rows (N, D) of images and of captions.
+
+        Where gradients are enabled, also the sum of the captions' cross entropies: 0-d, float32 (float64 for float64
+        encoders). Without a graph the decoder does not run: its loss is a sum over pairs, of which the contrast needs
+        nothing.
+        """
+        image_ND, image_NPW = self.image(pixels, with_tokens=True)
+        text_ND, text_NTW = self.text(tokens, with_tokens=True)
+        if not torch.is_grad_enabled():
+            return image_ND, text_ND
+        return image_ND, text_ND, caption_loss_sum(self.decoder, image_NPW, text_NTW, tokens)
+
+
+def caption_loss_sum(
+    decoder: Callable[[Tensor, Tensor], Tensor], image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor
+) -> Tensor:
+    """sum_n sum_t -log p(token_{t+1} | tokens up to t, image), over all captions; pads are no labels. 0-d.
+
+    Divided by `count_caption_tokens` of the same captions, it is open_clip's caption loss.
+    """
+    logits = decoder(image_NPW, text_NTW[:, :-1])
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    labels = tokens_NT[:, 1:].long()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="sum")
+
+
+def count_caption_tokens(tokens_NT: Tensor) -> Tensor:
+    """The number of labels in captions: all tokens but the first of each and the pads. 0-d int64."""
+    return (tokens_NT[:, 1:] != PAD).sum()
+
+
+@torch.no_grad()
+def init_decoder(decoder: MultimodalTransformer) -> None:
+    """Random weights of a new decoder, as its `init_parameters` would give them if open_clip called it.
+
+    open_clip 3.3 leaves `text_projection` uninitialised: `init_parameters` is never called, and fails if it is.
+    """
+    width: int = decoder.width
+    output = width**-0.5 * (2 * decoder.layers) ** -0.5
+    for block in (*decoder.resblocks, *decoder.cross_attn):
+        nn.init.normal_(block.attn.in_proj_weight, std=width**-0.5)
+        nn.init.normal_(block.attn.out_proj.weight, std=output)
+        nn.init.normal_(block.mlp.c_fc.weight, std=(2 * width) ** -0.5)
+        nn.init.normal_(block.mlp.c_proj.weight, std=output)
+    nn.init.normal_(decoder.text_projection, std=width**-0.5)
