@@ -13,7 +13,7 @@ from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from clipscale.models.lean import LeanText, LeanVision
+from clipscale.models.lean import LeanCaptions, LeanText, LeanVision
 
 
 class LayerGroups(TypedDict):
@@ -49,6 +49,8 @@ class Family:
 
 
 def _ignores_padding(encoder: TextTransformer) -> bool:
+    if isinstance(encoder, LeanCaptions):
+        return True
     causal = isinstance(encoder, LeanText) and encoder.attn_mask is not None
     return causal and encoder.pool_type in ("first", "argmax", "eos")
 
@@ -63,7 +65,7 @@ FAMILIES = (
     Family(
         TextTransformer,
         ignores_padding=_ignores_padding,
-        calls_layers=lambda encoder: isinstance(encoder, LeanText),
+        calls_layers=lambda encoder: isinstance(encoder, LeanText | LeanCaptions),
     ),
     Family(TimmModel, calls_layers=_has_plain_blocks),
     # open_clip masks the padding in attention and in every pooler.

@@ -3,6 +3,8 @@
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
+- A captioner's text tower keeps the position of the token behind the caption, so that its feature stays the same
+  without padding.
 - On a GPU, patches are embedded by a matrix product: cuDNN has no fast convolution for three channels.
 - Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32
   copies of both.
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.transformer import (
     LayerNorm,
+    MultimodalTransformer,
     ResidualAttentionBlock,
     TextTransformer,
     Transformer,
@@ -34,22 +37,17 @@ from torch.utils.checkpoint import checkpoint
 CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # A token: one position for all samples, or one for each (N,).
 TokenIndex = int | Tensor
+# What tokens attend to: all (False), those up to them (True), or those of a mask, bool (N, 1, T, T).
+Attended = bool | Tensor
 
 
 def lean_encoder(encoder: nn.Module) -> nn.Module:
     """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
-    kind: type[LeanVision] | type[LeanText]
-    if type(encoder) is VisionTransformer:
-        kind = LeanVision
-        suits = encoder.attn_pool is None
-    elif type(encoder) is TextTransformer:
-        kind = LeanText
-        suits = encoder.cls_emb is None and not encoder.use_pad_mask
-    else:
+    kind = lean_kind(encoder)
+    if kind is None:
         return encoder
-    blocks: Any = encoder.transformer.resblocks  # type: ignore[union-attr]
-    plain = all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks)
-    if encoder.output_tokens or not suits or not plain:
+    blocks: Any = encoder.resblocks if kind is LeanDecoder else encoder.transformer.resblocks  # type: ignore[union-attr]
+    if not all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks):
         return encoder
     for i, block in enumerate(blocks):
         blocks[i] = LeanBlock(block)
@@ -57,6 +55,19 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
         if type(module) is LayerNorm:
             encoder.set_submodule(name, LeanNorm(module))
     return kind(encoder)
+
+
+def lean_kind(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
+    """The class with the shorter forward pass of an encoder as it is set; None: there is none."""
+    if type(encoder) is VisionTransformer:
+        if encoder.attn_pool is None:
+            return None if encoder.output_tokens else LeanVision
+        return LeanPooledVision if encoder.attn_pool_contrastive is None and encoder.output_tokens else None
+    if type(encoder) is TextTransformer:
+        if encoder.cls_emb is None:
+            return None if encoder.use_pad_mask or encoder.output_tokens else LeanText
+        return LeanCaptions if encoder.attn_mask is not None and encoder.output_tokens else None
+    return LeanDecoder if type(encoder) is MultimodalTransformer else None
 
 
 class Replacement:
@@ -71,21 +82,23 @@ class Replacement:
 class LeanBlock(Replacement, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
-    def forward(self, x: Tensor, causal: bool, position: TokenIndex | None = None) -> Tensor:
-        """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W)."""
+    def forward(self, x: Tensor, seen: Attended, position: TokenIndex | None = None) -> Tensor:
+        """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W), where `seen` is no mask."""
         y = self.ln_1(x)
         if position is None:
-            attended = self.attend(y, causal)
+            attended = self.attend(y, seen)
         else:
-            attended = self.attend_from(y, position, causal)
+            attended = self.attend_from(y, position, seen is True)
             x = select_token(x, position)
         x = x + self.ls_1(self.attn.out_proj(attended))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
-    def attend(self, y: Tensor, causal: bool) -> Tensor:
+    def attend(self, y: Tensor, seen: Attended) -> Tensor:
         """Attention from every token (N, T, W), before the output's projection."""
         q, k, v = self.heads(self.project(y), 3)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
+        mask = seen if isinstance(seen, Tensor) else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=seen is True)
+        return out.transpose(1, 2).reshape(y.shape)
 
     def attend_from(self, y: Tensor, position: TokenIndex, causal: bool) -> Tensor:
         """Attention from one token of each sample to all, or to those up to it: (N, W)."""
@@ -162,7 +175,7 @@ def embed_patches_by_product(encoder: nn.Module) -> None:
 class LeanVision(Replacement, VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = run_blocks(self.transformer, self.embed(x), False, 0 if self.pool_type == "tok" else None)
         pooled = self.pool(x) if self.pool_type == "avg" else self.ln_post(x)
         return pooled if self.proj is None else pooled @ self.proj
@@ -179,6 +192,15 @@ class LeanVision(Replacement, VisionTransformer):
         if self.final_ln_after_pool:
             return self.ln_post(tokens[:, 1:].mean(dim=1))
         return self.ln_post(tokens)[:, 1:].mean(dim=1)
+
+
+class LeanPooledVision(LeanVision):
+    """A captioner's image tower: pixels (N, 3, S, S) -> features (N, D), and tokens (N, P, W) for its decoder."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        queried = self.ln_post(self.attn_pool(run_blocks(self.transformer, self.embed(x), False, None)))
+        pooled = queried[:, 1:].mean(dim=1) if self.pool_type == "avg" else queried[:, 0]
+        return pooled if self.proj is None else pooled @ self.proj, queried[:, 1:]
 
 
 class LeanText(Replacement, TextTransformer):
@@ -203,10 +225,52 @@ class LeanText(Replacement, TextTransformer):
         return {"first": 0, "last": -1}.get(self.pool_type)
 
 
+class LeanCaptions(Replacement, TextTransformer):
+    """A captioner's text tower: tokens (N, T) -> features (N, D) of the class token behind the caption, and the
+    caption's tokens (N, T, W). T is any length up to the context's; neither depends on padding."""
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        length = text.shape[1]
+        if length < self.context_length and not self.correct_cls_mask:
+            text = F.pad(text, (0, 1), value=self.pad_id)  # this mask shows the first pad, too
+        class_token = self.cls_emb.expand(len(text), 1, -1)
+        positions = torch.cat([self.positional_embedding[: text.shape[1]], self.positional_embedding[-1:]])
+        embedded = torch.cat([self.token_embedding(text), class_token], dim=1) + positions
+        x = run_blocks(self.transformer, embedded, self.seen(text), None)
+        pooled = self.ln_final(x[:, -1])
+        if isinstance(self.text_projection, nn.Linear):
+            pooled = self.text_projection(pooled)
+        elif self.text_projection is not None:
+            pooled = pooled @ self.text_projection
+        return pooled, x[:, :length]
+
+    def seen(self, text: Tensor) -> Tensor:
+        """What each token attends to, those up to it without the pads, (N, 1, T + 1, T + 1). Where `correct_cls_mask`
+        is off, the mask of the pads is off by one, as in open_clip's own weights."""
+        is_token = text != self.pad_id
+        shown = is_token.new_ones(len(text), 1)
+        keys = torch.cat([is_token, shown] if self.correct_cls_mask else [shown, is_token], dim=1)
+        earlier = keys.new_ones(keys.shape[1], keys.shape[1]).tril()
+        return keys[:, None, None] & earlier
+
+
+class LeanDecoder(Replacement, MultimodalTransformer):
+    """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V)."""
+
+    def forward(self, image: Tensor, x: Tensor) -> Tensor:
+        for block, cross in zip(self.resblocks, self.cross_attn, strict=True):
+            if self.grad_checkpointing:
+                x = checkpoint(block, x, True, use_reentrant=False)
+                x = checkpoint(cross, x, image, image, use_reentrant=False)
+            else:
+                x = cross(block(x, True), image, image)
+        return self.ln_final(x) @ self.text_projection
+
+
 def run_blocks(
     transformer: Transformer,
     x: Tensor,
-    causal: bool,
+    seen: Attended,
     position: TokenIndex | None,
     backend: Callable[[], Any] = nullcontext,
 ) -> Tensor:
@@ -217,9 +281,9 @@ def run_blocks(
             pooled = position if block is last else None
             if transformer.grad_checkpointing:  # the backward pass recomputes the block with the same kernel
                 both = lambda: (nullcontext(), backend())  # noqa: E731
-                x = checkpoint(block, x, causal, pooled, use_reentrant=False, context_fn=both)
+                x = checkpoint(block, x, seen, pooled, use_reentrant=False, context_fn=both)
             else:
-                x = block(x, causal, pooled)
+                x = block(x, seen, pooled)
     return x
 
 

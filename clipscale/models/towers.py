@@ -329,6 +329,8 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
         encoders.visual = lean_encoder(encoders.visual)
         embed_patches_by_product(encoders.visual)
         encoders.text = lean_encoder(encoders.text)
+        if isinstance(encoders, CoCa):
+            encoders.text_decoder = lean_encoder(encoders.text_decoder)
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):

@@ -9,6 +9,8 @@ from torch import nn
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.models.captioner import Captioner, count_caption_tokens
+from clipscale.models.families import family_of
+from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from tests.support.gradients import gradients
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
@@ -27,10 +29,12 @@ def open_clips(model: ClipModel) -> CoCa:
     return theirs
 
 
+@pytest.mark.parametrize("is_lean", [False, True])
 @pytest.mark.parametrize("weights", ["new", "given"])
-def test_loss_and_gradients_are_open_clips(weights: str) -> None:
+def test_loss_and_gradients_are_open_clips(weights: str, is_lean: bool) -> None:
     """Over captions of any length, with the mask of new weights and that of open_clip's."""
-    model = small_captioner().double()
+    model = small_captioner(is_lean).double()
+    assert (type(model.decoder) is LeanDecoder) == is_lean
     model.text.encoder.correct_cls_mask = weights == "new"
     captioner = Captioner(model.image, model.text, model.decoder)
     theirs = open_clips(model)
@@ -55,6 +59,35 @@ def test_loss_and_gradients_are_open_clips(weights: str) -> None:
     for name, gradient in wanted.items():
         tower, _, rest = name.partition(".")
         torch.testing.assert_close(ours[f"{names[tower]}.{rest}" if rest else name], gradient, **EXACT, msg=name)
+
+
+@pytest.mark.parametrize("is_correct", [False, True])
+@pytest.mark.parametrize("length", [3, 4, 9])
+def test_nothing_depends_on_padding(is_correct: bool, length: int) -> None:
+    """Captions may be sorted by length, with pads within them too: CLIP's number of an exclamation mark."""
+    model = small_captioner().double()
+    model.text.encoder.correct_cls_mask = is_correct
+    captioner = Captioner(model.image, model.text, model.decoder)
+    pixels, tokens = captioned(6)
+    tokens[:, length:] = 0
+    tokens[3, length - 2] = 0
+    whole = open_clips(model)(model.image.prepared(pixels), tokens)
+    assert family_of(model.text.encoder).ignores_padding(model.text.encoder)
+    for width in (length, length + 1, TOKENS):
+        _, text, loss = captioner(pixels, tokens[:, :width])
+        torch.testing.assert_close(text, whole["text_features"], **EXACT)
+        logits, labels = whole["logits"].flatten(0, 1), whole["labels"].flatten()
+        expected = nn.functional.cross_entropy(logits, labels, ignore_index=0, reduction="sum")
+        torch.testing.assert_close(loss, expected, **EXACT)
+
+
+def test_checkpointing_computes_the_same() -> None:
+    by_checkpoint = []
+    for model in (small_captioner().double(), small_captioner(grad_checkpointing=True).double()):
+        image, text, loss = Captioner(model.image, model.text, model.decoder)(*captioned(4))
+        (image.cumsum(1).sum() + text.cumsum(1).sum() + loss).backward()
+        by_checkpoint.append(gradients(model))
+    torch.testing.assert_close(*by_checkpoint, **EXACT)
 
 
 def test_without_a_graph_there_are_the_features_alone() -> None:
