@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["GradCache", "__version__", "contrastive_loss", "distillation_loss"]
+__all__ = ["ChunkOutput", "GradCache", "__version__", "contrastive_loss", "distillation_loss"]
 
 if TYPE_CHECKING:
     from clipscale.loss.api import contrastive_loss, distillation_loss
+    from clipscale.step.chunk_output import ChunkOutput
     from clipscale.step.grad_cache import GradCache
 
 _HOME = dict.fromkeys(("contrastive_loss", "distillation_loss"), "clipscale.loss.api")
-_HOME["GradCache"] = "clipscale.step.grad_cache"
+_HOME |= {"ChunkOutput": "clipscale.step.chunk_output", "GradCache": "clipscale.step.grad_cache"}
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.keep import Keep
 from clipscale.common.rng import RandomState
+from clipscale.step.chunk_output import ChunkOutput
 from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
 from clipscale.step.pass_contexts import (
     batch_norm_preserved,
@@ -71,9 +73,10 @@ class GradCache:
 
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
-            `representation` takes. The same module may serve several towers. A module without trainable parameters is
-            encoded once and not replayed. Under DDP or FSDP2 the gradients of each module are synchronised once, with
-            its last chunk, unless it has a method `gradient_sync` of its own.
+            `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
+            module may serve several towers. A module without trainable parameters is encoded once and not replayed,
+            so a loss of its own is never counted. Under DDP or FSDP2 the gradients of each module are synchronised
+            once, with its last chunk, unless it has a method `gradient_sync` of its own.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
@@ -88,9 +91,9 @@ class GradCache:
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is no tensor or
-    has another number of rows than its input, a `representation` with trainable parameters, a loss that does not use
-    a representation, batch normalisation in training mode over more than one chunk, or over several ranks without
-    synchronisation, and DDP with static_graph=True.
+    has another number of rows than its input, a chunk's loss that is no scalar, a `representation` with trainable
+    parameters, a loss that does not use a representation, batch normalisation in training mode over more than one
+    chunk, or over several ranks without synchronisation, and DDP with static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -125,17 +128,19 @@ class GradCache:
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
+        # The sum of the chunks' own losses in the last step, detached and not scaled; None: there were none.
+        self.chunk_loss: Tensor | None = None
 
     def step(self, *inputs: object, **loss_options: object) -> Tensor:
         """Gradients of the loss over one batch, one input per tower; returns the loss, detached and not scaled.
 
-        `loss_options`: keywords of the loss, over the whole batch.
+        `loss_options`: keywords of the loss, over the whole batch. The chunks' own losses are added to it.
         """
         representations = self.encode(*inputs)
         value = self.loss(*representations, **loss_options)
         self.backward(value)
         self.replay()
-        return value.detach()
+        return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
     def encode(self, *inputs: object, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
@@ -165,15 +170,23 @@ class GradCache:
             if tower.trained and tower.representations.grad is None:
                 raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
-    def replay(self, before_chunk: Callable[[], None] = _nothing) -> None:
+    def replay(self, before_chunk: Callable[[], None] = _nothing, *, chunk_loss_weight: float = 1.0) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
-        `before_chunk`: see `encode`.
+        `before_chunk`: see `encode`. `chunk_loss_weight`: of the chunks' own losses in the gradients; `chunk_loss` is
+        their sum without it.
         """
         self._agree_on_kept()
+
+        def loss_gradient(loss: Tensor) -> Tensor:
+            weight = torch.full_like(loss, chunk_loss_weight)
+            return self.scaler.scale(weight) if self.scaler else weight
+
+        losses = []
         for tower in self._towers:
-            tower.replay(before_chunk)
+            losses += tower.replay(before_chunk, loss_gradient)
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
+        self.chunk_loss = _sum(losses) if losses else None
 
     def _agree_on_kept(self) -> None:
         """If a graph did not fit, keep none from now on. On all ranks if a second pass is a collective: under FSDP2,
@@ -272,7 +285,7 @@ class _Tower:
         self.graphs.meter.end(self.representations.device)
         return self.representations.requires_grad_(trained)
 
-    def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
+    def first_pass(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
         """Encode chunk i without a graph, or with one that is kept. If that runs out of memory, drops all kept graphs
         and encodes again."""
         try:
@@ -284,14 +297,16 @@ class _Tower:
         self.random_states[i].restore()
         return self.graphs.first_pass(i, encode, False)
 
-    def replay(self, before_chunk: Callable[[], None]) -> None:
-        """Backpropagate through the kept graphs, then replay the other chunks.
+    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
+        `loss_gradient`: the gradient with respect to such a loss.
         """
         gradient = self.representations.grad
+        losses: list[Tensor] = []
         if gradient is None:
-            return
+            return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
                 before_chunk()
@@ -303,9 +318,15 @@ class _Tower:
                     else:
                         random.restore()
                         out = self.run(start, stop)
-                    out.backward(gradient[self.rows(start, stop)])
+                    roots, gradients = [out.representations], [gradient[self.rows(start, stop)]]
+                    if out.loss is not None:
+                        losses.append(out.loss.detach())
+                        roots.append(out.loss)
+                        gradients.append(loss_gradient(out.loss))
+                    backpropagate(roots, gradients)
+        return losses
 
-    def run(self, start: int, stop: int) -> Tensor:
+    def run(self, start: int, stop: int) -> ChunkOutput:
         assert self.inputs is not None
         arguments = self.inputs.chunk(start, stop)
         with self.autocast():
@@ -313,6 +334,7 @@ class _Tower:
                 out = self.encoder(**arguments)
             else:
                 out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
+            out, loss = out if isinstance(out, ChunkOutput) else (out, None)
             if self.representation is not None:
                 out = self.representation(out)
         if not isinstance(out, Tensor):
@@ -323,11 +345,27 @@ class _Tower:
             )
         if out.shape[0] != stop - start:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
-        return out
+        if loss is not None and loss.shape != ():
+            raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
+        return ChunkOutput(out, loss)
 
     def rows(self, start: int, stop: int) -> slice | Tensor:
         """The rows of the batch in a chunk."""
         return slice(start, stop) if self.order is None else self.order[start:stop]
+
+
+def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
+    """One backward pass from all roots. Of several some may have no graph: a loss of its own may train a part alone."""
+    if len(roots) > 1:
+        trained = [root.requires_grad for root in roots]
+        roots, gradients = [*compress(roots, trained)], [*compress(gradients, trained)]
+    torch.autograd.backward(roots, gradients)
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    """Their sum, in at least float32."""
+    stacked = torch.stack(losses)
+    return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
 
 
 def keep_of(keep_bytes: float | Keep | None) -> Keep:

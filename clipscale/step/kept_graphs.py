@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.common.keep import Keep
+from clipscale.step.chunk_output import ChunkOutput
 
 # Free memory that a graph needs, in graphs. A budget leaves a tenth of the memory free, so it never asks for more.
 ROOM = 1.1
@@ -32,15 +33,15 @@ class GraphMeter:
             self.bytes_each = 0
         self._measured = [] if wanted and not self.bytes_each else None
 
-    def encode(self, encode: Callable[[], Tensor], *, on_gpu: bool) -> Tensor:
-        """The output of a chunk, without a graph. Measures its graph if this step does."""
+    def encode(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> Tensor:
+        """The representations of a chunk, without a graph. Measures its graph if this step does."""
         if self._measured is None:
             with torch.no_grad():
-                return encode()
+                return encode().representations
         with measured_graph(on_gpu) as size:
             out = encode()
         self._measured.append(size())
-        return out.detach()
+        return out.representations.detach()
 
     def end(self, device: torch.device) -> None:
         """End the first pass: all ranks agree on the largest measured graph."""
@@ -59,9 +60,11 @@ class KeptGraphs:
     """
 
     # The outputs of the kept chunks, in order; they hold the graphs.
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[ChunkOutput] = field(default_factory=list)
     # Number of chunks to keep in this step.
     count: int = 0
+    # Number of chunks that all ranks meant to keep in this step.
+    planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
     # A graph did not fit in this step.
     full: bool = False
@@ -75,15 +78,16 @@ class KeptGraphs:
         """
         self.meter.start_step(rows, wanted=keep.measures and num_chunks > 0)
         self.outputs = []
-        self.count = keep.graphs(num_chunks, self.meter.bytes_each)
+        self.count = self.planned = keep.graphs(num_chunks, self.meter.bytes_each)
         self.full = False
         self._on_gpu = on_gpu
 
-    def first_pass(self, i: int, encode: Callable[[], Tensor], asks: bool) -> Tensor:
-        """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built.
+    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], asks: bool) -> Tensor:
+        """The representations of chunk i, detached. Its graph is kept, measured and dropped, or not built.
 
         `asks`: keep it only if the GPU has room, for a pass that cannot be repeated alone. DDP's can, and must be
-        tried: the first with a graph is a collective, which renews its buckets.
+        tried: the first with a graph is a collective, which renews its buckets. A pass that cannot be repeated runs
+        what a kept one runs: with a graph an encoder may gather more weights (see `ChunkOutput`).
         """
         if asks and self._on_gpu and i < self.count and free_gpu_memory() < ROOM * self.meter.bytes_each:
             self.count = i
@@ -91,7 +95,10 @@ class KeptGraphs:
         if i < self.count:
             out = encode()
             self.outputs.append(out)
-            return out.detach()
+            return out.representations.detach()
+        if asks and i < self.planned:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                return encode().representations.detach()
         return self.meter.encode(encode, on_gpu=self._on_gpu)
 
     def give_up(self) -> None:

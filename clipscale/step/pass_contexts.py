@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+
+from clipscale.step.chunk_output import ChunkOutput
 
 
 def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:
@@ -53,7 +55,7 @@ def repeatable(encoder: Callable[..., object]) -> bool:
     return not gathers(encoder) and not batch_norms(encoder)
 
 
-def rearm_ddp_sync(encoder: Callable[..., object], out: Tensor) -> Tensor:
+def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
     """`out`, whose forward pass ran under `no_sync`, such that its backward pass sums DDP's gradients.
 
     DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
