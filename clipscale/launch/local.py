@@ -209,9 +209,9 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     terminal.prepare()
     outlive_output()
     terminal.doing("loading torch")
-    if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
-        warm_up()  # while this process imports what training needs
     try:
+        if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
+            warm_up()  # while this process imports what training needs
         with AtOnce(AT_ONCE if main == TRAIN else ""):
             return resolve_name(main)(config)
     except BaseException as error:

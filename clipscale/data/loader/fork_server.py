@@ -1,12 +1,18 @@
 """The server that forks data workers. Imports nothing heavy, so that it starts while the rest of a run imports."""
 
 import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 
 from clipscale.common.signals import blocked
 
 # The server imports these once for all workers: torch for resizing, and open_clip's tokenizers.
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
+# Bytes of a folder of temporary files: a socket's path has at most 107, and multiprocessing's names in it take 32.
+LONGEST = 75
 
 
 def warm_up() -> None:
@@ -15,5 +21,17 @@ def warm_up() -> None:
     Workers are not forked from the training process: its CUDA and process-group threads do not survive a fork.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
-    with blocked():  # workers inherit the blocked signals
+    with blocked(), short_folder():  # workers inherit the blocked signals
         forkserver.ensure_running()
+
+
+@contextmanager
+def short_folder() -> Iterator[None]:
+    """Sockets whose folder is made meanwhile are in /tmp where TMPDIR is too long, as from Python 3.14 on."""
+    usual = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = usual
