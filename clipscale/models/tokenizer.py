@@ -76,7 +76,12 @@ def tokenizer_of(name: str, text: Record) -> Tokenizer:
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
     """
-    return Tokenizer(partial(_loaded, name, text), text.get("context_length", DEFAULT_CONTEXT_LENGTH))
+    return Tokenizer(partial(_loaded, name, text), length_of(text))
+
+
+def length_of(text: Record) -> int:
+    """Tokens of a caption by a model's `text_cfg`."""
+    return int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 
 def _loaded(name: str, text: Record) -> Any:
@@ -86,7 +91,7 @@ def _loaded(name: str, text: Record) -> Any:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
             with without_paths(source) as folder:
-                made = HFTokenizer(folder, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
+                made = HFTokenizer(folder, length_of(text), **options)
                 _check(made.tokenizer.get_vocab(), text, pads=made.tokenizer.pad_token is not None)
         else:
             made = SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer

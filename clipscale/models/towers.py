@@ -35,7 +35,7 @@ from clipscale.models import adapters, lora
 from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
-from clipscale.models.tokenizer import Tokenizer, tokenizer_of
+from clipscale.models.tokenizer import Tokenizer, length_of, tokenizer_of
 from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
 
@@ -192,8 +192,6 @@ def architecture(config: ModelConfig) -> Record:
         _check_patches(config.image_size, description["vision_cfg"])
         description["vision_cfg"]["image_size"] = config.image_size
     if config.context_length:
-        if description["text_cfg"].get("hf_model_name"):
-            raise UserError(f"model.context_length={config.context_length}: a text tower of transformers has its own")
         for part in {"text_cfg", "multimodal_cfg"} & description.keys():
             description[part]["context_length"] = config.context_length
     for part, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
@@ -220,12 +218,24 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
     with library(NO_DESCRIPTION, lacks):
         encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
+        encoders.context_length = _length(description["text_cfg"], encoders.text)
         if has_own_trunk(description["vision_cfg"]):
             encoders.set_submodule("visual.trunk", own_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))
     return encoders
+
+
+def _length(text: Record, encoder: Any) -> int:
+    """Tokens of a caption. Of a tower of transformers open_clip says how many positions it has, which are often more.
+
+    Raises ValueError where they are fewer.
+    """
+    length, positions = length_of(text), encoder.context_length
+    if 0 < positions < length:  # 0: any number, as T5 takes
+        raise ValueError(f"text_cfg.context_length is {length}, and its text tower has {positions} positions")
+    return length
 
 
 @torch.no_grad()

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from clipscale.cli import compose
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
 from clipscale.models.flops import text_flops, trained_of
 from clipscale.models.towers import build_model
+from clipscale.step.chunk_sizes import random_captions
 from tests.support.bert import save_bert
 
 pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
@@ -15,12 +18,17 @@ pytest.importorskip("transformers", reason="transformers is not installed (clips
 PRESET = ("model=lit-b16-bert", "model.architecture.vision_cfg.timm_model_name=vit_tiny_patch16_224")
 
 
+def small(*words: str) -> ModelConfig:
+    """The preset's settings, of a small image tower, and these."""
+    line = [*PRESET, "data.train=x.tar", *words]
+    return compose.settings("train", compose.overrides("train", line)[1]).model
+
+
 def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Path) -> None:
     """With its tokenizer: the tower's trunk gives what BERT's pooler gives, and what trains is all of it."""
     folder = tmp_path / "bert"
     theirs = save_bert(folder)
-    words = [*PRESET, f"model.text.weights={folder}", "data.train=x.tar"]
-    config = compose.settings("train", compose.overrides("train", words)[1]).model
+    config = small(f"model.text.weights={folder}")
     model = build_model(config).eval()
     tokens = model.tokenizer(["a red ring", "blue"])
     assert tokens[0, :5].tolist() == [2, 5, 6, 8, 3] and not tokens[1, 3:].any()
@@ -30,12 +38,28 @@ def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Pat
         rows = torch.nn.functional.normalize(ours.proj(expected), dim=-1)
         assert torch.allclose(model.text(tokens), rows, atol=1e-6)
     assert all(p.requires_grad for p in model.text.parameters())
-    flops = text_flops(config, trained_of(ours), 77)
+    flops = text_flops(config, trained_of(ours))
     assert 1 < flops.forward / (2 * 77 * 2 * (4 * 32 * 32 + 2 * 32 * 48)) < 1.9 and flops.backward > flops.forward
 
 
+def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(tmp_path: Path) -> None:
+    """BERT has 512 positions. A plan, a trial of chunk sizes, and the FLOPs count what is computed."""
+    save_bert(tmp_path)
+    config = small(f"model.text.weights={tmp_path}")
+    model = build_model(config).eval()
+    shorter = small(f"model.text.weights={tmp_path}", "model.context_length=16")
+    other = build_model(shorter).eval()
+    assert (model.context_length, other.context_length) == (77, 16)
+    assert [m.tokenizer(["a red ring"]).shape[1] for m in (model, other)] == [77, 16]
+    assert random_captions(other, 3, torch.device("cpu")).shape == (3, 16)
+    assert text_flops(config) == text_flops(config, length=77)
+    assert text_flops(shorter) == text_flops(config, length=16)
+    with pytest.raises(UserError, match=r"text_cfg.context_length is 600, and its text tower has 512 positions"):
+        build_model(small(f"model.text.weights={tmp_path}", "model.context_length=600"))
+
+
 def test_without_the_folder_it_starts_from_scratch() -> None:
-    config = compose.settings("train", compose.overrides("train", [*PRESET, "data.train=x.tar"])[1]).model
+    config = small()
     with torch.device("meta"):
         encoder = build_model(config).text.encoder
     assert len(encoder.transformer.resblocks) == 12 and config.text.weights is None
