@@ -13,7 +13,7 @@ from clipscale.config import sections
 from clipscale.config.setting import differing, setting
 
 # The settings that a model has outside of training.
-MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
+MODEL = "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
 
 
 @dataclass(frozen=True)

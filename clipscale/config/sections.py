@@ -345,6 +345,11 @@ class ModelConfig:
         None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )
     init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
+    correct_cls_mask: bool | None = setting(
+        None,
+        "Of a captioner: open_clip's `correct_cls_mask` of its text tower, without which the class token sees a pad in "
+        "its own place; null: as the weights were trained, true without weights.",
+    )
     preprocess: dict[str, object] = setting(
         {},
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
@@ -360,6 +365,11 @@ class ModelConfig:
     def description(self) -> Record:
         """`architecture`, or open_clip's for `name`; empty for a name that it does not know."""
         return self.architecture or model_description(self.name)
+
+    @property
+    def is_captioner(self) -> bool:
+        """Whether the model has a decoder of captions."""
+        return "multimodal_cfg" in self.description
 
     def check_parts(self) -> None:
         """Raise UserError for an `architecture` without one of its parts."""

@@ -195,6 +195,8 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     if tower and tower != part:
         wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
     elif found.own:  # else open_clip may know the names
+        if config.is_captioner:
+            ours.pop("visual.proj", None)  # of CLIP's, another width
         wrong = misfit(ours, _compared(description), sections, found.beside)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
@@ -312,9 +314,11 @@ def _described(folder: Path, name: str) -> ModelConfig:
     """
     description: Record = {}
     pixels: Record = {}
+    mask = None
     if (folder / OPEN_CLIP).is_file():
         content = files.read_json(folder / OPEN_CLIP)
         description = content["model_cfg"]
+        mask = content.get("correct_cls_mask")
         pixels = content.get("preprocess_cfg") or {}
     elif (folder / CONFIG).is_file():
         content = files.read_json(folder / CONFIG)
@@ -339,7 +343,7 @@ def _described(folder: Path, name: str) -> ModelConfig:
     named = text.get("hf_tokenizer_name")
     if named and not text.get("hf_model_name") and (named in hugging_face.TABLES or hugging_face.has_tokenizer(folder)):
         text["hf_tokenizer_name"] = str(folder.resolve())
-    return ModelConfig(name, description, preprocess=known)
+    return ModelConfig(name, description, preprocess=known, correct_cls_mask=mask if isinstance(mask, bool) else None)
 
 
 def check_words(description: Record) -> None:

@@ -330,8 +330,8 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
         check_encoders(encoders, description)
     if isinstance(encoders, CoCa):
         init_decoder(encoders.text_decoder)
-        # Off in open_clip, whose own weights were trained so.
-        encoders.text.correct_cls_mask = not config.weights
+        mask = config.correct_cls_mask
+        encoders.text.correct_cls_mask = not config.weights if mask is None else mask
     load_weights(encoders, config)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing()

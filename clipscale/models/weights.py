@@ -23,7 +23,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.names import SHARED, held, listed, matched, namings
 from clipscale.models.renamed import Weights, of_transformers
-from clipscale.models.shapes import differing, saved_by_torch
+from clipscale.models.shapes import differing, saved_by_torch, shapes_of
 from clipscale.models.sources import SET, Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ AVERAGE = "ema"
 POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
 OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+DECODER = "text_decoder."
+# Of CLIP's image tower, what follows its blocks: a captioner has a pooler between them, of another width.
+POOLED = ("visual.ln_post.", "visual.proj")
+# What a captioner has beside CLIP's towers.
+NEW = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 # Weights that may be missing from or left over in a tower of another task: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
@@ -50,15 +55,32 @@ def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = N
             preprocess=trained.preprocess | config.preprocess,
             image_size=config.image_size or trained.image_size,
             context_length=config.context_length or trained.context_length,
+            correct_cls_mask=trained.correct_cls_mask if config.correct_cls_mask is None else config.correct_cls_mask,
         )
     known: dict[str, object] = {}
+    mask = True
     if config.weights:
         source = find(config.weights, config.name)
         known = source.model.preprocess
         config = with_architecture_of(config, source)
+        mask = config.is_captioner and has_correct_mask(source)
+    if config.is_captioner and config.correct_cls_mask is None:
+        config = replace(config, correct_cls_mask=mask)
     if config.image.weights:
         known = find(config.image.weights, config.name, "model.image.weights").model.preprocess or known
     return replace(config, preprocess={**known, **config.preprocess})
+
+
+def has_correct_mask(source: Source) -> bool:
+    """Whether a captioner begins from these weights with the right mask: those of open_clip were trained without it,
+    unless it is noted beside them. Those of two towers have no class token yet. Raises UserError."""
+    if source.model.correct_cls_mask is not None:
+        return source.model.correct_cls_mask
+    if not source.shards:
+        return not source.model.is_captioner
+    with source.reading():
+        names = shapes_of(source.shards, source.key, source.setting)
+    return not any(DECODER in name for name in names)
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -120,7 +142,9 @@ def _of_run(source: Source) -> Weights:
     elif saved.ema:
         log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
     state = adapters.merged_run(state)
-    return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
+    for ours, theirs in (("image.encoder.", "visual."), ("text.encoder.", "text."), ("decoder.", DECODER)):
+        state = {theirs + name.removeprefix(ours) if name.startswith(ours) else name: x for name, x in state.items()}
+    return state
 
 
 def _loaded(path: Path) -> Mapping[str, object]:
@@ -200,10 +224,16 @@ def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") ->
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
     weights that do not fit.
     """
+    begins = isinstance(encoders, CoCa) and not any(name.startswith(DECODER) for name in state)
+    if begins:
+        state = {name: value for name, value in state.items() if not name.startswith(POOLED)}
     with library(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
         missing, left_over = encoders.load_state_dict(state, strict=False)
     problems = []
     missing = [name for name in missing if name.startswith(part)]
+    if begins:
+        log.warning(f"{source.setting}: CLIP's towers; new: {', '.join(name.rstrip('.') for name in NEW)}")
+        missing = [name for name in missing if not name.startswith(NEW)]
     for what, names in (("missing", missing), ("left over", left_over)):
         wrong = [name for name in names if not _may_differ(name, part)]
         if wrong:

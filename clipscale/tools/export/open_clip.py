@@ -24,13 +24,22 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
         save_file(weights(model), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, description(model, config))
-    return "open_clip.create_model_from_pretrained('local-dir:{}')"
+    call = "open_clip.create_model_from_pretrained('local-dir:{}')"
+    # open_clip's description of a model has no word for it.
+    return f"model, preprocess = {call}; model.text.correct_cls_mask = True" if has_correct_mask(model) else call
+
+
+def has_correct_mask(model: ClipModel) -> bool:
+    """Whether open_clip's own class would compute a captioner's text features otherwise, until it is told."""
+    return model.decoder is not None and bool(model.text.encoder.correct_cls_mask)
 
 
 def weights(model: ClipModel) -> Weights:
-    """The state dict of open_clip's `CustomTextCLIP`."""
+    """The state dict of open_clip's `CustomTextCLIP`, or of its `CoCa`."""
     state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
     state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
+    if model.decoder is not None:
+        state |= {f"text_decoder.{name}": value for name, value in model.decoder.state_dict().items()}
     state["logit_scale"] = model.logit_scale.detach()
     if model.logit_bias is not None:
         state["logit_bias"] = model.logit_bias.detach()
@@ -43,7 +52,8 @@ def description(model: ClipModel, config: ModelConfig) -> Record:
     details["vision_cfg"].pop("patch_dropout", None)  # for training only
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
-    return {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
+    whole = {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
+    return whole | ({"correct_cls_mask": True} if has_correct_mask(model) else {})
 
 
 def check_same(model: ClipModel, config: ModelConfig) -> None:

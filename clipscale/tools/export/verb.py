@@ -78,7 +78,7 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
         shown=SHOWN,
         starts=[started(str(settings[name])) for name in STARTS if settings.get(name)],
         call=call,
-        library=call.partition(".")[0],
+        library="transformers" if "transformers" in call else "open_clip",
         version=__version__,
     )
 

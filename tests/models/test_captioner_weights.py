@@ -1,0 +1,96 @@
+"""A captioner's weights go to open_clip and back bit by bit, and CLIP's begin one."""
+
+import logging
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from open_clip.coca_model import CoCa
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.models.towers import ClipModel, build_model, load_model
+from clipscale.models.weights import completed_by_weights
+from clipscale.tools.export.open_clip import weights
+from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.export.verb import main
+from tests.support.checkpoints import save_model
+from tests.support.towers import PIXELS, TOKENS, architecture, captioned, captioner_architecture
+
+# Of the tokenizer's vocabulary: an export writes its own beside the weights.
+WORDS = 49408
+DESCRIPTION = captioner_architecture(PIXELS, 3, TOKENS, WORDS)
+
+
+def built(seed: int = 0, **given: object) -> ClipModel:
+    torch.manual_seed(seed)
+    return build_model(completed_by_weights(ModelConfig("own", DESCRIPTION, **given)))
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def saved_run(folder: Path) -> tuple[Path, ClipModel]:
+    model = built(1)
+    save_model(folder, model, completed_by_weights(ModelConfig("own", DESCRIPTION)), 3)
+    return folder, model
+
+
+def test_weights_go_to_open_clip_and_back_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = saved_run(tmp_path / "run")
+    folder = main(ExportSettings(run=str(run)))
+    theirs, _ = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    assert "model.text.correct_cls_mask = True" in capsys.readouterr().out
+    assert isinstance(theirs, CoCa)
+    assert_equal(theirs.state_dict(), weights(model))
+    theirs.text.correct_cls_mask = True
+    pixels, tokens = captioned(3)
+    expected = theirs.encode_image(model.image.prepared(pixels)), theirs.encode_text(tokens)
+    for value in (str(folder), f"run:{run}"):
+        again = build_model(completed_by_weights(ModelConfig("", weights=value)))
+        assert_equal(again.state_dict(), model.state_dict())
+        torch.testing.assert_close((again.image(pixels), again.text(tokens)), expected, rtol=1e-4, atol=1e-5)
+    assert load_model(run)[0].text.encoder.correct_cls_mask
+    with pytest.raises(UserError, match="format=hf: transformers has no such model"):
+        main(ExportSettings(run=str(run), format="hf"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_weights_of_open_clips_own_keep_its_mask(tmp_path: Path, kind: str) -> None:
+    run, model = saved_run(tmp_path / "run")
+    folder = main(ExportSettings(run=str(run)))
+    config = folder / "open_clip_config.json"
+    if kind == "folder":
+        config.write_text(config.read_text().replace("correct_cls_mask", "another"))
+    source = folder if kind == "folder" else folder / "open_clip_model.safetensors"
+    loaded = built(2, weights=str(source))
+    assert_equal(loaded.state_dict(), model.state_dict())
+    assert not loaded.text.encoder.correct_cls_mask
+    assert built(2, weights=str(source), correct_cls_mask=True).text.encoder.correct_cls_mask
+
+
+def test_clips_weights_begin_a_captioner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What has no place in CLIP is new, by the seed; the text tower has one position for the class token."""
+    torch.manual_seed(3)
+    description = architecture(PIXELS, 3, TOKENS + 1, WORDS) | {"embed_dim": 32}
+    clip = build_model(ModelConfig("clip", description))
+    save_file(weights(clip), tmp_path / "clip.safetensors")
+    with caplog.at_level(logging.WARNING):
+        model = built(4, weights=str(tmp_path / "clip.safetensors"))
+    assert (
+        "CLIP's towers; new: visual.ln_post, visual.proj, visual.attn_pool, text.cls_emb, text_decoder" in caplog.text
+    )
+    ours, theirs, random = weights(model), weights(clip), weights(built(4))
+    kept = {name for name in theirs if not name.startswith(("visual.ln_post", "visual.proj"))}
+    assert all(torch.equal(ours[name], theirs[name]) for name in kept)
+    assert all(torch.equal(ours[name], random[name]) for name in ours.keys() - kept)
+    assert {name.partition(".")[0] for name in ours.keys() - kept} == {"visual", "text", "text_decoder"}
+    assert model.text.encoder.correct_cls_mask
+    save_file({"visual.conv1.weight": theirs["visual.conv1.weight"]}, tmp_path / "part.safetensors")
+    with pytest.raises(UserError, match="does not fit"):
+        built(weights=str(tmp_path / "part.safetensors"))
