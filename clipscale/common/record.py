@@ -10,6 +10,16 @@ Metrics = dict[str, float]
 Results = dict[str, Metrics]
 
 
+class Written(TypedDict):
+    """A picture and what a captioner has written of it."""
+
+    # JPEG, in base64.
+    picture: str
+    # One that it was given with.
+    caption: str
+    written: str
+
+
 class RunResult(TypedDict):
     """What a complete run returns, and result.json holds."""
 

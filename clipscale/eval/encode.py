@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Written
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
@@ -70,6 +71,8 @@ class Encoder:
     objective: str = ""
     # The numbers of features that were trained too (Matryoshka).
     sizes: Sequence[int] = ()
+    # Of the last set: captions that a captioner has written of its first pictures.
+    written: list[Written] = field(default_factory=list)
     # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)
     # The error that has ended a wait of this rank, which the other ranks do not know of yet.
@@ -121,12 +124,19 @@ class Encoder:
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
-    def images(self, count: int, read: Callable[[int], bytes], label: str) -> Iterator[tuple[range, Tensor, Tensor]]:
+    def images(
+        self,
+        count: int,
+        read: Callable[[int], bytes],
+        label: str,
+        take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
+    ) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads
         decode the next batch while the device encodes this one.
 
         read: the bytes of image 0..count-1; it raises BrokenSampleError, OSError or ValueError. label: of the set, for
-        the progress. `broken` counts those that are not usable at the end.
+        the progress. take_tokens: gets each batch's indices, its pixels, and a captioner's tokens of them (n, P, W).
+        `broken` counts those that are not usable at the end.
         """
         transform = self.model.eval_transform()
 
@@ -149,9 +159,13 @@ class Encoder:
                 self.before_batch()
                 reasons.update(reason for _, reason in decoded if reason)
                 usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
-                pixels = np.stack([image for image, _ in decoded] or [blank])
+                pixels = torch.from_numpy(np.stack([image for image, _ in decoded] or [blank])).to(self.world.device)
                 with self.autocast():
-                    features = self.model.image(torch.from_numpy(pixels).to(self.world.device))
+                    if take_tokens:
+                        features, tokens = self.model.image(pixels, with_tokens=True)
+                        take_tokens(span, pixels, tokens)
+                    else:
+                        features = self.model.image(pixels)
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
         self.world.on_all(self.check)
         self.broken = sum(self.world.all_gather_object(reasons), Counter())

@@ -14,6 +14,7 @@ from torch import Tensor
 from clipscale.common.record import Metrics
 from clipscale.data.filters import compared, same_key
 from clipscale.data.shards.addresses import hash64
+from clipscale.eval.captions import CaptionMeter
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet, warn_once
 from clipscale.loss.reference import dense_contrastive_loss
@@ -58,7 +59,8 @@ class RetrievalSet(EvalSet):
     answers: Sequence[Sequence[str]]
 
     def measure(self, encoder: Encoder) -> list[Metrics]:
-        """Recalls. Every rank ranks the whole set."""
+        """Recalls, and of a captioner how well it predicts each picture's first caption. Every rank ranks the whole
+        set."""
         hashes: dict[int, int] = {}
 
         def read(index: int) -> bytes:
@@ -70,7 +72,8 @@ class RetrievalSet(EvalSet):
             return gather_batches(batches, len(self), encoder.batch, encoder.world)
 
         device = encoder.world.device
-        batches = list(self.pictures(encoder, read))
+        meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
+        batches = list(self.pictures(encoder, read, meter.add if meter else None))
         numbers = [[hashes.get(index, 0) for index in span] for span, *_ in batches]
         hash_N = gathered([torch.tensor(rows, dtype=torch.int64, device=device) for rows in numbers])
         usable_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
@@ -82,6 +85,9 @@ class RetrievalSet(EvalSet):
         image_N, caption_M = (rows.unique(return_inverse=True)[1] for rows in (hash_N[usable_N], torch.tensor(keys)))
         belonging = Belonging(owner_M, image_N, caption_M.to(device))
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
+        if meter:
+            counts |= meter.metrics(usable_N)
+            encoder.written = meter.written
         if encoder.world.is_rank0:
             self.tell_equal(belonging)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))

@@ -110,6 +110,7 @@ def evaluate(
         model.train(False)
         for eval_set in evaluation.sets:
             started = time.perf_counter()
+            encoder.written = []
             of_sizes = [
                 eval_set,
                 *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in evaluation.sizes),
@@ -121,6 +122,7 @@ def evaluate(
                 results[part.label] = metrics
                 if file is not None and world.is_rank0:
                     facts = measured(part) | {"batch": evaluation.batch, "broken": dict(encoder.broken)}
+                    facts |= {"written": encoder.written} if encoder.written and part is eval_set else {}
                     try:
                         file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
                     except OSError as error:  # the other ranks go on

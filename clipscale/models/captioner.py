@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 # What fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
 PAD = 0
+# Tokens of a written caption, as in open_clip.
+LENGTH = 30
 
 
 class Captioner(nn.Module):
@@ -38,26 +40,54 @@ class Captioner(nn.Module):
         text_ND, text_NTW = self.text(tokens, with_tokens=True)
         if not torch.is_grad_enabled():
             return image_ND, text_ND
-        return image_ND, text_ND, caption_loss_sum(self.decoder, image_NPW, text_NTW, tokens)
+        return image_ND, text_ND, caption_losses(self.decoder, image_NPW, text_NTW, tokens).sum()
 
 
-def caption_loss_sum(
-    decoder: Callable[[Tensor, Tensor], Tensor], image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor
-) -> Tensor:
-    """sum_n sum_t -log p(token_{t+1} | tokens up to t, image), over all captions; pads are no labels. 0-d.
+# (N, P, W), (N, T, W) -> (N, T, V).
+Decoder = Callable[[Tensor, Tensor], Tensor]
 
-    Divided by `count_caption_tokens` of the same captions, it is open_clip's caption loss.
+
+def caption_losses(decoder: Decoder, image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor) -> Tensor:
+    """sum_t -log p(token_{t+1} | tokens up to t, image) of each caption, (N,); pads are no labels.
+
+    Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
     """
     logits = decoder(image_NPW, text_NTW[:, :-1])
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     labels = tokens_NT[:, 1:].long()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="sum")
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="none")
+    return losses.view(labels.shape).sum(1)
 
 
 def count_caption_tokens(tokens_NT: Tensor) -> Tensor:
     """The number of labels in captions: all tokens but the first of each and the pads. 0-d int64."""
     return (tokens_NT[:, 1:] != PAD).sum()
+
+
+@torch.no_grad()
+def write_captions(
+    text: Callable[..., tuple[Tensor, Tensor]],
+    decoder: Decoder,
+    image_NPW: Tensor,
+    edges: tuple[int, int],
+    length: int,
+) -> Tensor:
+    """The most likely next token, again and again: captions (N, length) int64, padded, with their first and last token.
+
+    As open_clip's `CoCa.generate` with generation_type="top_k", top_k=1 and min_seq_len=0, which needs
+    transformers 4. `edges`: the numbers of the first and the last token.
+    """
+    first, last = edges
+    tokens_NT = torch.full((len(image_NPW), 1), first, device=image_NPW.device)
+    is_done_N = torch.zeros(len(image_NPW), dtype=torch.bool, device=image_NPW.device)
+    for _ in range(length - 2):
+        logits_NV = decoder(image_NPW, text(tokens_NT, with_tokens=True)[1])[:, -1]
+        next_N = logits_NV.argmax(-1).masked_fill(is_done_N, PAD)
+        is_done_N |= (next_N == last) | (next_N == PAD)
+        tokens_NT = torch.cat([tokens_NT, next_N[:, None]], dim=1)
+    end_N = torch.full_like(is_done_N, last, dtype=torch.long).masked_fill(is_done_N, PAD)
+    return torch.cat([tokens_NT, end_N[:, None]], dim=1)
 
 
 @torch.no_grad()

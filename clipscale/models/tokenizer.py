@@ -64,6 +64,20 @@ class Tokenizer:
             self.inner.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}
         return tokens
 
+    @cached_property
+    def edges(self) -> tuple[int, int]:
+        """The numbers of the token before a caption, and of the one after it."""
+        first, last = self([""])[0, :2].tolist()
+        return first, last
+
+    def text(self, tokens: list[int]) -> str:
+        """The caption of these tokens, between its edges."""
+        first, last = self.edges
+        inside = tokens[tokens[0] == first :]
+        inside = inside[: inside.index(last)] if last in inside else inside
+        inner = self.inner if isinstance(self.inner, SimpleTokenizer) else self.inner.tokenizer
+        return " ".join(inner.decode(inside).split())
+
     def shortened(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
         most = CHARS_PER_TOKEN * self.length

@@ -114,6 +114,7 @@ class ColourModel(nn.Module):
         super().__init__()
         self.logit_scale = torch.zeros(())
         self.logit_bias: Tensor | None = None
+        self.decoder = None
         self.passes = 0
         self.modes: set[bool] = set()
 

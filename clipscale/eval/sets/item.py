@@ -105,11 +105,14 @@ class EvalSet(ABC):
         return self.images[index].read()
 
     def pictures(
-        self, encoder: Encoder, read: Callable[[int], bytes] | None = None
+        self,
+        encoder: Encoder,
+        read: Callable[[int], bytes] | None = None,
+        take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
     ) -> Iterator[tuple[range, Tensor, Tensor]]:
         """As `Encoder.images`; `read`: in the place of the set's own. A line counts what is not usable. Raises
         UserError, on every rank, if nothing is."""
-        yield from encoder.images(len(self), read or self.read, self.label)
+        yield from encoder.images(len(self), read or self.read, self.label, take_tokens)
         total = encoder.broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
         if total == len(self):

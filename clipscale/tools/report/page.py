@@ -119,6 +119,7 @@ def page(runs: Sequence[Run]) -> str:
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
         typical=typical,
+        written={named.format(run.name, name): rows for run in runs for name, rows in written_of(run).items()},
         compared=compared,
         short_paths=short_paths,
         card_note=card_note,
@@ -145,6 +146,17 @@ def compared(
     columns = {title: cells for title, cells in {**scores, **others}.items() if title not in few and any(cells)}
     equal = {title: cells[0] for title, cells in columns.items() if len(set(cells)) == 1}
     return {title: cells for title, cells in columns.items() if title not in equal}, equal, few
+
+
+def written_of(run: Run) -> dict[str, list[dict[str, str]]]:
+    """By evaluation set: pictures, and what a captioner has written of them in the newest evaluation that has any."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for evaluation in run.evaluations:
+        for name, facts in evaluation.get("measured", {}).items():
+            rows = facts.get("written")
+            if isinstance(rows, list):
+                found[name] = [{key: str(row[key]) for key in ("picture", "caption", "written")} for row in rows]
+    return found
 
 
 def short_paths(values: Sequence[str]) -> Sequence[str]:

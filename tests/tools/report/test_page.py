@@ -45,9 +45,12 @@ def whole_run(run: Path, number: int = 0) -> Path:
     return run
 
 
-def evaluate(run: Path, step: int, results: dict[str, dict[str, float]]) -> None:
+def evaluate(
+    run: Path, step: int, results: dict[str, dict[str, float]], measured: dict[str, Any] | None = None
+) -> None:
     (run / "eval").mkdir(exist_ok=True)
-    (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"results": results}))
+    record = {"results": results, "measured": measured or {}}
+    (run / f"eval/step_{step:08d}.json").write_text(json.dumps(record))
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,20 @@ def test_scores_come_first(tmp_path: Path) -> None:
     charts = data_of(html)["charts"]
     drawn = [chart["key"] for chart in charts if chart["drawn"]]
     assert drawn == ["loss", "mem_peak_bytes", "host_rss_bytes"], "one measured point is a number"
+
+
+def test_written_captions_stand_below_their_pictures_and_are_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [5.0, 4.0])
+    for step, caption in ((1, "a ring"), (2, HOSTILE)):
+        row = {"picture": b64encode(b"picture").decode(), "caption": "a red ring", "written": caption}
+        evaluate(run, step, {"pairs": {"perplexity": 3.25, "caption_loss": 1.18}}, {"pairs": {"written": [row]}})
+    html = write_report([run]).read_text()
+    assert f"written: pairs {HOSTILE} given: a red ring" in plain(html).replace("  ", " ")
+    assert html.count("<img ") == 1 and f'src="data:image/jpeg;base64,{b64encode(b"picture").decode()}"' in html
+    assert ">3.25<" in html and ">1.1800<" in html
+    evaluate(run, 2, {"pairs": {"perplexity": 3.25}}, {"pairs": {"written": [{"picture": 3}]}})
+    with refused("the runs' records"):
+        write_report([run])
 
 
 def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:

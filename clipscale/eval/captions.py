@@ -1,0 +1,90 @@
+"""Measures a captioner on pictures with captions: how well it predicts these, and captions that it writes itself.
+
+n: pairs of a batch, T: tokens of the captions, P: tokens of an image, W: width of the decoder.
+"""
+
+import io
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from clipscale.common.record import Metrics, Written
+from clipscale.eval.encode import Encoder, gather_batches
+from clipscale.models.captioner import LENGTH, PAD, caption_losses, write_captions
+
+# Pairs whose logits are in memory: of 76 tokens and CLIP's vocabulary, half a GB.
+PART = 32
+# Pictures that a report shows, of a set's first ones.
+SHOWN = 8
+
+
+@dataclass
+class CaptionMeter:
+    """Collects what a captioner makes of a set's pictures, each with its first caption, while they are encoded."""
+
+    encoder: Encoder
+    # Of each picture.
+    captions: Sequence[Sequence[str]]
+    # Of this rank's batches, (n, 2): the sum of the cross entropies, and the number of tokens.
+    batches: list[Tensor] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
+        """A batch: the indices of its pictures, none of an idle rank; these, and their tokens."""
+        texts = [*(self.first(index) for index in span), *([] if span else [""])]
+        tokens_nT = self.encoder.model.tokenizer(texts).to(pixels.device)
+        parts = []
+        for start in range(0, min(self.encoder.batch, len(self.captions)), PART):  # equally many on each rank
+            part = slice(start, start + PART) if start < len(texts) else slice(1)
+            parts.append(self.losses(image_nPW[part], tokens_nT[part]))
+        self.batches.append(torch.cat(parts)[: len(span)])
+        if len(self.batches) == 1:
+            self.write(span, pixels, image_nPW)
+
+    @property
+    def decoder(self) -> nn.Module:
+        decoder = self.encoder.model.decoder
+        assert decoder is not None
+        return decoder
+
+    def first(self, index: int) -> str:
+        return next(iter(self.captions[index]), "")
+
+    def losses(self, image_nPW: Tensor, tokens_nT: Tensor) -> Tensor:
+        """Sums and counts, (n, 2) float64. Columns of padding alone are left out."""
+        tokens_nT = tokens_nT[:, : int((tokens_nT != PAD).any(0).nonzero().max()) + 1]
+        with self.encoder.autocast():
+            _, text_nTW = self.encoder.model.text(tokens_nT, with_tokens=True)
+            sums_n = caption_losses(self.decoder, image_nPW, text_nTW, tokens_nT)
+        return torch.stack([sums_n.double(), (tokens_nT[:, 1:] != PAD).sum(1).double()], dim=1)
+
+    def write(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
+        """Captions of the first pictures. On every rank: sharded weights are gathered by all."""
+        model = self.encoder.model
+        with self.encoder.autocast():
+            length = min(LENGTH, model.context_length)
+            written = write_captions(model.text, self.decoder, image_nPW[:SHOWN], model.tokenizer.edges, length)
+        for index, picture, tokens in zip(span, pixels.cpu(), written.tolist()):
+            caption = model.tokenizer.text(tokens)
+            self.written.append({"picture": jpeg(picture), "caption": self.first(index), "written": caption})
+
+    def metrics(self, usable_N: Tensor) -> Metrics:
+        """`caption_loss`, the mean cross entropy of a token in nats, and `perplexity`, exp of it. The same on every
+        rank. `usable_N`: indices of the pictures that count."""
+        rows = gather_batches(self.batches, len(self.captions), self.encoder.batch, self.encoder.world)
+        loss, tokens = rows[usable_N].sum(0).tolist()
+        mean = loss / tokens if tokens else math.nan
+        return {"caption_loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+
+
+def jpeg(pixels: Tensor) -> str:
+    """uint8 pixels (3, H, W) as a JPEG, in base64."""
+    file = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=85)
+    return b64encode(file.getvalue()).decode()

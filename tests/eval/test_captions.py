@@ -1,0 +1,114 @@
+"""A captioner's loss on held-out pairs is open_clip's, over usable pictures alone, as are the captions it writes."""
+
+import json
+from base64 import b64decode
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import open_clip.coca_model
+import pytest
+import torch
+from open_clip.coca_model import CoCa
+from open_clip.loss import CoCaLoss
+from PIL import Image
+
+from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.distributed.world import World
+from clipscale.eval import captions
+from clipscale.eval.run import ResultsFile, evaluate
+from clipscale.models.captioner import write_captions
+from clipscale.models.towers import ClipModel, build_model
+from tests.eval.sets import NAMES, evaluation, pair_set, shown
+from tests.support.checkpoints import ALONE
+from tests.support.ranks import run_ranks
+from tests.support.towers import captioner_architecture
+
+DESCRIPTION = captioner_architecture(8, 4, 12, 49408)
+
+
+def captioner() -> ClipModel:
+    torch.manual_seed(0)
+    return build_model(ModelConfig("own", DESCRIPTION)).eval()
+
+
+def open_clips(model: ClipModel) -> CoCa:
+    theirs = CoCa(**DESCRIPTION).eval()
+    parts = ("visual", model.image.encoder), ("text", model.text.encoder), ("text_decoder", model.decoder)
+    for name, part in parts:
+        theirs.get_submodule(name).load_state_dict(part.state_dict())
+    theirs.text.correct_cls_mask = True
+    return theirs
+
+
+def of_set(root: Path, batch: int = 4, file: ResultsFile | None = None, world: World = ALONE) -> dict[str, float]:
+    config = EvalConfig(sets=[str(root)], batch=batch)
+    return evaluate(captioner(), evaluation(config), world, file=file)[root.name]
+
+
+def pixels_of(model: ClipModel, names: list[str]) -> torch.Tensor:
+    transform = model.eval_transform()
+    return torch.stack([torch.from_numpy(transform(picture)) for picture in shown(names)])
+
+
+@pytest.mark.parametrize("broken", [-1, 2])
+def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken: int) -> None:
+    measured = of_set(pair_set(tmp_path / "pairs", broken=broken))
+    model = captioner()
+    names = [name for number, name in enumerate(NAMES) if number != broken]
+    out = open_clips(model)(model.image.prepared(pixels_of(model, names)), model.tokenizer(names))
+    expected = CoCaLoss(caption_loss_weight=1.0, clip_loss_weight=1.0)(**out)[1].item()
+    assert measured["caption_loss"] == pytest.approx(expected, rel=1e-5)
+    assert measured["perplexity"] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
+    assert measured["images"] == len(names)
+
+
+def measured_on_a_rank(rank: int, size: int, root: str) -> dict[str, float]:
+    captions.PART = 2
+    return of_set(Path(root), batch=3, world=World(rank, size, torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_the_loss_does_not_depend_on_batches_and_ranks(tmp_path: Path) -> None:
+    root = pair_set(tmp_path / "pairs", broken=4)
+    alone = of_set(root, batch=64)
+    for answer in run_ranks(measured_on_a_rank, 2, str(root)):
+        assert answer == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_file_has_pictures_with_what_was_written_of_them(tmp_path: Path) -> None:
+    file = ResultsFile(tmp_path, 1)
+    of_set(pair_set(tmp_path / "pairs"), file=file)
+    written = json.loads(file.path.read_text())["measured"]["pairs"]["written"]
+    assert [one["caption"] for one in written] == NAMES[:4], "of the first batch"
+    assert all(Image.open(BytesIO(b64decode(one["picture"]))).size == (8, 8) for one in written)
+    assert all(isinstance(one["written"], str) and "<" not in one["written"] for one in written)
+
+
+@pytest.mark.slow
+def test_captions_are_those_of_open_clips_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which finds one of its classes in transformers 4 alone; greedy, it does not need that one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+    warpers: dict[str, Any] = {"top_k": transformers.TopKLogitsWarper}
+    monkeypatch.setattr(open_clip.coca_model, "_has_transformers", True)
+    monkeypatch.setattr(open_clip.coca_model, "GENERATION_TYPES", warpers)
+    model = captioner()
+    model.tokenizer.edges = 10, 11
+    with torch.no_grad():
+        model.decoder.text_projection *= 4
+        model.decoder.text_projection[:, 40:] = 0
+    pixels = torch.randint(0, 256, (40, 3, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    expected = open_clips(model).generate(
+        model.image.prepared(pixels),
+        seq_len=12,
+        generation_type="top_k",
+        top_k=1,
+        min_seq_len=0,
+        sot_token_id=10,
+        eos_token_id=11,
+        fixed_output_length=True,
+    )
+    _, image = model.image(pixels, with_tokens=True)
+    actual = write_captions(model.text, model.decoder, image, (10, 11), 12)
+    assert torch.equal(actual, expected)
+    assert len({tuple(row) for row in actual.tolist()}) > 1, "pictures count"
