@@ -19,17 +19,21 @@ CLOCK_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Readback:
-    """Scalars on their way from the device to the host. Reading waits for them, not for what was queued later."""
+    """Numbers on their way from the device to the host. Reading waits for them, not for what was queued later."""
 
-    # (number of scalars,), on the host.
+    # On the host.
     values: Tensor
     # When they are there; None: now.
     arrival: torch.cuda.Event | None = None
 
     @classmethod
     def start(cls, *scalars: Tensor) -> "Readback":
-        """Begin to copy them, after what the device has in its queue."""
-        values = torch.stack([scalar.detach().double() for scalar in scalars])
+        """Begin to copy scalars, after what the device has in its queue."""
+        return cls.copy(torch.stack([scalar.detach().double() for scalar in scalars]))
+
+    @classmethod
+    def copy(cls, values: Tensor) -> "Readback":
+        """Begin to copy a tensor, after what the device has in its queue. A tensor of the host is not copied."""
         if values.device.type != "cuda":
             return cls(values)
         on_host = values.to("cpu", non_blocking=True)
@@ -42,11 +46,15 @@ class Readback:
         """Whether reading would not wait."""
         return self.arrival is None or self.arrival.query()
 
-    def read(self) -> list[float]:
-        """The values, on the host."""
+    def wait(self) -> Tensor:
+        """The values, when they are on the host."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        return [float(value) for value in self.values.tolist()]
+        return self.values
+
+    def read(self) -> list[float]:
+        """Scalars, on the host."""
+        return [float(value) for value in self.wait().tolist()]
 
 
 class StepTimer:

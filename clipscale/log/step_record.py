@@ -1,19 +1,33 @@
 """The record of a step, completed when the device has done it. Nothing waits for the device in between."""
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import psutil
 from torch import Tensor
 
-from clipscale.common.phases import CLOCK_STEP_S, Readback, StepTimer
+from clipscale.common.phases import CLOCK_STEP_S, Readback
 from clipscale.common.record import Results
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
 from clipscale.step.train_step import StepResult
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A step that the device may still be computing, and what is known of it."""
+
+    record: StepRecord
+    done: StepResult
+    logit_scale: Readback
+
+    @property
+    def ready(self) -> bool:
+        """Whether completing its record would not wait."""
+        return self.logit_scale.ready and (self.done.statistics is None or self.done.statistics.ready)
 
 
 class StepRecords:
@@ -26,13 +40,12 @@ class StepRecords:
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[StepRecord, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
+        self._unfinished: Unfinished | None = None
 
     def add(self, record: StepRecord, done: StepResult, logit_scale: Tensor) -> None:
         """Take over a step that the device may still be computing. `record`: what the loop knows of it."""
         self.finish()
         now = time.monotonic()
-        scalars = {"logit_scale": logit_scale, **done.statistics}
         widths = done.widths
         measured: StepRecord = {
             "loss": done.loss,
@@ -46,11 +59,11 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = {**record, **measured}, done.phases, [*scalars], Readback.start(*scalars.values()), widths
+        self._unfinished = Unfinished({**record, **measured}, done, Readback.start(logit_scale))
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
-        if self._unfinished and self._unfinished[3].ready:
+        if self._unfinished and self._unfinished.ready:
             self.finish()
 
     def finish(self) -> None:
@@ -58,7 +71,7 @@ class StepRecords:
         unfinished = self._unfinished
         self._unfinished = None
         if unfinished and self._log:
-            self._log.step(self._complete(*unfinished))
+            self._log.step(self._complete(unfinished))
 
     def evaluation(self, step: int, results: Results) -> None:
         """Log the results of an evaluation."""
@@ -76,18 +89,19 @@ class StepRecords:
         if self._log:
             self._log.close()
 
-    def _complete(
-        self, record: StepRecord, phases: StepTimer, names: list[str], values: Readback, widths: Mapping[int, int]
-    ) -> StepRecord:
+    def _complete(self, unfinished: "Unfinished") -> StepRecord:
+        record, done = unfinished.record, unfinished.done
+        phases = done.phases
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")
         complete = {
             **record,
-            **dict(zip(names, values.read())),
+            "logit_scale": unfinished.logit_scale.read()[0],
+            **(done.statistics.read() if done.statistics else {}),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,
             **phases.record(),
-            "mfu": self._flops.utilisation(rate / self._ranks, widths),
+            "mfu": self._flops.utilisation(rate / self._ranks, done.widths),
         }
         return cast(StepRecord, complete)

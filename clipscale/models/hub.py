@@ -16,11 +16,14 @@ PATIENCE_S = 3.0
 
 def check_connection(model: ModelConfig) -> None:
     """Raise UserError for weights and tokenizers that are not in the cache, if their server has no answer."""
+    needed = [*filter(None, repositories(model))]
+    if not needed:
+        return
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     server = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    for repository in filter(None, repositories(model)):
+    for repository in needed:
         try:
             snapshot_download(repository, local_files_only=True)
         except LocalEntryNotFoundError:

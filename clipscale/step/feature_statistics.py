@@ -1,7 +1,12 @@
 """Statistics of a batch's features: whether they have collapsed, and how far apart images and texts lie."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from clipscale.common.phases import Readback
 
 # They are computed in the first step and in every step that is a multiple of this.
 EVERY = 100
@@ -9,28 +14,56 @@ EVERY = 100
 SAMPLE = 4096
 
 
+@dataclass(frozen=True)
+class PendingStatistics:
+    """Statistics that a thread of the host computes while the step goes on. `begin_statistics` starts it."""
+
+    result: Future[dict[str, float]]
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self.result.done()
+
+    def read(self) -> dict[str, float]:
+        """Each statistic by its name."""
+        return self.result.result()
+
+
 @torch.no_grad()
-def feature_statistics(images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-    """The statistics, each 0-d, of unit rows (N, D): image i and text i are a pair.
+def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
+    """Statistics of unit rows (N, D): image i and text i are a pair.
 
     - `modality_gap`: the distance between the mean image and the mean text (Liang et al. 2022, arXiv 2203.02053).
     - `uniformity_image`, `uniformity_text`: ln of the mean of exp(-2 |x - y|^2) over two rows (Wang and Isola 2020,
       arXiv 2005.10242, section 4.2): 0 if all are equal, about -4 if they are uniform on the sphere.
     - `rank_image`, `rank_text`: the effective rank, exp of the entropy of the normalised singular values (Roy and
-      Vetterli 2007): 1 if all are equal, D if they use every direction equally.
+      Vetterli 2007): 1 if all are equal, D if they use every direction equally. NaN for features that are not finite.
     - `nearest`: the share of images whose nearest text is their own.
+
+    The device computes only sums and products, and nobody waits for them here. The eigenvalues, tenths of a second for
+    each tower, are the thread's.
     """
     u = images[:SAMPLE].float()
     v = texts[: len(u)].float()
     hits = (u @ v.mT).argmax(1) == torch.arange(len(u), device=u.device)
-    return {
+    scalars = {
         "modality_gap": torch.linalg.vector_norm(u.mean(0) - v.mean(0)),
         "uniformity_image": _uniformity(u),
         "uniformity_text": _uniformity(v),
-        "rank_image": _effective_rank(u),
-        "rank_text": _effective_rank(v),
         "nearest": hits.float().mean(),
     }
+    arriving = Readback.start(*scalars.values())
+    products = [Readback.copy(rows.double().mT @ rows.double()) for rows in (u, v)]
+
+    def finish() -> dict[str, float]:
+        image, text = (_effective_rank(product.wait()) for product in products)
+        return dict(zip(scalars, arriving.read())) | {"rank_image": image, "rank_text": text}
+
+    with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="statistics")
+    result = with_one_thread.submit(finish)
+    with_one_thread.shutdown(wait=False)
+    return PendingStatistics(result)
 
 
 def _uniformity(rows: Tensor) -> Tensor:
@@ -39,7 +72,10 @@ def _uniformity(rows: Tensor) -> Tensor:
     return ((total - count) / (count * (count - 1))).log()  # without each row's own
 
 
-def _effective_rank(rows: Tensor) -> Tensor:
-    rows = rows.double()  # in float32 the roots of rounding errors would count as singular values
-    values = torch.linalg.eigvalsh(rows.mT @ rows).clamp_min(0).sqrt()
-    return torch.special.entr(values / values.sum()).sum().exp()
+def _effective_rank(product: Tensor) -> float:
+    """Of rows with this product, (D, D) float64: in float32 the roots of rounding errors would count as singular
+    values."""
+    if not product.isfinite().all():
+        return float("nan")
+    values = torch.linalg.eigvalsh(product).clamp_min(0).sqrt()
+    return torch.special.entr(values / values.sum()).sum().exp().item()

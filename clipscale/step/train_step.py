@@ -19,7 +19,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
-from clipscale.step.feature_statistics import EVERY, feature_statistics
+from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
@@ -66,8 +66,8 @@ class StepResult:
     phases: StepTimer
     # Width in tokens -> captions that the text tower computed at it.
     widths: dict[int, int]
-    # Statistics of the features; empty on other ranks than 0 and in most steps.
-    statistics: dict[str, Tensor]
+    # Statistics of the features; None on other ranks than 0 and in most steps.
+    statistics: PendingStatistics | None
 
 
 @dataclass
@@ -119,7 +119,7 @@ class TrainStep:
                 texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
             features.append(self.cache.encode_tower(1, texts, before_chunk))
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
-        statistics = feature_statistics(*features) if wants_statistics else {}
+        statistics = begin_statistics(*features) if wants_statistics else None
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)

@@ -54,12 +54,13 @@ def open_stream(
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
     side = options.pop("side", SIDE)
+    gpu = options.pop("gpu", False)
     kind = options.pop("selection", Selection if "same" in options else Known)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     share = BatchShare(batch, rank, world)
     with mock.patch.object(loader, "selection", lambda config, **given: kind(**vars(selection(config, **given)))):
         shards = loader.ordered_shards(config, share, seed, position)
-        return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position)
+        return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position, gpu=gpu)
 
 
 def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:

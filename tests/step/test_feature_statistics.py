@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from clipscale.step import feature_statistics as feature_statistics_module
 from clipscale.step import train_step
-from clipscale.step.feature_statistics import feature_statistics
+from clipscale.step.feature_statistics import begin_statistics
+from clipscale.step.optim import Schedule
 from clipscale.train import train
 from tests.support.runs import records, small
 
@@ -33,17 +35,17 @@ POLES = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat_interleave(4, 0)
     ids=["axes", "alike", "halves", "poles"],
 )
 def test_statistics_have_closed_forms(images: Tensor, texts: Tensor, expected: dict[str, float]) -> None:
-    values = feature_statistics(images, torch.cat([texts, -texts]))  # hard negatives after the pairs' texts
-    assert {name: values[name].item() for name in expected} == pytest.approx(expected, abs=1e-5)
+    values = begin_statistics(images, torch.cat([texts, -texts])).read()  # hard negatives after the pairs' texts
+    assert {name: values[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_of_many_rows_a_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_statistics_module, "SAMPLE", SAMPLE)
     u, v = (F.normalize(torch.randn(SAMPLE + 5, 16), dim=-1) for _ in range(2))
-    whole, sample = feature_statistics(u, v), feature_statistics(u[:SAMPLE], v[:SAMPLE])
-    assert all(torch.equal(whole[name], sample[name]) for name in whole)
+    whole, sample = (begin_statistics(u[:size], v[:size]).read() for size in (None, SAMPLE))
+    assert whole == sample
     distances = torch.cdist(u[:SAMPLE].double(), u[:SAMPLE].double()).square()[~torch.eye(SAMPLE, dtype=torch.bool)]
-    assert sample["uniformity_image"].item() == pytest.approx((-2 * distances).exp().mean().log().item(), abs=1e-5)
+    assert sample["uniformity_image"] == pytest.approx((-2 * distances).exp().mean().log().item(), abs=1e-5)
 
 
 def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
@@ -54,3 +56,30 @@ def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
     rows = records(tmp_path / "run")
     assert [row["step"] for row in rows if "nearest" in row] == [1, 3]
     assert all(row["rank_image"] >= 1 and row["uniformity_text"] <= 0 for row in rows if "nearest" in row)
+
+
+def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They arrive when the next step has begun, and are in the record of their own."""
+    begun: list[int] = []
+    second = Event()
+    apply, eigvalsh = Schedule.apply, torch.linalg.eigvalsh
+
+    def note(schedule: Schedule, optimizer: torch.optim.Optimizer, step: int) -> float:
+        begun.append(step)
+        if len(begun) == 2:
+            second.set()
+        return apply(schedule, optimizer, step)
+
+    def in_the_second(product: Tensor) -> Tensor:
+        assert second.wait(60), f"the run waited; steps begun: {begun}"
+        return eigvalsh(product)
+
+    monkeypatch.setattr(Schedule, "apply", note)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", in_the_second)
+    train(small(shards, tmp_path / "run"))
+    assert [row["step"] for row in records(tmp_path / "run") if row.get("rank_image", 0) >= 1] == [1]
+
+
+def test_features_that_are_not_finite_have_no_rank() -> None:
+    values = begin_statistics(torch.full((4, 8), math.nan), AXES[:4]).read()
+    assert math.isnan(values["rank_image"]) and values["rank_text"] == pytest.approx(4)

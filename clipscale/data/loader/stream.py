@@ -291,8 +291,6 @@ def open_stream(
     layout = layout_of(config, share.samples, side, empty.shape[1], workers, shards.teachers)
     memory = stated_memory(layout, free)
     arena = create_arena(layout)
-    if gpu:
-        arena.pin()
     count = max(1, workers)
     specs = [
         WorkerSpec(
@@ -317,6 +315,8 @@ def open_stream(
         readers = InProcess(open_filler(specs[0], arena, lambda: None))
     stream = TrainStream(specs, arena, readers, start, memory)
     stream.request_first()
+    if gpu:
+        arena.pin()  # while the workers read: it takes half a second a GiB
     return stream
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.stream import ordered_shards, worker_count
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import SourceError
@@ -37,6 +38,22 @@ def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
             assert contents(shared, 1) == contents(alone, 1), f"step {step}"
             assert shared.position() == alone.position()
         assert shared.broken == alone.broken
+
+
+def test_workers_read_while_the_memory_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locking 40 GiB takes a rank twenty seconds: the first samples are there by then."""
+    write_shards(tmp_path, [30, 30])
+    arrived: list[bool] = []
+
+    def pin(arena: Arena) -> None:
+        until = time.monotonic() + 20
+        while not (pixels := arena.slots[0]["pixels"].any()) and time.monotonic() < until:
+            time.sleep(0.01)
+        arrived.append(bool(pixels))
+
+    monkeypatch.setattr(Arena, "pin", pin)
+    with open_stream(tmp_path, batch=16, workers=1, gpu=True):
+        assert arrived == [True]
 
 
 def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
