@@ -205,6 +205,18 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class CaptionConfig:
+    """The loss of a captioner (`coca_ViT-B-32`, ...), beside the contrast."""
+
+    weight: float = setting(
+        2.0,
+        "Of a captioner's mean cross entropy over the tokens of the batch's captions; the contrast has a weight of 1. "
+        "0: contrast alone, and its decoder is frozen. Other models have no decoder.",
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
 class DistillConfig:
     """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
 

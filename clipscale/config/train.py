@@ -60,6 +60,7 @@ class TrainConfig:
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
+    caption: sections.CaptionConfig = field(default_factory=sections.CaptionConfig)
     distill: sections.DistillConfig = field(default_factory=sections.DistillConfig)
     cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
     optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
@@ -159,6 +160,8 @@ def check_sigmoid(config: TrainConfig) -> None:
 def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections. Each section checks its own settings."""
     check_pairs(config)
+    if not config.model.weights:  # weights may bring a model
+        check_captioner(config)
     bands_of(config.expected)
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
@@ -209,6 +212,23 @@ def check_pairs(config: TrainConfig) -> None:
             f"loss.backend=triton: its kernels take one caption an image, and "
             f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto"
         )
+
+
+def check_captioner(config: TrainConfig) -> None:
+    """Raise UserError for settings of captions that do not go with the model, whose settings are complete."""
+    weight = config.caption.weight
+    writes = "multimodal_cfg" in config.model.description
+    if not writes and weight != sections.CaptionConfig().weight:
+        raise UserError(f"caption.weight={weight:g}: {config.model.name} has no decoder; take model.name=coca_ViT-B-32")
+    if not (writes and weight):
+        return
+    if config.data.captions_per_step > 1 or config.data.negatives:
+        raise UserError(
+            "data.captions_per_step and data.negatives: a captioner writes the one caption of a picture; leave them "
+            "out, or train its contrast alone with caption.weight=0"
+        )
+    if len({*config.cache.sizes}) > 1:
+        raise UserError(f"cache.chunk=[{','.join(config.cache.chunk)}]: a captioner's chunks are pairs; give one size")
 
 
 # Environment variable: the most samples of a run.

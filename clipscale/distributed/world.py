@@ -81,6 +81,15 @@ class World:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.all_reduce_max_async(*values).values()
 
+    def at_own_rank(self, value: int) -> list[int]:
+        """[0, ..., value, ..., 0]: the largest over ranks of each number are the values of all ranks."""
+        return [value * (rank == self.rank) for rank in range(self.size)]
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
     def all_reduce_max_async(self, *values: int) -> AsyncReduction:
         """`all_reduce_max` in the background. All ranks start their reductions in the same order."""
         tensor = torch.tensor(values)
@@ -145,8 +154,8 @@ class World:
     def sum_gradients(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Sum over ranks the gradients of parameters outside DDP and FSDP2."""
         for p in parameters:
-            if self.size > 1 and p is not None and p.grad is not None:
-                dist.all_reduce(p.grad)
+            if p is not None and p.grad is not None:
+                self.sum_(p.grad)
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (self.size,))

@@ -21,6 +21,9 @@ class StepRecord(TypedDict, total=False):
     batch: int
     lr: float
     loss: float
+    # Of a captioner, without their weights.
+    contrastive_loss: float
+    caption_loss: float
     grad_norm: float | None
     skipped: bool
     logit_scale: float

@@ -49,6 +49,7 @@ class StepRecords:
         widths = done.widths
         measured: StepRecord = {
             "loss": done.loss,
+            **done.parts,
             "grad_norm": done.grad_norm,
             "skipped": done.grad_norm is None,
             "time": round(time.time(), 3),

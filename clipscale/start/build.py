@@ -37,6 +37,7 @@ from clipscale.step.compiled import compile_towers, try_compiled, worth_compilin
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
+from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.saved_state import load_state
 from clipscale.step.train_step import TrainStep
@@ -82,6 +83,7 @@ def build(start: Start, world: World) -> Parts:
         model = build_model(config.model, tokenizer=tokenizer).to(world.device)
         precision = Precision.of(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
+        writes_captions = caption_weight(config, model) > 0
 
         # Chunks before `wrap`: sharded towers gather their weights, so all ranks would have to try the same sizes.
         earlier = start.saved.chunks if start.saved and not start.is_stage_start else None
@@ -94,6 +96,7 @@ def build(start: Start, world: World) -> Parts:
                 earlier,
                 keeps_graphs=config.cache.kept != Keep.nothing(),
                 texts=config.data.texts_per_step,
+                pairs=pair_encoder(model) if writes_captions else None,
             )
 
         step = build_step(
@@ -159,12 +162,18 @@ def build_step(
     `sort_captions`: see TrainStep.
     """
     parallel = config.launch.parallel
-    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+    weight = caption_weight(config, model)
+    if weight:
+        encoders = [wrapped_pair_encoder(model, world, parallel, precision.dtype)]
+    else:
+        encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+        if model.decoder is not None:
+            model.decoder.requires_grad_(False)
 
     cache = GradCache(
         encoders,
-        loss,
-        chunks=[sizes.image, sizes.text],
+        loss.of_pairs if weight else loss,
+        chunks=[sizes.image] if weight else [sizes.image, sizes.text],
         keep_bytes=config.cache.kept,
         autocast=precision.autocast,
         scaler=precision.scaler,
@@ -182,7 +191,13 @@ def build_step(
         is_resident=config.offload == "none",
         sort_captions=sort_captions,
         chunk_device=sizes.device,
+        caption_weight=weight,
     )
+
+
+def caption_weight(config: TrainConfig, model: ClipModel) -> float:
+    """The weight of the caption loss; 0 for a model that writes none."""
+    return config.caption.weight if model.decoder is not None else 0.0
 
 
 def data_stream(

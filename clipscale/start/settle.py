@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import ModelConfig
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, check_divisible, samples_of, to_yaml
+from clipscale.config.train import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
@@ -113,6 +113,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)
+    check_captioner(completed)
     return Start(
         config=completed,
         stages=tuple(stages),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -62,6 +63,11 @@ class BatchLoss:
                 images, texts = (unit_rows(rows[:, :size], SHORTEST) for rows in (image_features, text_features))
                 value = value + self._value(images, texts, used, taught)
             return value
+
+    def of_pairs(self, features: Tensor, **targets: Any) -> Tensor:
+        """The loss of features of images and captions side by side, (N, 2, D). `targets`: as above."""
+        images, texts = features.unbind(1)
+        return self(images.contiguous(), texts.contiguous(), **targets)
 
     def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
         """The loss of the pairs, of the teachers, or of both."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
@@ -19,6 +20,8 @@ CPU_CHUNK = 256
 SMALLEST, LARGEST = 16, 2**15
 # Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
 GOOD_ENOUGH = 0.95
+# Makes random inputs of a tower: so many samples on a device.
+Draw = Callable[[ClipModel, int, torch.device], Tensor | tuple[Tensor, ...]]
 
 
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
@@ -52,6 +55,7 @@ def agreed_chunk_sizes(
     *,
     keeps_graphs: bool,
     texts: int = 1,
+    pairs: nn.Module | None = None,
 ) -> ChunkSizes:
     """The chunk sizes, the same on all ranks. The first of these that exists counts:
 
@@ -59,12 +63,18 @@ def agreed_chunk_sizes(
     2. the checkpoint's (`earlier`), on the same kind of device: random numbers are drawn chunk by chunk,
     3. a measurement; see `find_chunk` for `keeps_graphs`.
 
-    `texts`: captions and hard negatives of each sample.
+    `texts`: captions and hard negatives of each sample. `pairs`: a captioner's encoder; its chunks are of images and
+    captions alike.
     """
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
-    towers = ("image", model.image, random_pixels, 1), ("text", model.text, random_captions, texts)
+    towers: list[tuple[str, nn.Module, Draw, int]] = [
+        ("image", model.image, random_pixels, 1),
+        ("text", model.text, random_captions, texts),
+    ]
+    if pairs is not None:
+        towers = [("image", pairs, random_pairs, 1)]
     for setting, (name, tower, draw, of_sample) in zip(typed, towers):
         rows = local_batch * of_sample
         size = batch_norm_chunk(tower, name, setting, rows) or setting
@@ -75,7 +85,12 @@ def agreed_chunk_sizes(
             fastest = find_chunk(rate, rows, world.device, keep=keeps_graphs)
             size = min(world.all_gather_object(fastest))
         sizes[name] = size
-    return ChunkSizes(**sizes, device=device)
+    return ChunkSizes(**{"text": sizes["image"], **sizes}, device=device)
+
+
+def random_pairs(model: ClipModel, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs of a captioner's encoder."""
+    return random_pixels(model, count, device), random_captions(model, count, device)
 
 
 def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:
@@ -117,7 +132,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     return min(n for n, speed in tried.items() if speed >= least)
 
 
-def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
+def samples_per_second(tower: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> float:
     """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
     try:
         for _ in range(2):
@@ -127,12 +142,14 @@ def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
             seconds = time.perf_counter() - started
     finally:
         tower.zero_grad()
-    return len(inputs) / seconds
+    return len(tree_leaves(inputs)[0]) / seconds
 
 
-def both_passes(tower: nn.Module, inputs: Tensor) -> None:
+def both_passes(tower: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> None:
     """A pass without a graph and, if the tower trains, one with a graph, which adds to its gradients."""
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.no_grad():
-        out = tower(inputs)
+        tower(*arguments)
     if trains(tower):
-        tower(inputs).backward(torch.ones_like(out))
+        outputs = [out for out in tree_leaves(tower(*arguments)) if out.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])

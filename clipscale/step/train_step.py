@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
-from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.captions import MAX_CAPTIONS, SortedCaptions, SortedPairs
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
-from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import AsyncReduction, World, gradient_norm
+from clipscale.models.captioner import count_caption_tokens
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
-from clipscale.step.grad_cache import GradCache
+from clipscale.step.grad_cache import GradCache, LazyInput
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
 
@@ -37,17 +38,31 @@ class Targets(TypedDict):
     teachers: list[Tensor]
 
 
+class LossParts(TypedDict, total=False):
+    """A captioner's two losses, without their weights, by their names in metrics.jsonl."""
+
+    contrastive_loss: float
+    caption_loss: float
+
+
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks tell each other in a step: the next step's number of text chunks, and whether to save."""
+    """What the ranks tell each other in a step: the next step's numbers of text chunks and of caption tokens, and
+    whether to save."""
 
     message: AsyncReduction
 
     @property
     def num_text_chunks(self) -> int:
         """The most text chunks of any rank; 0 if a rank did not know its number. Waits for the message."""
-        num_chunks, unknown, _ = self.message.values()
+        num_chunks, unknown, *_ = self.message.values()
         return 0 if unknown else num_chunks
+
+    @property
+    def num_caption_tokens(self) -> int:
+        """The labels in the captions of all ranks; 0 if a rank did not know its number. Waits for the message."""
+        _, unknown, _, *tokens = self.message.values()
+        return 0 if unknown else sum(tokens)
 
     @property
     def save(self) -> bool:
@@ -60,6 +75,8 @@ class StepResult:
     """What a step returns to the run's loop."""
 
     loss: float
+    # Empty: the loss has no parts.
+    parts: LossParts
     # None: the loss or the norm is not finite, and the weights are unchanged.
     grad_norm: float | None
     agreement: Agreement
@@ -76,7 +93,7 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # Its loss is the BatchLoss.
+    # Of both towers, or of a captioner's pairs. Its loss is the BatchLoss of what they return.
     cache: GradCache
     precision: Precision
     optimizer: torch.optim.Optimizer
@@ -85,10 +102,14 @@ class TrainStep:
     clip_norm: float | None
     # Whether a batch's pixels and captions stay on the device between the passes.
     is_resident: bool
-    # Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
+    # Whether captions, or a captioner's pairs, are sorted by the captions' length and lose their padding: for text
+    # towers whose features do not depend on it.
     sort_captions: bool
     # The kind of device of the chunk sizes, which are the cache's.
     chunk_device: str
+    # Of a captioner's mean cross entropy over the tokens of the global batch, beside the contrast; 0: the cache's
+    # encoders are the two towers.
+    caption_weight: float = 0.0
     # The last step's.
     agreement: Agreement | None = None
     # An update has begun and not ended: after an error the weights are of no step.
@@ -110,27 +131,71 @@ class TrainStep:
         """
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
         with self.phase(phases, "encode", number):
-            features = [self.cache.encode_tower(0, images, before_chunk)]
-            texts, num_chunks = self.texts(batch)
-            if isinstance(texts, SortedCaptions):  # in equally many chunks on all ranks
-                agreed = self.agreement.num_text_chunks if self.agreement else 0
-                texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
-            features.append(self.cache.encode_tower(1, texts, before_chunk))
+            encode = self.encode_pairs if self.caption_weight else self.encode_towers
+            features, texts = encode(batch, before_chunk)
+            caption_tokens = self.num_caption_tokens(batch) if self.caption_weight else 1
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
-        statistics = begin_statistics(*features) if wants_statistics else None
+        of_towers = features[0].unbind(1) if self.caption_weight else features
+        statistics = begin_statistics(*of_towers) if wants_statistics else None
+        del of_towers
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)
             del features
         self.agreement = self.agree(stream.upcoming(), save)  # the second pass hides the message
         with self.phase(phases, "replay", number):
-            self.cache.replay(before_chunk)
+            self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / caption_tokens)
         with self.phase(phases, "optim", number):
-            loss, norm = self.finish(value, stream, number)
+            loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
         widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
-        return StepResult(loss, norm, self.agreement, phases, widths, statistics)
+        return StepResult(loss, parts, norm, self.agreement, phases, widths, statistics)
+
+    # ---- first pass ----
+
+    def encode_towers(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        """The features of images and of captions, (N, D) each; and the captions."""
+        features = [self.cache.encode_tower(0, self.images(batch), before_chunk)]
+        texts = self.agreed_texts(batch)
+        return [*features, self.cache.encode_tower(1, texts, before_chunk)], texts
+
+    def encode_pairs(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        """The features of a captioner's pairs, (N, 2, D); and the captions."""
+        texts = self.agreed_texts(batch)
+        if isinstance(texts, SortedCaptions):
+            pairs: LazyInput = SortedPairs(batch.pixels, texts)
+        else:
+            pairs = PairLoader(self.images(batch), texts)
+        return [self.cache.encode_tower(0, pairs, before_chunk)], texts
+
+    def images(self, batch: HostBatch) -> ChunkLoader:
+        """The image tower's input."""
+        return ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
+
+    def agreed_texts(self, batch: HostBatch) -> ChunkLoader:
+        """The text tower's input; if it is sorted, in equally many chunks on all ranks."""
+        texts, num_chunks = self.texts(batch)
+        if isinstance(texts, SortedCaptions):
+            agreed = self.agreement.num_text_chunks if self.agreement else 0
+            texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
+        return texts
+
+    def num_caption_tokens(self, batch: HostBatch) -> int:
+        """The labels in the captions of the global batch: from the last step's message, or by one of its own."""
+        agreed = self.agreement.num_caption_tokens if self.agreement else 0
+        return agreed or sum(self.world.all_reduce_max(*self.world.at_own_rank(self.own_caption_tokens(batch))))
+
+    def own_caption_tokens(self, batch: HostBatch) -> int:
+        """The labels in this rank's captions. Waits for all samples."""
+        return int(count_caption_tokens(batch.tokens(0, batch.texts)))
+
+    def caption_loss(self, tokens: int) -> Tensor | None:
+        """The mean cross entropy over so many tokens of all ranks, 0-d. None: the model writes no captions."""
+        total = self.cache.chunk_loss
+        if total is None:
+            return None
+        self.world.sum_(total)
+        return total / tokens
 
     def targets(self, batch: HostBatch) -> Targets:
         """What the loss takes beside the features, on the device. Waits for all samples."""
@@ -143,8 +208,7 @@ class TrainStep:
     @property
     def chunk_sizes(self) -> ChunkSizes:
         """Samples per chunk of each tower."""
-        image, text = self.cache.chunks
-        return ChunkSizes(image, text, self.chunk_device)
+        return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
     def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
@@ -157,13 +221,18 @@ class TrainStep:
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0
-        texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident)
-        return texts, texts.make_chunks(self.cache.chunks[1])
+        size = self.cache.chunks[-1]
+        most = size if self.caption_weight else MAX_CAPTIONS  # a captioner's chunks are as many images
+        texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, most=most)
+        return texts, texts.make_chunks(size)
 
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
         """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
         num_chunks = self.texts(upcoming)[1] if upcoming else 0
-        return Agreement(self.world.all_reduce_max_async(num_chunks, upcoming is None, save))
+        tokens: list[int] = []
+        if self.caption_weight:
+            tokens = self.world.at_own_rank(self.own_caption_tokens(upcoming) if upcoming else 0)
+        return Agreement(self.world.all_reduce_max_async(num_chunks, upcoming is None, save, *tokens))
 
     @contextmanager
     def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:
@@ -172,26 +241,34 @@ class TrainStep:
             with phases(name):
                 yield
         except torch.OutOfMemoryError as error:
-            image, text = self.cache.chunks
+            sizes = self.chunk_sizes
             graphs = sum(self.cache.kept)
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
-                f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({one_line(error)}); clipscale plan with the settings of this run says what fits"
+                f"step {number}: out of memory in {name}, in chunks of {sizes.image} images and {sizes.text} captions"
+                f"{kept} ({one_line(error)}); clipscale plan with the settings of this run says what fits"
             ) from error
 
     # ---- update ----
 
-    def finish(self, value: Tensor, stream: TrainStream, number: int) -> tuple[float, float | None]:
-        """Update the weights if the loss `value` and the gradients are finite. Returns the loss and the norm.
+    def finish(
+        self, value: Tensor, caption_loss: Tensor | None, stream: TrainStream, number: int
+    ) -> tuple[float, LossParts, float | None]:
+        """Update the weights if the loss and the gradients are finite. Returns the loss, its parts, and the norm.
 
+        `value`: of the contrast. `caption_loss`: of a captioner, without its weight.
         The host waits for the device here, and in the loss's backward pass, which reads the logit scale.
         """
         if stream.failure:  # a NaN gradient makes the norm NaN on all ranks, so that none updates its weights
             assert self.model.logit_scale.grad is not None
             self.model.logit_scale.grad.fill_(math.nan)
         norm = self.gradient_norm()
-        loss, grad_norm = Readback.start(value, norm).read()
+        values = [value, norm] if caption_loss is None else [value, norm, caption_loss]
+        loss, grad_norm, *of_captions = Readback.start(*values).read()
+        parts: LossParts = {}
+        if of_captions:
+            parts = {"contrastive_loss": loss, "caption_loss": of_captions[0]}
+            loss += self.caption_weight * of_captions[0]
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite:
             self.world.on_all(stream.check)
@@ -204,7 +281,7 @@ class TrainStep:
             self.is_updating = True
             self.update(norm)
             self.is_updating = False
-        return loss, grad_norm if finite else None
+        return loss, parts, grad_norm if finite else None
 
     def gradient_norm(self) -> Tensor:
         """Sum the gradients of scale and bias over ranks and unscale all. Returns their global norm, 0-d."""

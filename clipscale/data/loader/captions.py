@@ -1,4 +1,4 @@
-"""The text tower's chunks: captions sorted by length, each chunk as wide as its longest caption.
+"""The text tower's chunks, and a captioner's: captions sorted by length, each chunk as wide as its longest caption.
 
 N: samples of the local batch, T: tokens of the context.
 """
@@ -43,9 +43,12 @@ class SortedCaptions(ChunkLoader):
         device: torch.device,
         *,
         resident: bool,
+        most: int = MAX_CAPTIONS,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have."""
+        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have. `most`: captions
+        in a chunk, however short they are, unless a whole context has more."""
         super().__init__(self._read, count, device, resident=resident)
+        self._most = most
         self._tokens = tokens
         self._lengths = lengths
         self._spans: list[tuple[int, int]] = []
@@ -63,7 +66,7 @@ class SortedCaptions(ChunkLoader):
             self._widths = widths[order.numpy()]
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
-            self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CAPTIONS))
+            self._spans = chunk_spans(self._widths, size * context, max(size, self._most))
         return len(self._spans)
 
     def split(self, count: int) -> None:
@@ -92,10 +95,37 @@ class SortedCaptions(ChunkLoader):
         return widths
 
     def _read(self, start: int, stop: int) -> Tensor:
-        captions = self._captions[:, : self._widths[start]]
-        size = stop - start, captions.shape[1]
-        chunk = torch.empty(size, dtype=captions.dtype, pin_memory=self.copies is not None)
-        return torch.index_select(captions, 0, self._order[start:stop], out=chunk)
+        return self.in_order(self._captions[:, : self._widths[start]], start, stop)
+
+    def in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of the batch, on the host, at positions start..stop."""
+        size = stop - start, *batch.shape[1:]
+        chunk = torch.empty(size, dtype=batch.dtype, pin_memory=self.copies is not None)
+        return torch.index_select(batch, 0, self._order[start:stop], out=chunk)
+
+
+class SortedPairs:
+    """A `ReorderedInput` of a captioner's encoder: images and captions of the same samples, in the captions' order."""
+
+    def __init__(self, pixels: Callable[[int, int], Tensor], captions: SortedCaptions) -> None:
+        """`pixels(start, stop)` blocks until those images have arrived."""
+        self.captions = captions
+        count = len(captions)
+        self.images = ChunkLoader(
+            lambda start, stop: captions.in_order(pixels(0, count), start, stop),
+            count,
+            captions.device,
+            resident=captions.held is not None,
+        )
+        self.spans = captions.spans
+        self.rows = captions.rows
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Pixels and tokens on the device."""
+        return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
 def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:

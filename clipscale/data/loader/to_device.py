@@ -17,6 +17,21 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class PairLoader:
+    """Input of a captioner's encoder: images and captions of the same samples, in the batch's order."""
+
+    def __init__(self, images: "ChunkLoader", captions: "ChunkLoader") -> None:
+        self.images = images
+        self.captions = captions
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Pixels and tokens on the device."""
+        return self.images.chunk(start, stop), self.captions.chunk(start, stop)
+
+
 class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.config.sections import CaptionConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import GRAIN
@@ -299,6 +300,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -
     precision = Precision(DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
     sizes = ChunkSizes(1, 1, "")
+    config = replace(config, caption=CaptionConfig(weight=0))  # of the two towers
     loss = batch_loss(config, model, precision, teachers_of(config, model), machine=machine)
     step = build_step(config, World(0, 1, CPU), model, precision, sizes, loss, sort_captions=False)
     if machine.capability:

@@ -1,0 +1,58 @@
+"""A captioner as one encoder of pairs: its loss is of an image and its caption together.
+
+N: pairs, D: feature width.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from clipscale.distributed.world import World
+from clipscale.models.captioner import Captioner
+from clipscale.models.towers import ClipModel
+from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.pass_contexts import gradient_sync
+
+
+class PairEncoder(nn.Module):
+    """Both towers and the decoder as one encoder of `GradCache`.
+
+    Pixels and tokens of the same samples -> unit rows of images and captions, (N, 2, D), and with a graph the sum of
+    the captions' cross entropies.
+    """
+
+    def __init__(self, image: nn.Module, text: nn.Module, decoder: nn.Module) -> None:
+        super().__init__()
+        self.captioner = Captioner(image, text, decoder)
+
+    def forward(self, pixels: Tensor, tokens: Tensor) -> ChunkOutput:
+        image_ND, text_ND, *loss = self.captioner(pixels, tokens)
+        return ChunkOutput(torch.stack([image_ND, text_ND], 1), *loss)
+
+
+class ShardedPairEncoder(PairEncoder):
+    """The same of parts that are sharded one by one under FSDP2, as evaluation calls them."""
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        """Around a chunk: that of each part."""
+        with ExitStack() as parts:
+            for part in self.captioner.children():
+                parts.enter_context(gradient_sync(part, last))
+            yield
+
+
+def pair_encoder(model: ClipModel) -> PairEncoder:
+    """That of a captioner on one process."""
+    assert model.decoder is not None
+    return PairEncoder(model.image, model.text, model.decoder)
+
+
+def wrapped_pair_encoder(model: ClipModel, world: World, parallel: str, dtype: torch.dtype) -> nn.Module:
+    """That of a captioner under DDP or FSDP2; see `World.wrap`."""
+    encoder = pair_encoder(model)
+    if parallel == "ddp" or world.size == 1:
+        return world.wrap(encoder, "ddp", dtype)
+    return ShardedPairEncoder(*(world.wrap(part, parallel, dtype) for part in encoder.captioner.children()))

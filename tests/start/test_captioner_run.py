@@ -1,0 +1,88 @@
+"""A run with a captioner: what it trains, what it records, what it refuses, and that a kill leaves no trace."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import CacheConfig, CaptionConfig, ModelConfig
+from clipscale.config.train import TrainConfig, check
+from clipscale.log.records import read_metrics
+from clipscale.models.towers import build_model, load_model
+from clipscale.train import train
+from tests.support.kills import whole_and_killed
+from tests.support.runs import ARCHITECTURE, small
+
+DECODER = {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+POOLED = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 5, "output_tokens": True}
+CAPTIONER: dict[str, Any] = {
+    **ARCHITECTURE,
+    "vision_cfg": ARCHITECTURE["vision_cfg"] | POOLED,
+    "text_cfg": ARCHITECTURE["text_cfg"] | {"embed_cls": True, "output_tokens": True},
+    "multimodal_cfg": DECODER,
+}
+
+
+def captioning(shards: str, run: Path, **given: Any) -> TrainConfig:
+    model = ModelConfig(name="test", architecture=CAPTIONER)
+    given = {"model": model, "cache": CacheConfig(chunk=["5"]), "precision": "fp32", **given}
+    return small(shards, run, **given)
+
+
+def test_a_run_records_both_losses_and_trains_the_decoder(shards: str, tmp_path: Path) -> None:
+    train(captioning(shards, tmp_path / "run"))
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    for record in records:
+        assert record["loss"] == pytest.approx(record["contrastive_loss"] + 2 * record["caption_loss"], rel=1e-12)
+    # Of new weights: ln(49,408) a token.
+    assert records[0]["caption_loss"] == pytest.approx(10.8, abs=1)
+    assert records[-1]["caption_loss"] < records[0]["caption_loss"]
+    assert all(record["caption_tokens"] < 24 for record in records), "captions are sorted and cut"
+
+
+def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path) -> None:
+    config = captioning(shards, tmp_path / "run", caption=CaptionConfig(weight=0.0))
+    train(config)
+    assert all("caption_loss" not in record for record in read_metrics(tmp_path / "run/metrics.jsonl"))
+    torch.manual_seed(config.seed)
+    new = build_model(config.model)
+    trained = load_model(tmp_path / "run")[0]
+    assert new.decoder is not None and trained.decoder is not None
+    assert all(torch.equal(x, y) for x, y in zip(new.decoder.parameters(), trained.decoder.parameters(), strict=True))
+    assert not torch.equal(new.text.encoder.text_projection, trained.text.encoder.text_projection)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": ModelConfig(), "caption": CaptionConfig(weight=1.0)}, r"caption.weight=1: ViT-B-32 has no decoder"),
+        ({"data": DataConfig(train=["x"], captions_per_step=2)}, r"data.captions_per_step .* caption.weight=0"),
+        ({"data": DataConfig(train=["x"], negatives="json:wrong")}, r"data.negatives: .* caption.weight=0"),
+        ({"cache": CacheConfig(chunk=["8", "16"])}, r"cache.chunk=\[8,16\]: .* one size"),
+    ],
+)
+def test_what_does_not_go_with_a_captioner_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(replace(captioning("x", tmp_path), **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "zero3"])
+def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
+    shards: str, tmp_path: Path, environment: dict, parallel: str
+) -> None:
+    cfg = "model.architecture"
+    words = [f"{cfg}.vision_cfg.{key}={str(value).lower()}" for key, value in POOLED.items()]
+    words += [f"{cfg}.text_cfg.embed_cls=true", f"{cfg}.text_cfg.output_tokens=true"]
+    words += [f"{cfg}.multimodal_cfg.{key}={value}" for key, value in (DECODER | {"context_length": 28}).items()]
+    words += [f"data.train={shards}", f"launch.parallel={parallel}", "ema=0.9", "model.patch_dropout=0.3"]
+    whole, killed = whole_and_killed(tmp_path, environment, words)
+    losses = [[r["caption_loss"] for r in read_metrics(run / "metrics.jsonl")][-1] for run in (whole, killed)]
+    assert losses[0] == losses[1]
+    for which in ("trained", "ema"):
+        state = load_model(killed, weights=which)[0].state_dict()
+        assert all(torch.equal(x, state[name]) for name, x in load_model(whole, weights=which)[0].state_dict().items())

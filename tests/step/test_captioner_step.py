@@ -1,0 +1,171 @@
+"""A captioner's step is open_clip's CoCa and CoCaLoss in one graph over the whole batch, whatever it is cut into."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from open_clip.coca_model import CoCa
+from open_clip.loss import CoCaLoss, SigLipLoss
+from torch import Tensor
+
+from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.config.sections import CacheConfig, CaptionConfig, LaunchConfig, LossConfig, ModelConfig, OptimConfig
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.host_batch import HostBatch, Layout
+from clipscale.data.loader.shard_stream import lengths
+from clipscale.distributed.world import World
+from clipscale.models.towers import ClipModel
+from clipscale.start.build import batch_loss, build_step
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
+from tests.support.gradients import assert_same, gradients
+from tests.support.ranks import run_ranks
+from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
+
+BATCH, CPU = 12, torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: str = "ddp"
+    objective: str = "softmax"
+    exchange: str = "gather"
+    # Divides no rank's batch.
+    chunk: int = 5
+    keep: str = "none"
+    is_sorted: bool = True
+    # Whether the mask of the caption's own token is that of open_clip's weights.
+    is_legacy: bool = False
+    offload: str = "host"
+    weight: float = 2.0
+
+
+def model_of(case: Case) -> ClipModel:
+    bias = -2.0 if case.objective == "sigmoid" else None
+    model = small_captioner(init_bias=bias).double()
+    model.text.encoder.correct_cls_mask = not case.is_legacy
+    return model
+
+
+def host_batch(pixels: Tensor, tokens: Tensor) -> HostBatch:
+    layout = Layout(1, len(pixels), PIXELS, TOKENS)
+    slot = {
+        "pixels": pixels.numpy(),
+        "tokens": tokens.int().numpy(),
+        "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
+        "keys": np.arange(len(pixels)),
+    }
+    return HostBatch(slot, layout, lambda stop: None)
+
+
+def step_of(case: Case, world: World) -> TrainStep:
+    config = TrainConfig(
+        batch=BATCH,
+        model=ModelConfig(name="small", architecture=captioner_architecture(PIXELS, 3, TOKENS)),
+        caption=CaptionConfig(weight=case.weight),
+        loss=LossConfig(objective=case.objective, exchange=case.exchange),
+        cache=CacheConfig(chunk=[str(case.chunk)], keep=case.keep),
+        launch=LaunchConfig(parallel=case.parallel),
+        optim=OptimConfig(lr=0.0),
+        precision="fp32",
+        offload=case.offload,
+    )
+    model, precision = model_of(case), Precision.of("fp32", CPU)
+    loss = batch_loss(config, model, precision)
+    sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
+    return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
+
+
+class Answer(NamedTuple):
+    """The loss and its parts, the gradients, and how many graphs were kept."""
+
+    losses: dict[str, float]
+    gradients: dict[str, Tensor]
+    kept: int
+
+
+def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
+    """Of each case the second step, of which the ranks know each other's numbers."""
+    answers = []
+    for case in cases:
+        step = step_of(case, World(rank, ranks, CPU))
+        pixels, tokens = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in captioned(BATCH))
+        batch = host_batch(pixels, tokens)
+        stream: Any = SimpleNamespace(upcoming=lambda batch=batch: batch, failure=None)
+        for number in (1, 2):
+            result = step.run(batch, stream, number, save=False, before_chunk=lambda: None)
+        answers.append(Answer({"loss": result.loss, **result.parts}, gradients(step.model), *step.cache.kept))
+    return answers
+
+
+def open_clips(model: ClipModel) -> CoCa:
+    """open_clip's own module with the model's weights."""
+    bias = None if model.logit_bias is None else 0.0
+    theirs = CoCa(**captioner_architecture(PIXELS, 3, TOKENS), init_logit_bias=bias).double()
+    theirs.visual.load_state_dict(model.image.encoder.state_dict())
+    theirs.text.load_state_dict(model.text.encoder.state_dict())
+    theirs.text_decoder.load_state_dict(model.decoder.state_dict())
+    theirs.logit_scale.data.copy_(model.logit_scale)
+    if model.logit_bias is not None:
+        theirs.logit_bias.data.copy_(model.logit_bias)
+    theirs.text.correct_cls_mask = model.text.encoder.correct_cls_mask
+    return theirs
+
+
+def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The contrast and the caption loss without its weight, and their gradients by our names."""
+    model = model_of(case)
+    theirs = open_clips(model)
+    pixels, tokens = captioned(BATCH)
+    out = theirs(model.image.prepared(pixels), tokens)
+    bias = out.pop("logit_bias", None)
+    parts = CoCaLoss(caption_loss_weight=case.weight, clip_loss_weight=1.0)(**out, output_dict=True)
+    if bias is not None:
+        features = out["image_features"], out["text_features"]
+        parts["contrastive_loss"] = SigLipLoss()(*features, out["logit_scale"], bias)
+    sum(parts.values()).backward()
+    names = {"visual": "image.encoder", "text": "text.encoder", "text_decoder": "decoder"}
+    found = {}
+    for name, gradient in gradients(theirs).items():
+        tower, _, rest = name.partition(".")
+        found[f"{names[tower]}.{rest}" if rest else name] = gradient
+    values = {name: value.item() for name, value in parts.items()}
+    return values | {"caption_loss": values["caption_loss"] / case.weight}, found
+
+
+ONE = [Case(), Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3)]
+TWO = [Case(exchange="ring", keep="2M"), Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4)]
+MORE = [
+    Case(objective="sigmoid", exchange="ring", chunk=BATCH),
+    Case(keep="1G", is_legacy=True, offload="none", chunk=3),
+    Case(is_sorted=False, chunk=1),
+]
+SHARDED = [
+    Case("zero2", objective="sigmoid", exchange="ring", keep="2M"),
+    Case("zero2", is_sorted=False, is_legacy=True, chunk=3, keep="1G"),
+    Case("zero3", keep="2M", offload="none"),
+    Case("zero3", is_legacy=True, chunk=2, weight=0.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, ONE),
+        (2, TWO),
+        *(pytest.param(n, cases, marks=pytest.mark.slow) for n, cases in ((1, MORE), (2, MORE + SHARDED), (3, MORE))),
+        pytest.param(3, SHARDED + TWO, marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, cases: list[Case]) -> None:
+    answers = [stepped(0, 1, cases)] if ranks == 1 else run_ranks(stepped, ranks, cases)
+    for i, case in enumerate(cases):
+        values, expected = one_graph(case)
+        values["loss"] = values["contrastive_loss"] + case.weight * values["caption_loss"]
+        for losses, found, kept in (answer[i] for answer in answers):
+            assert losses == pytest.approx(values, rel=1e-10), case
+            assert bool(kept) == (case.keep != "none"), case
+            assert_same(found, expected, 1e-10, case)
