@@ -41,7 +41,12 @@ def trained_of(encoder: nn.Module) -> set[str]:
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
     """FLOPs of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need,
     layer by layer."""
-    encoder = unbuilt_encoders(config).visual
+    return _image_flops(_described(config), frozenset(trained))
+
+
+@cache
+def _image_flops(model: str, trained: frozenset[str]) -> PassFlops:
+    encoder = _encoders(model).visual
     # In a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
     is_whole = all(name in trained for name, _ in encoder.named_parameters())
     pixels = torch.empty(1, 3, *to_2tuple(encoder.image_size), device="meta", requires_grad=is_whole)
@@ -50,7 +55,12 @@ def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlo
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """As `image_flops`, for one caption of `length` tokens; None: the whole context."""
-    encoders = unbuilt_encoders(config)
+    return _text_flops(_described(config), frozenset(trained), length)
+
+
+@cache
+def _text_flops(model: str, trained: frozenset[str], length: int | None) -> PassFlops:
+    encoders = _encoders(model)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     encoder = encoders.text
     masks = {name: mask[:length, :length] for name, mask in encoder.named_buffers() if name == "attn_mask"}
@@ -59,7 +69,12 @@ def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int
 
 def unbuilt_encoders(config: ModelConfig) -> Any:
     """open_clip's encoders by a model's settings, without values."""
-    return _encoders(json.dumps([config.name, config.architecture, config.image_size, config.context_length]))
+    return _encoders(_described(config))
+
+
+def _described(config: ModelConfig) -> str:
+    """The settings that make an encoder's operations."""
+    return json.dumps([config.name, config.architecture, config.image_size, config.context_length])
 
 
 @cache

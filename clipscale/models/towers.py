@@ -4,6 +4,7 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable
@@ -47,6 +48,8 @@ OF_OTHERS = ("timm_model_name", "hf_model_name")
 Encoders: TypeAlias = CustomTextCLIP | CoCa
 # In pixels, where open_clip's description names none.
 IMAGE_SIZE = 224
+# Descriptions, as JSON, whose encoders `check_encoders` has found usable: many of a sweep or an average are alike.
+USABLE = set[str]()
 
 
 class Tower(nn.Module):
@@ -242,8 +245,12 @@ def _length(text: Record, encoder: Any) -> int:
 def check_encoders(encoders: Encoders, description: Record) -> None:
     """Raise UserError unless open_clip's own towers take a sample and give a row of features.
 
-    Some of a description is checked at first use alone. The sample is on the meta device: nothing is computed.
+    Some of a description is checked at first use alone. The sample is on the meta device: nothing is computed. Once
+    in a process for each description.
     """
+    described = json.dumps(description, sort_keys=True, default=str)
+    if described in USABLE:
+        return
     vision, text = description["vision_cfg"], description["text_cfg"]
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
@@ -261,6 +268,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     if isinstance(encoders, CoCa):
         with library(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
             on_meta(encoders.text_decoder, *read)
+    USABLE.add(described)
 
 
 def on_meta(module: nn.Module, *inputs: Tensor) -> Any:
