@@ -80,15 +80,24 @@ def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyP
     assert few.before == pytest.approx(every.before, rel=0.01)
 
 
+def lowest(ranks: list[StepMemory]) -> StepMemory:
+    """The lowest of the ranks' figures."""
+    befores, peaks = [rank.before for rank in ranks], [rank.peak for rank in ranks]
+    return StepMemory(*({key: min(each[key] for each in every) for key in every[0]} for every in (befores, peaks)))
+
+
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
     """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
+
+    A rank is measured too high where gloo's thread is the last to hold what it has sent: torch's profiler does not see
+    what another thread frees. So the lower rank counts.
 
     FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
     growth in each phase is compared; that of `encode`, predicted 2.45 MiB, was 2.45 to 2.95.
     """
     changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
-    real, _ = run_ranks(measured_on_a_rank, 2, changed)
+    real = lowest(run_ranks(measured_on_a_rank, 2, changed))
     step = predicted(settings(**changed), ranks=2)
     sharded = parallel == "zero3"
     assert_agree(step, real, peaks=not sharded, small=2**19 if sharded else SMALL)
