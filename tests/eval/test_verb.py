@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale.common.record import Results
 from clipscale.config.eval import EvalRunConfig
@@ -54,6 +53,8 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
     assert records == {5: sent[0], 10: sent[1]} and evaluated(run, "5", eval=config) == sent[0]
     out = capsys.readouterr().out
     assert all(words in out for words in ("run, step 5", "run, step 10", "classes", "captions")), out
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("eval/classes/top5")]

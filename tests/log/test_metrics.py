@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale.common import files
 from clipscale.config.sections import SinkConfig
@@ -155,6 +154,8 @@ def test_a_warning_is_given_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     with closing(open_log(tmp_path, tensorboard=True)) as log:
         for step in range(1, 6):
             log.step(record(step))

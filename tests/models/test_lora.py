@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from tests.support.refused import refused
 from tests.support.runs import ARCHITECTURE, curve, records, small
 from tests.support.towers import samples, small_model
 
-pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+# Not imported here: each of pytest's workers reads this file, and most run none of it.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (clipscale[lora])")
 PLAIN = ModelConfig(name="test", architecture=ARCHITECTURE)
 
 

@@ -203,12 +203,15 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "run.lock", "checkpoints/step_9", "thesis/a"])
 def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, tmp_path: Path, name: str) -> None:
-    """A folder with a shell's log is nobody's."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with refused(f"^run={tmp_path} is no folder of a run: it holds {name[:6]}.*; choose another run=NAME"):
         train(small(shards, tmp_path))
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
+
+
+def test_a_folder_with_a_log_alone_is_taken(shards: str, tmp_path: Path) -> None:
+    """A shell's; the folder is nobody's."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job.out").touch()
     assert train(small(shards, tmp_path / "run"))["step"] == 4
@@ -227,7 +230,14 @@ def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
     assert caplog.text.count("begins anew") == 2
 
 
-@pytest.mark.parametrize("damage", [b"\0\0\n", b"[1]\n", b'{"step": [\n', b"caf\xe9: [\n"])
+SLOW = pytest.mark.slow
+
+
+# The others take the same path: a list is JSON of another kind, and half a line is no JSON, as zeros are none.
+@pytest.mark.parametrize(
+    "damage",
+    [b"\0\0\n", pytest.param(b"[1]\n", marks=SLOW), pytest.param(b'{"step": [\n', marks=SLOW), b"caf\xe9: [\n"],
+)
 def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
