@@ -3,28 +3,25 @@
 This is one process's part; the command line starts the processes. `start/begin.py` has the start of a run on one page.
 """
 
-import shlex
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results, RunResult
-from clipscale.common.terminal import doing, tell
+from clipscale.common.terminal import doing
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
+from clipscale.eval.ending import tell_end
 from clipscale.eval.run import ResultsFile, evaluate
-from clipscale.launch.early_end import closing, saving_what_is_done
-from clipscale.launch.run_lock import RunLock, folder_was_removed
+from clipscale.launch.early_end import closing, ending_if_removed, saving_what_is_done
+from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import Stop
 from clipscale.log.records import StepRecord
-from clipscale.log.table import print_results, with_start
 from clipscale.start.begin import Begun, begin
 from clipscale.start.shared import check_shared
 from clipscale.step.compiled import no_compilation
@@ -33,7 +30,7 @@ from clipscale.step.saved_state import saved_now
 from clipscale.step.train_step import Agreement
 
 # Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save.
-AFTER_SIGNAL_S = 60.0
+COPY_S = 60.0
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -52,7 +49,7 @@ def train(config: TrainConfig) -> RunResult:
             begun = begin(config, world, copies)
             results = Run(begun, world, lock).go()
             copies = begun.saver.copies
-            if begun.stage.last:
+            if begun.stage.is_last:
                 if copies and world.is_rank0:
                     copies.close(config.launch.timeout_s, results)
                 return results
@@ -84,34 +81,27 @@ class Run:
     def go(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
-        every = self.begun.every
-        folder = self.begun.folder
-        parts = self.stream, self.begun.saver
+        begun = self.begun
+        parts = self.stream, begun.saver
         self.stream.while_waiting(self.stop.check_alone)
-        with closing(self.begun.records), self.stop, closing(*parts), saving_what_is_done(self):
-            if self.step == 0 < self.total and self.begun.evaluates_start:
+        with closing(begun.records), self.stop, closing(*parts), saving_what_is_done(self):
+            if self.step == 0 < self.total and begun.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
                 agreement = self.train_step()
+                is_last = self.step == self.total
                 is_best = False
-                if self.step < self.total and every.evaluates_after(self.step):
+                if begun.every.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = self.is_best()
-                if is_best or agreement.save or self.step == self.total or every.saves_after(self.step):
-                    self.save(last=self.step == self.total)
-            if self.begun.evaluation.sets:
+                    is_best = begun.saver.would_be_best(self.step)
+                if is_best or is_last or agreement.save or begun.every.saves_after(self.step):
+                    self.save(wait=is_last)
+            if begun.evaluation.sets:
                 results = self.evaluate()
+        result: RunResult = {"run": str(begun.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0:
-            title = f"{folder.name}, step {self.step}, {self.begun.evaluation.facts['precision']}"
-            print_results(with_start(results, ResultsFile(folder, 0).record()["results"]), title)
-            if line := self.begun.expected.line(results):
-                tell(line)
-            tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
-            if best := self.begun.saver.retention.best:
-                step = best.among(map(checkpoint.step_of, checkpoint.checkpoints_of(folder)))
-                tell(f"best by {best.goal}: step {step}" if step is not None else f"no checkpoint has a {best.goal}")
-            tell(f"clipscale report {shlex.quote(str(folder))} shows it")
-        return {"run": str(folder), "step": self.step, "loss": self.loss, "eval": results}
+            tell_end(result, begun.evaluation.facts["precision"], begun.expected, begun.saver.retention.best)
+        return result
 
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
@@ -170,37 +160,24 @@ class Run:
         records.evaluation(self.step, results)
         return results
 
-    def is_best(self) -> bool:
-        """Whether this step, just evaluated, is better than all checkpoints. A collective."""
-        saver = self.begun.saver
-        best = saver.retention.best
-        return best is not None and self.world.on_main(lambda: best.improves(self.step, saver.last_step))
-
-    def save(self, *, last: bool) -> None:
-        """Begin to write a checkpoint; see `checkpoint.Saver`. Waits for the `last` one.
-
-        Raises UserError on every rank if somebody has removed the run's folder. The checkpoint is then written to a new
-        folder, unless another run has begun there.
-        """
+    def save(self, *, wait: bool) -> None:
+        """Begin to write a checkpoint; see `checkpoint.Saver`. `wait`: until it is complete."""
         self.begun.records.finish()
-        if last:
+        if wait:
             doing(f"saving step {self.step}")
-        removed = self.lock is not None and self.world.on_main(self.lock.renew)
         samples = self.begun.stage.samples_before(self.step)
         run = replace(self.begun.description, step=self.step, samples=samples, loss=self.loss)
-        self.begun.saver.save(saved_now(run, self.trainer, self.stream), last=last or removed)
+        saver = self.begun.saver
+        with ending_if_removed(self.lock, self.world, saver, self.step):
+            saver.save(saved_now(run, self.trainer, self.stream), wait=wait)
         self.saved_at = time.monotonic()
-        if removed:
-            raise folder_was_removed(self.begun.folder, self.step)
 
     def save_at_once(self) -> None:
         """Save the completed steps, wait until the checkpoint is complete, and a minute for its copy."""
         saver = self.begun.saver
-        if self.step != saver.last_step:
-            self.save(last=True)
-        saver.wait()
-        if saver.copies and saver.copies.address:
-            self.world.on_main(partial(saver.copies.close, AFTER_SIGNAL_S))
+        if self.step != saver.newest_step:
+            self.save(wait=True)
+        saver.finish(COPY_S)
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here, and the weights are those of a completed step."""

@@ -11,7 +11,7 @@ such as model/logit_scale.
 """
 
 from clipscale.checkpoint.copies import Copies, restore_from_copy
-from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary, set_outdated_aside
+from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import to_resume
 from clipscale.checkpoint.saved import Saved
@@ -20,6 +20,6 @@ from clipscale.common.checkpoints import Best, checkpoints_of, locate, path_of, 
 
 __all__ = [
     "Best", "Copies", "Retention", "Saved", "Saver", "UnwritableError", "checkpoints_of", "load",
-    "locate", "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_outdated_aside",
+    "locate", "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy",
     "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard, set_records_aside
+from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
@@ -25,6 +25,7 @@ from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import RunResult
 from clipscale.common.remote import ANSWER_S, NO_CREDENTIALS, SLOWEST, check_credentials, no_credentials, within
 from clipscale.common.terminal import tell
+from clipscale.own_machine.set_aside import set_records_aside
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
 # Seconds of a copy before a run that waits for it says so.

@@ -4,12 +4,12 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
+from clipscale.own_machine.set_aside import set_checkpoint_aside
 
 log = logging.getLogger(__name__)
 
@@ -67,5 +67,5 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
 def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
     """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
     for path, reason in damaged.items():
-        renamed = f"; it is now {folder.set_aside(path, 'damaged').name}" if rename else ""
+        renamed = f"; it is now {set_checkpoint_aside(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)

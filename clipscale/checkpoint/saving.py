@@ -48,7 +48,7 @@ class Saver:
         """`copies`: of each checkpoint; None: there are none."""
         self.run_dir, self.world, self.retention, self.copies = run_dir, world, retention, copies
         # The step of the newest checkpoint begun.
-        self.last_step: int | None = None
+        self.newest_step: int | None = None
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
         self._stager = self._new_stager()
@@ -64,13 +64,13 @@ class Saver:
             )
         )
 
-    def save(self, saved: Saved, *, last: bool = False) -> None:
-        """Begin to write a checkpoint, when the one before is complete. Wait for the `last`.
+    def save(self, saved: Saved, *, wait: bool = False) -> None:
+        """Begin to write a checkpoint, when the one before is complete. `wait`: until this one is complete, too.
 
-        Tensors below a dictionary are the same on every rank, or DTensors; everything else is taken from rank 0.
+        Tensors below a dictionary are the same on every rank, or DTensors. Everything else is taken from rank 0.
 
-        A disk that does not take a checkpoint is reported, and training goes on: the next one may find it in order. The
-        `last` one raises UnwritableError.
+        A disk that does not take a checkpoint is reported, and training goes on: the disk may take the next one. With
+        `wait` it raises UnwritableError.
         """
         self._wait_or_warn()
         if torch.__version__ < "2.13":  # where a stager works once
@@ -92,8 +92,8 @@ class Saver:
         )
         assert isinstance(result, Future)
         self._pending = step, result
-        self.last_step = step
-        if last:
+        self.newest_step = step
+        if wait:
             self.wait()
 
     def wait(self) -> None:
@@ -113,6 +113,17 @@ class Saver:
             raise UnwritableError(
                 f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
+
+    def finish(self, copy_s: float) -> None:
+        """Wait until the checkpoint is complete, and then at most `copy_s` seconds for its copy."""
+        self.wait()
+        if self.copies and self.copies.address:
+            self.world.on_main(partial(self.copies.close, copy_s))
+
+    def would_be_best(self, step: int) -> bool:
+        """Whether `step`, just evaluated, is better than all checkpoints. A collective."""
+        best = self.retention.best
+        return best is not None and self.world.on_main(lambda: best.improves(step, self.newest_step))
 
     def close(self) -> None:
         """Wait for what is being written. A failure is reported and not raised: another error may be on its way out."""

@@ -12,11 +12,11 @@ from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.common.hardware import prepare_torch
-from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
+from clipscale.common.terminal import clear, doing, main_rank, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 from clipscale.own_machine.limits import explained
-from clipscale.own_machine.output import outlive_output
+from clipscale.own_machine.output import outlive_output, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
@@ -26,7 +26,7 @@ PRINT = ("plan", "data check", "doctor")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
-    prepare()
+    prepare_output()
     prepare_torch()
     try:
         return run(list(sys.argv[1:] if argv is None else argv))

@@ -21,8 +21,6 @@ from clipscale.common.terminal import tell
 from clipscale.config.train import TrainConfig
 from clipscale.launch.stopping import interrupt, interruptible
 
-# Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores.
-LIMIT_S = 300.0
 # Niceness of the planner's process, so that it does not slow the start of the run.
 NICENESS = 10
 
@@ -66,9 +64,7 @@ class Planner:
     def _answer(self) -> tuple[Record, str]:
         """The plan, and the reason why there is none; one of them is empty."""
         try:
-            if self._connection.poll(LIMIT_S):
-                return self._connection.recv()
-            return {}, f"not ready in {LIMIT_S:.0f} s"
+            return self._connection.recv()
         except EOFError:
             self.process.join()
             return {}, f"its process ended with status {self.process.exitcode}"

@@ -34,12 +34,12 @@ from clipscale.common.checkpoints import LOSSES, Best
 from clipscale.common.errors import StoppedError, UserError, library, one_line
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
-from clipscale.common.terminal import prepare, report, say
+from clipscale.common.terminal import report, say
 from clipscale.common.units import nearest, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
-from clipscale.own_machine.output import outlive_output
+from clipscale.own_machine.output import outlive_output, prepare_output
 from clipscale.tools.data import demo
 
 # What a sweep takes of Hydra's own settings: these groups, and the keys of the chosen launcher and sweeper.
@@ -279,7 +279,7 @@ class Job:
         here = os.getpid() == self.parent
         if not here:
             multiprocessing.set_start_method(None, force=True)  # not joblib's own, which a run's processes do not know
-            prepare()
+            prepare_output()
             prepare_torch()
             outlive_output()
         os.environ.setdefault("WANDB_RUN_GROUP", self.folder.name)  # wandb shows the runs as one group

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Self
 
-from clipscale.common.terminal import printable
+from clipscale.common.printable import printable
 
 
 class UserError(Exception):

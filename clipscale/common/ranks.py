@@ -13,22 +13,6 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
-def check() -> None:
-    """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
-    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *restarts):
-        number(name, 0)
-    problem = ""
-    if not under_launcher():
-        problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
-    elif rank() >= size():
-        problem = f"is no rank of WORLD_SIZE={size()}"
-    elif size() > 1 and not (os.environ.get("MASTER_ADDR") and 0 < number("MASTER_PORT", 0) < 2**16):
-        problem = "needs MASTER_ADDR, and a port as MASTER_PORT"
-    if problem:
-        raise UserError(f"RANK={os.environ['RANK']} of the environment {problem}; start with torchrun, or unset RANK")
-
-
 def under_launcher() -> bool:
     """Whether this process was started as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -3,10 +3,8 @@
 Text may come from strangers, such as names and captions: no control character of theirs reaches the terminal.
 """
 
-import io
 import logging
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -14,8 +12,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import TypeVar
+
+from clipscale.common import ranks
+from clipscale.common.errors import UserError
+from clipscale.common.printable import printable, without_password
 
 T = TypeVar("T")
 # Characters of a printed error or warning; the rest of it is left out.
@@ -32,22 +33,10 @@ BAR_EVERY_S = 0.2
 BAR_WIDTH = 20
 
 
-def printable(text: object) -> str:
-    """The text on one line: what is not printable, newlines included, becomes an escape such as `\\x1b`."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def without_password(text: str) -> str:
-    return re.sub(r"://[^\s/'\"<>]+@", "://", text)  # without the scheme: looking for one takes time squared
-
-
 def main_rank() -> bool:
     """Whether this process prints for its run: rank 0, a single process, or one whose rank is invalid."""
-    from clipscale.common import ranks  # here: its errors are printed by this module
-
-    with suppress(ranks.UserError):
-        ranks.check()
-        return ranks.rank() == 0
+    with suppress(UserError):
+        return ranks.rank() == 0 or ranks.rank() >= ranks.size()
     return True
 
 
@@ -150,15 +139,7 @@ class _Printable(logging.Formatter):
         return without_password(printable(record.getMessage()))[:LONGEST]
 
 
-def prepare() -> None:
-    """Make this process's warnings printable. Every process of ours calls it once.
-
-    What stdout's encoding lacks is escaped there, and a closed stdout or stderr takes what is written.
-    """
+def make_warnings_printable() -> None:
+    """From here on, what this process logs without a handler of its own is printed on one line."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Printable())
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
-        setattr(sys, name, stream)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import without_password
+from clipscale.common.printable import without_password
 
 # Environment variable that lists the variables which the configuration reads, for all processes of a run.
 READ = "CLIPSCALE_ENV_READ"

@@ -23,7 +23,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
-from clipscale.own_machine.records import read_or_set_aside
+from clipscale.own_machine.set_aside import read_or_set_aside
 
 
 @dataclass(frozen=True)

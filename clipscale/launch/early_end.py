@@ -1,16 +1,21 @@
-"""What a run saves that ends early: by a signal, or by an error."""
+"""What a run saves that ends early: by a signal, by an error, or because somebody has removed its folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.launch.run_lock import FolderInUseError
+from clipscale.distributed.world import World
+from clipscale.launch.run_lock import FolderInUseError, RunLock
 from clipscale.launch.stopping import SignalError, stopped
 
 
 class Closable(Protocol):
     def close(self) -> None: ...
+
+
+class Waiting(Protocol):
+    def wait(self) -> None: ...
 
 
 class Savable(Protocol):
@@ -43,6 +48,27 @@ def saving_what_is_done(run: Savable) -> Iterator[None]:
         if run.can_save_after(error):
             run.save_at_once()
         raise
+
+
+@contextmanager
+def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: int) -> Iterator[None]:
+    """Around a save. If somebody has removed the run's folder, a new one takes the checkpoint, and the run ends.
+
+    `lock`: of the folder; None: nobody else uses it. `step`: the one that is saved.
+
+    Raises UserError on every rank: after the save, or before it where another run has begun in the folder.
+    """
+    if lock is None:
+        yield
+        return
+    removed = world.on_main(lock.renew)
+    yield
+    if removed:
+        saver.wait()
+        raise UserError(
+            f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
+            f"{step}: go on with resume=auto"
+        )
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.stopping import AtOnce, check_interrupted, stopped
 from clipscale.log.sinks import wandb_module
+from clipscale.own_machine.launcher import check_launcher
 from clipscale.own_machine.limits import explained
-from clipscale.own_machine.output import outlive_output
+from clipscale.own_machine.output import outlive_output, prepare_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -77,7 +78,7 @@ class WorkerError(Exception):
 
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
-    ranks.check()
+    check_launcher()
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
@@ -97,7 +98,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> objec
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
-    ranks.check()
+    check_launcher()
     with AtOnce(AT_ONCE if main == TRAIN else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
@@ -206,7 +207,7 @@ def end_with_the_launcher() -> None:
 def worker(config: Launched, main: str, folder: Path) -> object:
     """The main function of a process that `start` starts. It writes its failure to the folder."""
     end_with_the_launcher()
-    terminal.prepare()
+    prepare_output()
     outlive_output()
     terminal.doing("loading torch")
     try:

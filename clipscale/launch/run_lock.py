@@ -29,14 +29,6 @@ def check_free(folder: Path) -> None:
         lock.release()
 
 
-def folder_was_removed(folder: Path, step: int) -> UserError:
-    """What ends a run whose folder somebody has removed, when it has saved `step` in a new one."""
-    return UserError(
-        f"run={folder}: its folder was removed while it trained, with its records; a new one holds step {step}: go on "
-        "with resume=auto"
-    )
-
-
 class FolderInUseError(UserError):
     """Another run has the folder."""
 

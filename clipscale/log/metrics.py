@@ -20,7 +20,8 @@ from clipscale.log.records import StepRecord, whole_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
-from clipscale.own_machine.records import LastingLines, set_file_aside, set_folders_aside
+from clipscale.own_machine.output import LastingLines
+from clipscale.own_machine.set_aside import set_file_aside, set_folders_aside
 
 # Seconds between console lines, at least.
 PAUSE_S = 10.0

@@ -1,9 +1,26 @@
 """Output that cannot end a run: its disk is full, its reader is gone, or it is closed."""
 
 import io
+import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from clipscale.common.terminal import make_warnings_printable, tell
+
+
+def prepare_output() -> None:
+    """Make warnings printable, escape what an output's encoding lacks, and drop what is written to a closed one.
+
+    Every process of ours calls it once.
+    """
+    make_warnings_printable()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
+        setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Lasting(io.FileIO):
@@ -25,3 +42,27 @@ def outlive_output() -> None:
             raw: Any = _Lasting(stream.fileno(), "w", closefd=False)
             lasting = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)
             setattr(sys, name, lasting)
+
+
+class LastingLines:
+    """A file of lines. Those that a full disk refuses are kept, and written with the next one; one warning says so."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        """`file`: lines are appended to it, unbuffered, so that a kill loses none."""
+        self._file = file
+        self._unwritten = bytearray()
+        self._has_warned = False
+
+    def append(self, line: str) -> None:
+        self._unwritten += line.encode()
+        try:
+            del self._unwritten[: self._file.write(self._unwritten)]
+        except OSError as error:
+            if not self._has_warned:
+                tell(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
+            self._has_warned = True
+
+    def close(self) -> None:
+        """Write what waits in memory, and close the file."""
+        self.append("")
+        self._file.close()

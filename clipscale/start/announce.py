@@ -3,14 +3,13 @@
 import math
 from functools import partial
 
-from clipscale import checkpoint
 from clipscale.common.terminal import tell
 from clipscale.config.train import beyond_published, changes_since, crowded, samples_of
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.log.records import rate_of_step
 from clipscale.log.sinks import tell_wandb_mode
-from clipscale.own_machine.records import read_or_set_aside
+from clipscale.own_machine.set_aside import read_or_set_aside, set_outdated_aside
 from clipscale.start.build import Parts
 from clipscale.start.settle import Start
 from clipscale.step.optim import Schedule
@@ -30,7 +29,7 @@ def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
     for warning in (crowded(start.config, epoch), beyond_published(start.config.batch, samples)):
         if warning:
             tell(f"warning: {warning}", error=True)
-    checkpoint.set_outdated_aside(start.folder, start.step, begins_elsewhere=not start.continues_own_folder)
+    set_outdated_aside(start.folder, start.step, begins_elsewhere=not start.continues_own_folder)
     tell_position(start, parts.schedule)
     sinks = start.config.log
     tell_wandb_mode(sinks.wandb, sinks.wandb_mode)

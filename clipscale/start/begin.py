@@ -91,7 +91,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
             copies = begin_copies(start, world)
         saver = checkpoint.Saver(start.folder, world, copies.retention, copies)
         if start.checkpoint is None or start.continues_own_folder:
-            saver.last_step = start.step
+            saver.newest_step = start.step
         undo.pop_all()
 
     every = Every(config.eval.every, *config.checkpoint.interval)

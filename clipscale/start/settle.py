@@ -31,7 +31,7 @@ class Stage:
     first: int
     # Samples of the stages before it.
     first_sample: int
-    last: bool
+    is_last: bool
     # What its first step does with the optimizer's state of the stage before.
     optimizer: OptimizerPolicy
 

@@ -22,6 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
+from clipscale.own_machine.set_aside import set_outdated_aside
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
 from tests.support.refused import refused
@@ -186,7 +187,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
-        checkpoint.set_outdated_aside(tmp_path, 1, begins_elsewhere=False)
+        set_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
         assert checkpoint.to_resume(tmp_path, "auto", ALONE) == checkpoint.path_of(tmp_path, 1)
     names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]
@@ -239,7 +240,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, goal))
     saver = checkpoint.Saver(tmp_path, ALONE, retention)
     for step in range(1, 8):
-        saver.save(checkpoint.Saved(step, **some_state()), last=True)
+        saver.save(checkpoint.Saved(step, **some_state()), wait=True)
     assert steps(tmp_path) == ([best] if best else []) + [7]
 
 

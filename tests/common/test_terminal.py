@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from clipscale.cli.main import main
 from clipscale.common import terminal
-from clipscale.common.terminal import LONGEST, printable
+from clipscale.common.printable import printable
+from clipscale.common.terminal import LONGEST
 from clipscale.log.table import TextTable, show
 from tests.conftest import Cap
 from tests.support.interpreter import interpreted
@@ -39,7 +40,7 @@ def test_an_error_is_one_printable_line(text: str, capsys: Cap) -> None:
 
 
 def test_a_warning_is_one_printable_line(capsys: Cap) -> None:
-    terminal.prepare()
+    terminal.make_warnings_printable()
     record = logging.LogRecord("clipscale", logging.WARNING, "", 1, "shard %s", (HOSTILE,), None)
     assert logging.lastResort is not None
     logging.lastResort.handle(record)

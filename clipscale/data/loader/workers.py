@@ -18,11 +18,11 @@ from multiprocessing.util import Finalize
 import torch
 
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.terminal import prepare
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, open_filler
 from clipscale.data.shards.addresses import utf8
+from clipscale.own_machine.output import prepare_output
 
 # Seconds after which a wait for samples looks for a signal.
 SLICE_S = 0.25
@@ -65,7 +65,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
 
     It ends when the training process closes the connection. Signals to the whole job do not end it.
     """
-    prepare()
+    prepare_output()
     gc.freeze()  # a collection would write to all objects shared with the server, and so copy their pages
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers of transformers start a thread per core

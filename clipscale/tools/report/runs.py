@@ -8,8 +8,8 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.printable import printable
 from clipscale.common.record import EvalRecord, Record
-from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.expected import SOURCE, bands_of

@@ -1,0 +1,27 @@
+"""Whether the variables that a launcher sets for this process go together."""
+
+import os
+
+from clipscale.common import ranks
+from clipscale.common.errors import UserError
+
+# Variables that are numbers, beside those of a run of several processes.
+NUMBERS = (
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_RESTART_COUNT",
+)  # fmt: skip
+
+
+def check_launcher() -> None:
+    """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
+    for name in NUMBERS:
+        ranks.number(name, 0)
+    problem = ""
+    if not ranks.under_launcher():
+        problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
+    elif ranks.rank() >= ranks.size():
+        problem = f"is no rank of WORLD_SIZE={ranks.size()}"
+    elif ranks.size() > 1 and not (os.environ.get("MASTER_ADDR") and 0 < ranks.number("MASTER_PORT", 0) < 2**16):
+        problem = "needs MASTER_ADDR, and a port as MASTER_PORT"
+    if problem:
+        raise UserError(f"RANK={os.environ['RANK']} of the environment {problem}; start with torchrun, or unset RANK")

@@ -1,0 +1,103 @@
+"""What a run finds in its folder and does not use is renamed and reported, never deleted.
+
+That is a damaged record, and what is left of another run or of later steps.
+"""
+
+import logging
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from clipscale.common import files
+from clipscale.common.checkpoints import RESULT, checkpoints_of, step_of
+from clipscale.common.files import DAMAGED, reason_of
+from clipscale.common.units import unused
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Files and folders of a run beside its checkpoints. The first three hold its measurements.
+RUN_RECORDS = (
+    "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
+)  # fmt: skip
+
+
+# ---- damaged records ----
+
+
+def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
+    """`read(path)`; None if the file is damaged, which is renamed and reported."""
+    try:
+        return read(path)
+    except DAMAGED as error:
+        set_file_aside(path, reason_of(error))
+        return None
+
+
+def set_file_aside(path: Path, reason: str) -> None:
+    """Rename a damaged record; its run continues without it."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
+    path.rename(aside)
+    log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)
+
+
+def set_folders_aside(paths: Iterable[Path]) -> None:
+    """Rename folders that are in the place of records."""
+    for path in paths:
+        if path.is_dir():
+            set_file_aside(path, "a folder")
+
+
+# ---- an earlier run, and later steps ----
+
+
+def set_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
+    """Before a run goes on after `step`: set aside what its folder has of another run or of later steps.
+
+    `begins_elsewhere`: it begins anew, or from a checkpoint of another folder.
+    """
+    if begins_elsewhere:
+        set_records_aside(run_dir)
+    read_or_set_aside(run_dir / RESULT, files.read_record)
+    (run_dir / RESULT).unlink(missing_ok=True)
+    if step:
+        set_later_aside(run_dir, step)
+
+
+def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
+    """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say `why`."""
+    records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
+    if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
+        aside = unused(run_dir / "earlier")
+        aside.mkdir()
+        for path in records:
+            path.rename(aside / path.name)
+        log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
+
+
+def set_later_aside(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
+    The curve so far, and the results after `step`, go to a folder of their own."""
+    later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
+    renamed = [set_checkpoint_aside(path, "aside") for path in later]
+    if later:
+        aside = unused(run_dir / "earlier")
+        aside.mkdir()
+        with suppress(FileNotFoundError):
+            shutil.copy(run_dir / RUN_RECORDS[0], aside)
+        for path in run_dir.glob("eval/step_*.json"):
+            if re.fullmatch(r"step_\d+", path.stem) and step_of(path.with_suffix("")) > step:
+                path.rename(aside / path.name)
+        log.warning(
+            "%s and what is later is beyond step %d, from which the run goes on; it is now %s, and its records are in "
+            "%s", later[0].name, step, renamed[0].name, aside
+        )  # fmt: skip
+
+
+def set_checkpoint_aside(checkpoint: Path, ending: str) -> Path:
+    """Rename a checkpoint to `step_N.ENDING`, or to the first free `step_N.ENDING-2`, ... Returns the new path."""
+    return checkpoint.replace(unused(checkpoint.with_name(f"{checkpoint.name}.{ending}")))
