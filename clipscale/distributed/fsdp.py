@@ -34,10 +34,10 @@ class ShardedTower(nn.Module):
         return self.module(*inputs, **named)
 
     @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around the backward pass of a chunk. After a step's `last` one all weights are sharded again."""
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Around the backward pass of a chunk. After a step's last one (`sync`) all weights are sharded again."""
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(last or self.stage == 3)
+        self.module.set_reshard_after_backward(sync or self.stage == 3)
         yield
 
 

@@ -28,10 +28,10 @@ from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
 from clipscale.step.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
-    gathers,
+    can_rerun,
     gradient_sync,
+    is_collective,
     rearm_ddp_sync,
-    repeatable,
     trains,
 )
 
@@ -79,10 +79,11 @@ class GradCache:
             once, with its last chunk, unless it has a method `gradient_sync` of its own.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
-        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
-            on all ranks. 0: keep none; math.inf: keep all; a number: measure a graph in the first step, then keep as
-            many as fit; None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
-            has no memory for a kept graph keeps none from then on; under FSDP2 or with batch normalisation none does.
+        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. The same
+            on all ranks. 0: keep none. math.inf: keep all. A number: measure a graph in the first step, then keep as
+            many as fit. None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
+            has no memory for a kept graph keeps none from then on. Under FSDP2, or with synchronised batch
+            normalisation, then no rank keeps any.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: a value that already carries a scale
@@ -124,7 +125,7 @@ class GradCache:
         self.keep = keep_of(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self._towers = [
-            _Tower(encoder, function, autocast, last=encoder not in encoders[i + 1 :])
+            _Tower(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
@@ -155,7 +156,7 @@ class GradCache:
 
     def encode_tower(self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing) -> Tensor:
         """The first pass of tower i, after those of all earlier towers; see `encode`."""
-        # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
+        # A tower that keeps no graph counts with one: its replay builds one while later towers' graphs are still kept.
         used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
         keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.less(used)
         return self._towers[i].encode(batch, self.chunks[i], keep, before_chunk)
@@ -189,16 +190,19 @@ class GradCache:
         self.chunk_loss = _sum(losses) if losses else None
 
     def _agree_on_kept(self) -> None:
-        """If a graph did not fit, keep none from now on. On all ranks if a second pass is a collective: under FSDP2,
-        which gathers weights, and with synchronised batch normalisation."""
-        full = any(tower.graphs.full for tower in self._towers)
-        if self.keep.bytes and not (self._keeps_none or all(repeatable(tower.encoder) for tower in self._towers)):
-            full = bool(largest_of_ranks(full, self._towers[0].representations.device))
-        if full:
+        """If a graph did not fit, keep none from now on.
+
+        Where a second pass is a collective, this holds for all ranks. It is one under FSDP2, which gathers weights, and
+        with synchronised batch normalisation.
+        """
+        out_of_memory = any(tower.graphs.out_of_memory for tower in self._towers)
+        if self.keep.bytes and not (self._keeps_none or all(can_rerun(tower.encoder) for tower in self._towers)):
+            out_of_memory = bool(largest_of_ranks(out_of_memory, self._towers[0].representations.device))
+        if out_of_memory:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self._keeps_none = True
             for tower in self._towers:
-                tower.graphs.give_up()
+                tower.graphs.drop()
 
     @property
     def keep_bytes(self) -> float | None:
@@ -238,11 +242,11 @@ class _Tower:
     """One encoder's two passes over its chunks."""
 
     encoder: Callable[..., object]
-    # From the encoder's output to the representations; None: the output is them.
+    # Maps the encoder's output to the representations; None: they are the output itself.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
-    # Whether this is the last tower with this encoder: only that one synchronises the gradients.
-    last: bool
+    # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
+    synchronises: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
@@ -278,24 +282,24 @@ class _Tower:
             before_chunk()
             self.random_states.append(RandomState.now())
             with gradient_sync(self.encoder, False):
-                out = self.first_pass(i, partial(self.run, start, stop))
+                out = self.output(i, partial(self.run, start, stop))
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations[self.rows(start, stop)] = out
-        self.graphs.meter.end(self.representations.device)
+        self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(trained)
 
-    def first_pass(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
-        """Encode chunk i without a graph, or with one that is kept. If that runs out of memory, drops all kept graphs
-        and encodes again."""
+    def output(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
+        """Encode chunk i without a graph, or with one that is kept. If a kept graph runs out of memory, drop all of
+        them and encode again."""
         try:
-            return self.graphs.first_pass(i, encode, gathers(self.encoder))
+            return self.graphs.output(i, encode, is_collective(self.encoder))
         except torch.OutOfMemoryError:
-            if i >= self.graphs.count or not repeatable(self.encoder):
+            if i >= self.graphs.count or not can_rerun(self.encoder):
                 raise
-        self.graphs.give_up()
+        self.graphs.drop()
         self.random_states[i].restore()
-        return self.graphs.first_pass(i, encode, False)
+        return self.graphs.output(i, encode, False)
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
@@ -310,11 +314,11 @@ class _Tower:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
                 before_chunk()
-                last = self.last and stop == self.spans[-1][1]
-                with gradient_sync(self.encoder, last):
+                sync = self.synchronises and stop == self.spans[-1][1]
+                with gradient_sync(self.encoder, sync):
                     if self.graphs.outputs:
                         out = self.graphs.outputs.pop(0)
-                        out = rearm_ddp_sync(self.encoder, out) if last else out
+                        out = rearm_ddp_sync(self.encoder, out) if sync else out
                     else:
                         random.restore()
                         out = self.run(start, stop)
@@ -412,7 +416,7 @@ def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
 
 
 def refuse_static_graph(encoder: Callable[..., object]) -> None:
-    """Raise ValueError for DDP that has been told that all its passes are alike."""
+    """Raise ValueError for DDP whose user has promised that all passes are alike."""
     if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
         raise ValueError(
             "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "

@@ -18,10 +18,10 @@ HOST_LEFT = 4 << 30
 def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
     """What is kept with `cache.keep=auto` after the first step: the least of all ranks. A collective.
 
-    The first step keeps no graph, and measures that of a chunk (`graph_bytes`; see `GradCache.graph_bytes`) and its
+    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
-    a margin. A replayed chunk's graph is not part of the working memory: its tower's kept graphs are freed before it is
-    built.
+    a margin. The working memory is without the graph of a replayed chunk: that is built when its tower's kept graphs
+    are freed.
     """
     rest = usable_bytes(world.device) - phases.working_bytes(graph_bytes)
     return Keep.at_most(-world.all_reduce_max(-max(0, rest))[0])

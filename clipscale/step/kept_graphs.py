@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from clipscale.common.keep import Keep
 from clipscale.step.chunk_output import ChunkOutput
 
-# Free memory that a graph needs, in graphs. A budget leaves a tenth of the memory free, so it never asks for more.
-ROOM = 1.1
+# A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the memory
+# free, so that it never asks for more.
+HEADROOM = 1.1
 
 
 @dataclass
@@ -26,8 +27,10 @@ class GraphMeter:
     _measured: list[int] | None = None
 
     def start_step(self, rows: int, *, wanted: bool) -> None:
-        """Prepare for a step of `rows` samples, of which a graph is measured if it is `wanted` and not known. The same
-        on all ranks, since `end` is a collective."""
+        """Prepare for a step of `rows` samples. If it is `wanted` and the bytes are not known, the step measures them.
+
+        All ranks pass the same values, since `agree_on_size` is a collective.
+        """
         if rows != self._rows:
             self._rows = rows
             self.bytes_each = 0
@@ -43,8 +46,8 @@ class GraphMeter:
         self._measured.append(size())
         return out.representations.detach()
 
-    def end(self, device: torch.device) -> None:
-        """End the first pass: all ranks agree on the largest measured graph."""
+    def agree_on_size(self, device: torch.device) -> None:
+        """After the first pass: all ranks agree on the largest measured graph. A collective if this step measures."""
         if self._measured is None:
             return
         # Skip the first of several chunks: it also allocates what later chunks reuse, such as gathered weights.
@@ -53,10 +56,10 @@ class GraphMeter:
 
 @dataclass
 class KeptGraphs:
-    """The graphs a tower keeps: those of a step's first chunks. All ranks keep the same number, except a rank without
-    memory for them, which keeps none.
+    """The graphs that a tower keeps: those of a step's first chunks.
 
-    A limit of memory needs the bytes of a graph: the first step at a batch size measures them and keeps none.
+    All ranks keep the same number. A rank without memory for them keeps none. Where the memory is limited, the first
+    step at a batch size keeps none: it measures the bytes of a graph.
     """
 
     # The outputs of the kept chunks, in order; they hold the graphs.
@@ -66,46 +69,48 @@ class KeptGraphs:
     # Number of chunks that all ranks meant to keep in this step.
     planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
-    # A graph did not fit in this step.
-    full: bool = False
+    # Whether a graph did not fit in this step.
+    out_of_memory: bool = False
     _on_gpu: bool = False
 
     def start_step(self, rows: int, num_chunks: int, keep: Keep, *, on_gpu: bool) -> None:
         """Prepare for a step of `rows` samples, of which `num_chunks` chunks have a second pass.
 
-        `keep`: for this tower's graphs; its `measures` is the same on all ranks, even those that keep none. `on_gpu`:
-        see `measured_graph`.
+        `keep`: for this tower's graphs. Its `measures` is the same on all ranks, also on those that keep none.
+        `on_gpu`: see `measured_graph`.
         """
         self.meter.start_step(rows, wanted=keep.measures and num_chunks > 0)
         self.outputs = []
         self.count = self.planned = keep.graphs(num_chunks, self.meter.bytes_each)
-        self.full = False
+        self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], asks: bool) -> Tensor:
-        """The representations of chunk i, detached. Its graph is kept, measured and dropped, or not built.
+    def output(self, i: int, encode: Callable[[], ChunkOutput], check_memory_first: bool) -> Tensor:
+        """The representations of chunk i, detached. Its graph is kept, or measured and dropped, or not built.
 
-        `asks`: keep it only if the GPU has room, for a pass that cannot be repeated alone. DDP's can, and must be
-        tried: the first with a graph is a collective, which renews its buckets. A pass that cannot be repeated runs
-        what a kept one runs: with a graph an encoder may gather more weights (see `ChunkOutput`).
+        `check_memory_first`: before the pass, and keep no more graphs if the GPU has too little. Needed where the pass
+        is a collective, because this rank alone cannot repeat it. Then this rank also runs what the others run: with a
+        graph an encoder may gather more weights (see `ChunkOutput`). Not for DDP, whose pass can be repeated: all
+        ranks have to make its first pass with a graph, in which DDP rebuilds its buckets together.
         """
-        if asks and self._on_gpu and i < self.count and free_gpu_memory() < ROOM * self.meter.bytes_each:
+        check = check_memory_first and self._on_gpu and i < self.count
+        if check and free_gpu_memory() < HEADROOM * self.meter.bytes_each:
             self.count = i
-            self.full = True
+            self.out_of_memory = True
         if i < self.count:
             out = encode()
             self.outputs.append(out)
             return out.representations.detach()
-        if asks and i < self.planned:
+        if check_memory_first and i < self.planned:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                 return encode().representations.detach()
         return self.meter.encode(encode, on_gpu=self._on_gpu)
 
-    def give_up(self) -> None:
-        """Drop the kept graphs. Their chunks get a second pass."""
+    def drop(self) -> None:
+        """Drop the kept graphs, and keep no more in this step. Their chunks get a second pass."""
         self.outputs.clear()
         self.count = 0
-        self.full = True
+        self.out_of_memory = True
 
 
 def largest_of_ranks(value: int, device: torch.device) -> int:
@@ -117,7 +122,7 @@ def largest_of_ranks(value: int, device: torch.device) -> int:
 
 
 def free_gpu_memory() -> int:
-    """Bytes that the current GPU has for new tensors, those that torch's allocator holds unused included."""
+    """Bytes for new tensors on the current GPU: what the driver has, and what torch's allocator holds unused."""
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 

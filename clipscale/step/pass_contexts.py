@@ -23,40 +23,40 @@ def trains(encoder: Callable[..., object]) -> bool:
 
 
 @contextmanager
-def gradient_sync(encoder: Callable[..., object], last: bool) -> Iterator[None]:
-    """Around a chunk: gradients are summed over ranks only in a step's `last` one.
+def gradient_sync(encoder: Callable[..., object], sync: bool) -> Iterator[None]:
+    """Around a chunk. `sync`: its backward pass sums gradients over ranks, as a step's last one does.
 
     DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own
     `gradient_sync` takes precedence.
     """
     if hasattr(encoder, "gradient_sync"):
-        with encoder.gradient_sync(last):
+        with encoder.gradient_sync(sync):
             yield
     elif isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(last)
+        encoder.set_requires_gradient_sync(sync)
         try:
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif hasattr(encoder, "no_sync") and not last:
+    elif hasattr(encoder, "no_sync") and not sync:
         with encoder.no_sync():
             yield
     else:
         yield
 
 
-def gathers(encoder: Callable[..., object]) -> bool:
-    """Whether a forward pass gathers weights, so that all ranks need equally many."""
+def is_collective(encoder: Callable[..., object]) -> bool:
+    """Whether a forward pass is a collective, because it gathers weights: all ranks make equally many."""
     return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
 
 
-def repeatable(encoder: Callable[..., object]) -> bool:
-    """Whether this rank alone may repeat a failed forward pass: it gathers no weights and updates no statistics."""
-    return not gathers(encoder) and not batch_norms(encoder)
+def can_rerun(encoder: Callable[..., object]) -> bool:
+    """Whether this rank alone can repeat a failed forward pass: it is no collective, and updates no statistics."""
+    return not is_collective(encoder) and not batch_norms(encoder)
 
 
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
-    """`out`, whose forward pass ran under `no_sync`, such that its backward pass sums DDP's gradients.
+    """An `out` of a forward pass under `no_sync`; the backward pass from what is returned sums DDP's gradients.
 
     DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
     the identity as its module.
