@@ -41,7 +41,7 @@ from webdataset import TarWriter
 
 from clipscale.cli.compose import settings as settings_of_verb
 from clipscale.config.data import DataConfig
-from clipscale.config.train import settled
+from clipscale.config.train import with_defaults
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import ordered_shards, start_positions
@@ -231,7 +231,9 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
             archive.write({"__key__": f"{number}", "png": np.zeros((8, 8, 3), np.uint8), "txt": "a photograph"})
     words = ["plan=false", "device=cpu", "model=tiny", "data.workers=0", "data.shuffle=1", "eval.sets=[]"]
     words += [f"data.train={folder}/0.tar", f"batch={PAIRS * ranks}", f"samples={PAIRS * ranks}", f"run={folder}/run"]
-    config = settled(settings_of_verb("train", [*words, f"loss.exchange={exchange}", f"cache.chunk={PAIRS // 2}"]))
+    config = with_defaults(
+        settings_of_verb("train", [*words, f"loss.exchange={exchange}", f"cache.chunk={PAIRS // 2}"])
+    )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with patch("clipscale.distributed.world._sum", summed):

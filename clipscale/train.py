@@ -12,11 +12,11 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results, RunResult
-from clipscale.common.terminal import doing
+from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
-from clipscale.eval.ending import tell_end
+from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.launch.early_end import closing, ending_if_removed, saving_what_is_done
 from clipscale.launch.run_lock import RunLock
@@ -100,7 +100,7 @@ class Run:
                 results = self.evaluate()
         result: RunResult = {"run": str(begun.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0:
-            tell_end(result, begun.evaluation.facts["precision"], begun.expected, begun.saver.retention.best)
+            log_end(result, begun.evaluation.facts["precision"], begun.expected, begun.saver.retention.best)
         return result
 
     def train_step(self) -> Agreement:
@@ -111,10 +111,10 @@ class Run:
         with rollback_on_error(trainer.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
-                doing("waiting for the first samples")
+                show_task("waiting for the first samples")
                 batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
             if self.step == self.begun.step:
-                doing(f"step {number}, the first of this start")
+                show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and self.begun.every.is_overdue(time.monotonic() - self.saved_at)
             done = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
@@ -164,7 +164,7 @@ class Run:
         """Begin to write a checkpoint; see `checkpoint.Saver`. `wait`: until it is complete."""
         self.begun.records.finish()
         if wait:
-            doing(f"saving step {self.step}")
+            show_task(f"saving step {self.step}")
         samples = self.begun.stage.samples_before(self.step)
         run = replace(self.begun.description, step=self.step, samples=samples, loss=self.loss)
         saver = self.begun.saver

@@ -63,7 +63,17 @@ WHOLE = "whole.py"
 # A larger number is a limit, which somebody chose: one more is as good.
 LARGE = 16
 # Functions whose arguments are words for people, or for a type checker.
-WORDS = {"tell", "say", "report", "warning", "info", "filterwarnings", "record_function", "cast", "TypeVar"}
+WORDS = {
+    "log_line",
+    "print_line",
+    "print_failure",
+    "warning",
+    "info",
+    "filterwarnings",
+    "record_function",
+    "cast",
+    "TypeVar",
+}
 # Conditions of branches that only a GPU takes (make gpu-right tests these).
 ON_GPU = re.compile(r"cuda|gpu|TMA|HIDES_DOTS|torch\.__version__|TYPE_CHECKING")
 

@@ -6,6 +6,7 @@ is whole. An empty file run=NAME names the run.
 
 import json
 import re
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,8 +24,8 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import RunResult
-from clipscale.common.remote import ANSWER_S, NO_CREDENTIALS, SLOWEST, check_credentials, no_credentials, within
-from clipscale.common.terminal import tell
+from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, NO_CREDENTIALS, check_credentials, no_credentials, within
+from clipscale.common.terminal import log_line
 from clipscale.own_machine.set_aside import set_records_aside
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
@@ -36,19 +37,21 @@ LOCAL = LocalFileSystem(auto_mkdir=True)
 class Limited:
     """A file system whose calls end, with TimeoutError where the store does not answer."""
 
-    def __init__(self, system: AbstractFileSystem, what: str, *, says: bool) -> None:
-        """`says`: a line says after a while that `what` is waited for."""
-        self._system, self._what, self._says = system, what, says
+    def __init__(self, system: AbstractFileSystem, awaited: str, *, says: bool) -> None:
+        """`says`: a line says after a while that `awaited` is waited for."""
+        self._system, self._awaited, self._says = system, awaited, says
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._system, name)
         if name.startswith("_") or not callable(value):
             return value
-        return lambda *args, **options: within(partial(value, *args, **options), self._what, ANSWER_S, says=self._says)
+        return lambda *args, **options: within(
+            partial(value, *args, **options), self._awaited, ANSWER_S, says=self._says
+        )
 
     def put_file(self, source: str, target: str, **options: Any) -> None:
-        limit_s = ANSWER_S + Path(source).stat().st_size / SLOWEST
-        within(partial(self._system.put_file, source, target, **options), self._what, limit_s, says=self._says)
+        limit_s = ANSWER_S + Path(source).stat().st_size / MIN_BYTES_PER_S
+        within(partial(self._system.put_file, source, target, **options), self._awaited, limit_s, says=self._says)
 
     def get(self, sources: list[str], targets: list[str], **options: Any) -> None:
         """It may take as long as bytes arrive."""
@@ -57,52 +60,55 @@ class Limited:
             return sum(path.stat().st_size for path in map(Path, targets) if path.exists())
 
         work = partial(self._system.get, sources, targets, **options)
-        within(work, self._what, ANSWER_S, progress=arrived, says=self._says)
+        within(work, self._awaited, ANSWER_S, progress=arrived, says=self._says)
 
 
 def open_store(address: str, *, says: bool = True) -> DirFileSystem:
-    """`says`: a line says after a while what is waited for. Raises UserError for an address that cannot keep a copy."""
+    """The store at an address. `says`: a line says after a while what is waited for.
+
+    Raises UserError for an address that cannot keep a copy.
+    """
     check_address(address)
-    what = f"checkpoint.copy={address}"
-    check_credentials(address.partition("://")[0], what)
+    subject = f"checkpoint.copy={address}"
+    check_credentials(address.partition("://")[0], subject)
     system, root = url_to_fs(address, use_listings_cache=False)
-    return DirFileSystem(root, Limited(LOCAL if isinstance(system, LocalFileSystem) else system, what, says=says))
+    return DirFileSystem(root, Limited(LOCAL if isinstance(system, LocalFileSystem) else system, subject, says=says))
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
-    """The store's checkpoints by step, whole or not. `end`: those alone that have this file."""
+    """The store's checkpoints by step. `end`: only those that have this file."""
     names = store.find("checkpoints", withdirs=True)  # and no glob: the address may hold its special characters
     copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
     return sorted(copies, key=step_of)
 
 
 def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
-    """The whole checkpoints of the store, by step. Raises UserError if it holds another run's copy or other files."""
+    """The store's complete checkpoints, by step. Raises UserError if it holds another run's copy or other files."""
     names = store.find("", maxdepth=1, withdirs=True)[1:]  # the first is the store itself
     if names and f"run={run.name}" not in names:
         raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
     return copies_in(store, f"/{META}")
 
 
-def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | None = None) -> bool:
-    """Fetch the newest whole checkpoint and the records, if it is newer than the run's newest whole one, `whole`.
+def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Path | None = None) -> bool:
+    """Fetch the store's newest complete checkpoint and its records. Returns whether it has. Raises UserError.
 
-    `resume`: the setting; only `auto` fetches. Empty: only check the store. Returns whether it has. A store that cannot
-    be read costs a run that has a whole checkpoint one line. Raises UserError.
+    `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
+    run's own folder; only a newer one is fetched. With it, a store that cannot be read costs a warning and no error.
     """
     unreadable = f"checkpoint.copy={address} cannot be read"
     with library(unreadable, "; checkpoint.copy= goes on without it"):
         store = open_store(address)
         try:
-            found = complete_checkpoints(store, run)
+            in_store = complete_checkpoints(store, run)
         except Exception as error:
             if type(error).__name__ in NO_CREDENTIALS:
                 raise no_credentials(f"checkpoint.copy={address}", error) from error
-            if not whole or isinstance(error, UserError):
+            if not newest_own or isinstance(error, UserError):
                 raise
-            tell(f"warning: {unreadable} ({one_line(error)}); the run goes on from {whole.name}")
+            log_line(f"warning: {unreadable} ({one_line(error)}); the run goes on from {newest_own.name}")
             return False
-        newer = [path for path in found if not whole or step_of(path) > step_of(whole)]
+        newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
         if newer and resume not in ("", "auto"):
             raise UserError(
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
@@ -113,12 +119,12 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
                 restore(store, path, run)
                 return True
             except UserError as error:
-                if path is newer[0] and not whole:
+                if path is newer[0] and not newest_own:
                     raise UserError(
                         f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
                     ) from error
-                tell(f"warning: checkpoint.copy: {error}")
-        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start cuts them, or sets them aside
+                log_line(f"warning: checkpoint.copy: {error}")
+        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start drops lines after its step
             copy_records(store, DirFileSystem(str(run), LOCAL))
     return False
 
@@ -131,7 +137,7 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     try:
         store.get(names, [str(temporary / Path(name).name) for name in names])
         verify(temporary)
-        tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
         set_records_aside(run, "goes on from its copy")
         copy_records(store, DirFileSystem(str(run), LOCAL))
         discard(target)
@@ -148,56 +154,68 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
 
 
 def remove_parts(store: DirFileSystem) -> None:
-    """Remove what copies that have failed or were killed have left, before it takes the room of the next one."""
-    whole = copies_in(store, f"/{META}")
-    for path in [path for path in copies_in(store) if path not in whole]:
+    """Remove what failed or killed copies have left. It would take the room of the next one."""
+    complete = copies_in(store, f"/{META}")
+    for path in [path for path in copies_in(store) if path not in complete]:
         store.rm(str(path), recursive=True)
     if store.exists(COPYING):
         store.rm_file(COPYING)
 
 
-class Copies:
-    """A thread that copies a run's newest checkpoint and its records, once at the start and once for each True in
-    `due`.
+class Event(Enum):
+    """What the thread of Copies is to do next."""
 
-    It completes a copy before it starts the next, of the checkpoint that is newest then. A checkpoint's files are read
-    back and compared. An error prints a line, once per type until a copy succeeds; the next checkpoint is the retry.
-    Later checkpoints in the store stay.
+    COPY = "copy"
+    END = "end"
+
+
+class Copies:
+    """A thread that copies a run's newest checkpoint and its records: once at the start, and once for each `request`.
+
+    It completes a copy before it starts the next one, which takes the checkpoint that is the newest then. It reads a
+    checkpoint's files back and compares them. After an error it tries again with the next checkpoint. It prints each
+    type of error once, until a copy succeeds. Later checkpoints in the store stay.
     """
 
     def __init__(self, run: Path, address: str, retention: Retention) -> None:
-        """`address`: of the store; empty: nothing is copied."""
+        """`address`: the store's; empty: nothing is copied."""
         self.run, self.address, self.retention = run, address, retention
-        # The checkpoint that must stay on the disk.
+        # The checkpoint that is being copied, and must stay on the disk.
         self.copying: list[Path] = []
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
         self.results: RunResult | None = None
-        self.due: SimpleQueue[bool] = SimpleQueue()
+        self._events: SimpleQueue[Event] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
-        """Begin to copy: at once, and then once for each True in `due`."""
-        self.due.put(True)
+        """Begin to copy, at once and then at each `request`."""
+        self.request()
         self.thread.start()
 
-    def close(self, limit: float, results: RunResult | None = None) -> None:
-        """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it.
+    def request(self) -> None:
+        """Copy the present state, after a copy that is being made."""
+        self._events.put(Event.COPY)
 
-        `results`: what a complete run returns. The run's folder has them last: without them the same command copies
-        again.
+    def close(self, limit: float, results: RunResult | None = None) -> None:
+        """Copy the present state and end. Waits at most `limit` seconds, and says so if the store lacks the state then.
+
+        `results`: what a complete run returns. They are written into the run's folder last, so that the same command
+        copies again if this one could not.
         """
         self.results = results
-        self.due.put(True)
-        self.due.put(False)
+        self.request()
+        self._events.put(Event.END)
         if self.thread.ident:
             self.thread.join(SILENT_S)
             if self.thread.is_alive():
-                tell("the last checkpoint is being copied; if that is stopped, the run's next start goes on with it")
+                log_line(
+                    "the last checkpoint is being copied; if that is stopped, the run's next start goes on with it"
+                )
                 self.thread.join(limit)
         if self.problem:
-            tell(
+            log_line(
                 f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
                 "or choose another address, and give the command again"
             )
@@ -206,7 +224,7 @@ class Copies:
 
     def _work(self) -> None:
         reported: type | None = None
-        while self.due.get():
+        while self._events.get() is Event.COPY:
             self.problem = "it is not complete"
             try:
                 self._copy(open_store(self.address, says=False))
@@ -215,7 +233,7 @@ class Copies:
             except Exception as error:  # each library behind fsspec has its own
                 self.problem = one_line(error)
                 if type(error) is not reported:
-                    tell(f"warning: checkpoint.copy: {self.problem}; the run goes on")
+                    log_line(f"warning: checkpoint.copy: {self.problem}; the run goes on")
                 reported = type(error)
             self.copying = []
 
@@ -246,7 +264,7 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
         return
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
-        limit_s = ANSWER_S + expected[0] / SLOWEST
+        limit_s = ANSWER_S + expected[0] / MIN_BYTES_PER_S
         if within(partial(size_and_crc32_of, store, prefix + name), name, limit_s, says=False) != expected:
             raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), COPYING)

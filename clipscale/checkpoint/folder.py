@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 
 # Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"
-# A record that is being copied.
+# Name of a record while it is being copied.
 COPYING = f".copying{TEMPORARY}"
 # Names of unfinished files that a killed run may leave.
 TEMPORARY_NAMES = re.compile(
@@ -26,16 +26,16 @@ TEMPORARY_NAMES = re.compile(
 class Retention:
     """Which checkpoints of a run stay."""
 
-    # The newest so many; 0: all.
+    # This many of the newest checkpoints stay; 0: all.
     newest: int = 2
-    # Those at multiples of this many steps; 0: none.
+    # Checkpoints at multiples of this many steps stay; 0: none.
     every: int = 0
-    # The best one; None: it goes as all others do.
+    # The best checkpoint stays; None: there is none.
     best: Best | None = None
 
-    def outdated(self, checkpoints: list[Path], last: str) -> list[Path]:
-        """The checkpoints to delete, of those given by step, up to the one named `last`."""
-        earlier = [path for path in checkpoints if path.name <= last]
+    def outdated(self, checkpoints: list[Path], newest: str) -> list[Path]:
+        """The checkpoints to delete, of those given by step, up to the one named `newest`."""
+        earlier = [path for path in checkpoints if path.name <= newest]
         best = self.best.among(map(step_of, earlier)) if self.best else None
         others = [path for path in earlier if step_of(path) != best]
         return [path for path in others if not self.every or step_of(path) % self.every][: -self.newest]

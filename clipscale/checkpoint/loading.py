@@ -25,11 +25,11 @@ from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.hardware import cores
-from clipscale.own_machine.limits import explained
+from clipscale.own_machine.limits import as_user_error
 
 FORMAT = 1
 SEPARATOR = "/"
-# Bytes that are read at a time for a checksum.
+# Bytes that a checksum reads at a time.
 READ_BYTES = 2**24
 
 
@@ -64,11 +64,11 @@ def split_tensors(state: Mapping[str, object], prefix: str = "") -> tuple[dict[s
 def merge_tensors(values: dict[str, object], tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Put the tensors of `split_tensors` back into the tree, in place."""
     for name, tensor in tensors.items():
-        *path, last = name.split(SEPARATOR)
+        *path, leaf = name.split(SEPARATOR)
         node = values
         for key in path:
             node = cast("dict[str, object]", node.setdefault(key, {}))
-        node[last] = tensor
+        node[leaf] = tensor
     return values
 
 
@@ -234,6 +234,6 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGED as error:
-        if explained(error) is not error:
+        if as_user_error(error) is not error:
             raise
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})") from error

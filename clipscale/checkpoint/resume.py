@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
-    """The checkpoint from which a run continues, verified; None: it starts anew.
+    """The checkpoint from which a run continues, verified; None: it starts anew. A collective.
 
-    `resume`: `auto` (the run's newest whole one, if there is any), `none`, or the path of a checkpoint or of a run
-    folder, whose newest whole one counts. `copy`: the address of the run's copy, from which `auto` fetches a newer one.
+    Every rank verifies its share of a checkpoint. The newest undamaged one counts. With `auto`, newer ones that are
+    damaged are renamed, so that the run can save the same steps again.
 
-    With `auto`, damaged checkpoints that are newer are renamed: the run saves the same steps again. A collective:
-    every rank verifies its share.
+    `resume`: `auto` (the run's own checkpoints, if there are any), `none`, or the path of a checkpoint or of a run's
+    folder. `copy`: the address of the run's copy, from which `auto` fetches a newer checkpoint.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
@@ -31,22 +31,22 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
             f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
         )
     damaged: dict[Path, str] = {}
-    whole = None
+    undamaged = None
     for candidate in candidates:
         try:
             world.on_all(partial(verify, candidate, world.rank, world.size))
         except UserError as error:
             damaged[candidate] = str(error)
         else:
-            whole = candidate
+            undamaged = candidate
             break
-    if copy and world.on_main(partial(restore_from_copy, run_dir, copy, resume, whole)):
+    if copy and world.on_main(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
         return to_resume(run_dir, resume, world)
-    if whole:
-        world.on_main(partial(set_damaged_aside, damaged, whole, rename=resume == "auto"))
+    if undamaged:
+        world.on_main(partial(set_damaged_aside, damaged, undamaged, rename=resume == "auto"))
     elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
-    return whole
+    return undamaged
 
 
 def candidates_of(run_dir: Path, resume: str) -> list[Path]:

@@ -63,7 +63,7 @@ class Saved:
     # The loss scale of fp16.
     scaler: dict[str, Any] | None = None
     ema: AverageState | None = None
-    # None: not known.
+    # The samples per chunk; None: not known.
     chunks: ChunkSizes | None = None
     # The random states of each rank.
     random: list[RandomState] = field(default_factory=list)
@@ -83,8 +83,8 @@ class Saved:
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Saved":
         """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
-        known = {each.name for each in fields(Saved)}
-        values = {"version": "", **{name: value for name, value in tree.items() if name in known}}
+        field_names = {each.name for each in fields(Saved)}
+        values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
         chunks, position = values.get("chunks"), values.get("position")
         return Saved(
             **values

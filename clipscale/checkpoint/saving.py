@@ -25,7 +25,7 @@ from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 
 # Longest wait of rank 0 for a file that another rank has written.
@@ -45,9 +45,9 @@ class Saver:
     """
 
     def __init__(self, run_dir: Path, world: World, retention: Retention, copies: Copies | None = None) -> None:
-        """`copies`: of each checkpoint; None: there are none."""
+        """`copies`: copies each checkpoint; None: nothing does."""
         self.run_dir, self.world, self.retention, self.copies = run_dir, world, retention, copies
-        # The step of the newest checkpoint begun.
+        # The step of the newest checkpoint that has been begun; None: there is none.
         self.newest_step: int | None = None
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -126,12 +126,12 @@ class Saver:
         return best is not None and self.world.on_main(lambda: best.improves(step, self.newest_step))
 
     def close(self) -> None:
-        """Wait for what is being written. A failure is reported and not raised: another error may be on its way out."""
+        """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""
         try:
             self._wait_or_warn()
         except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
             if self.world.is_rank0:
-                tell(f"warning: the checkpoint that was being written is not complete ({one_line(error)})")
+                log_line(f"warning: the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
 
     def _wait_or_warn(self) -> None:
@@ -139,7 +139,7 @@ class Saver:
             self.wait()
         except UnwritableError as error:
             if self.world.is_rank0:
-                tell(f"warning: {error}; training goes on without it")
+                log_line(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
@@ -152,7 +152,7 @@ class Saver:
         self._temporary(step).replace(path)
         sync(path.parent)
         if self.copies:
-            self.copies.due.put(True)
+            self.copies.request()
         copying = self.copies.copying if self.copies else []
         for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
             if old not in copying:
@@ -204,7 +204,9 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: torch's metadata, and if all files are here ours. Raises OSError."""
+        """On rank 0, when all ranks have written: write torch's metadata, check that all files are here, and write
+        meta.json. Raises OSError.
+        """
         super().finish(metadata, results)
         path = Path(self.checkpoint_id)
         sums = {

@@ -23,8 +23,10 @@ SCRIPTS: dict[str, str] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script of a shell. `words`: the shell, and from its script the line after the program's name, which is
-    answered with what may end it, one each; nothing, where a file's name may. Raises UserError.
+    """Print the script of a shell. Raises UserError.
+
+    `words`: the shell. The script adds the line after the program's name. Then this prints what may end it, one a line,
+    or nothing where the name of a file may.
     """
     shell, *line = words or [""]
     if shell not in SCRIPTS:
@@ -36,10 +38,10 @@ def main(words: Sequence[str]) -> int:
         return 0
     *before, typed = re.split(r"(?<!\\) +", line[0])[1:] or [""]  # a blank of a name has a backslash
     word = re.sub(r"\\(.)", r"\1", typed)
-    for found in dict.fromkeys(candidates(before, word)):
-        if found.startswith(word):
+    for candidate in dict.fromkeys(candidates(before, word)):
+        if candidate.startswith(word):
             # zsh and fish quote what they insert
-            print(typed + quoted(found[len(word) :]) if shell == "bash" else found)
+            print(typed + quoted(candidate[len(word) :]) if shell == "bash" else candidate)
     return 0
 
 
@@ -49,7 +51,7 @@ def quoted(text: str) -> str:
 
 
 def candidates(before: Sequence[str], word: str) -> Iterable[str]:
-    """What may stand after the words `before`; of settings that begin with `word` as far as the next dot."""
+    """What may stand after the words `before`. Settings that begin with `word` are given up to their next dot."""
     verbs = [name.split() for name in VERBS]
     longer = [name[len(before)] for name in verbs if name[: len(before)] == before != name]
     if longer:

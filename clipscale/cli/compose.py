@@ -23,9 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import main_rank, say
+from clipscale.common.terminal import main_rank, print_line
 from clipscale.common.units import nearest, one_of
-from clipscale.config.parse import ABSENT, MEANT, as_typed, misnamed, removed, typed, within
+from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, removed, unknown_key, within
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
@@ -39,8 +39,8 @@ VERSION = "1.3"
 WRONG = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 # Sections that are typed as their first setting, too.
 SHORT = {"holdout": "holdout.share"}
-# A text in a value that Hydra reads: quoted; or up to a comma or a bracket outside of braces, quotes, and of brackets
-# inside a word (`/data/[0-9].tar`). What is around it, lists and sweeps, is Hydra's.
+# A text inside a value that Hydra reads. It is quoted, or it ends at a comma or a bracket. These do not end it inside
+# braces, quotes, or brackets within a word (`/data/[0-9].tar`). The lists and sweeps around it are Hydra's.
 TEXT = re.compile(
     r"""(["'])(?:\\.|(?!\1).)*\1
     | (?:\{(?:[^{}]|\{[^{}]*\})*\} | \[[^][]*\](?=[^],\s]) | [^][,\s])
@@ -50,7 +50,7 @@ TEXT = re.compile(
 FUNCTION = re.compile(rf"({'|'.join(create_functions().functions)})\(.*\)")
 
 
-# Of an unknown flag.
+# The end of the message about an unknown flag.
 REMEDY = "settings are KEY=VALUE; page 'Moving from open_clip' has its flags"
 
 
@@ -78,13 +78,17 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
 
 
 def of_flag(name: str, flag: str) -> str:
-    """The answer to a flag that a verb does not have: that to the setting of this name."""
+    """The answer to a flag that a verb does not have, from the setting of the same name."""
     key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    known = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
-    if key in known:
+    names = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
+    if key in names:
         return f"write {key}=..."
     meant = nearest(flag, FLAGS)
-    return f"unknown flag{meant}" if meant and key not in {*MEANT, *ABSENT["open_clip"]} else misnamed(key, known, name)
+    return (
+        f"unknown flag{meant}"
+        if meant and key not in {*ALIASES, *ABSENT["open_clip"]}
+        else unknown_key(key, names, name)
+    )
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
@@ -144,28 +148,28 @@ def check_word(name: str, word: str) -> None:
         raise UserError(f"{word}: {name} takes {words} as plain words: clipscale {name} {value}")
 
 
-def check_repeated(key: str, value: str, following: str, *, braces: bool, sweep: bool) -> None:
-    """Say that of two values of a key the last one counts.
+def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: bool) -> None:
+    """Say that the last one of a key's two values counts.
 
-    `braces`: they may be a shell's from a value with braces. Raises UserError where they look so, too: they begin or
-    end alike, and have no comma. A script's words and what is typed after them are rarely like that.
+    `braces`: a shell may have made both from one value with braces. Then raises UserError if they also look like that:
+    they begin or end alike, and have no comma. The words of a script and what is typed after them rarely do.
     """
-    one, other = value.strip("[]"), following.strip("[]")
+    one, other = value.strip("[]"), later.strip("[]")
     alike = one[:1] == other[:1] or one[-1:] == other[-1:]
     if braces and alike and "," not in one + other:
-        several = f"; values of a sweep are {key}={value},{following}" if sweep else ""
+        several = f"; values of a sweep are {key}={value},{later}" if sweep else ""
         raise UserError(
-            f"{key} is given twice in a row, {value} and {following}, as a shell makes it of braces; quote them, "
+            f"{key} is given twice in a row, {value} and {later}, as a shell makes it of braces; quote them, "
             f"{key}='...'{several}"
         )
     if main_rank():
-        say(f"{key}={following} counts, the last one, and not {key}={value} before it", error=True)
+        print_line(f"{key}={later} counts, the last one, and not {key}={value} before it", error=True)
 
 
 def quoted_values(key: str, text: str, *, sweep: bool) -> str:
-    """The texts of a value in quotes, since braces, colons and numbers mean something to Hydra.
+    """The value with its texts in quotes: braces, colons and numbers mean something to Hydra.
 
-    Hydra finds the lists in it, and in a `sweep` its values. What it cannot read as such is one text.
+    A list stays a list, and in a `sweep` several values stay several. What Hydra cannot read so becomes one text.
     """
     if sweep and FUNCTION.fullmatch(text):
         return text
@@ -202,19 +206,19 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         if of_dictionary(key, verb.settings):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
-            meant = MEANT.get(key, key).partition("=")[0]
+            meant = ALIASES.get(key, key).partition("=")[0]
             if within(trains, meant) and not within(declared, meant):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
-            raise UserError(misnamed(key, [*declared, *groups], name))
+            raise UserError(unknown_key(key, [*declared, *groups], name))
         changes.append(word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     try:
         tree: Any = OmegaConf.to_container(composed(name, changes), resolve=True)
     except WRONG as error:
-        raise explained(error) from error
+        raise one_line_error(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
-    values = typed(verb.settings, tree, ignored=trains.keys() - declared)
+    values = dataclass_from(verb.settings, tree, ignored=trains.keys() - declared)
     if not hasattr(values, "model"):
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
@@ -243,7 +247,8 @@ def with_lists(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """The values of the presets of optimizer and loss that are typed with an experiment, whose own count less."""
+    """The values of the presets of optimizer and loss that are typed beside an experiment. They count more than its
+    own."""
     typed_words = {key: value.strip(QUOTES) for key, _, value in (word.partition("=") for word in words)}
     if "experiment" not in typed_words:
         return []
@@ -270,7 +275,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
             for each in parsed
         ]
     except HydraException as error:
-        raise explained(error) from error
+        raise one_line_error(error) from error
     jobs = [*product(*choices)]
     common = set.intersection(*map(set, jobs))
     return [([w for w in job if w not in common], settings("train", job, config_dir)) for job in jobs]
@@ -288,14 +293,14 @@ with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the Omeg
     OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 
 
-def explained(error: Exception) -> UserError:
+def one_line_error(error: Exception) -> UserError:
     """One line for an error of Hydra or OmegaConf."""
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         file = str(error.missing_cfg_file)
         group, _, choice = file.rpartition("/") if is_of_hydra(file) else file.partition("/")
         options = error.options or []
-        meant = MEANT.get(f"{group}={choice}", choice.lower())
+        meant = ALIASES.get(f"{group}={choice}", choice.lower())
         text = f"{group}={choice}: unknown; choose {one_of(options)}{nearest(meant, options)}"
         if group == "data":
             text += "; shards are given by data.train=PATH"

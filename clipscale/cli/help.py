@@ -17,8 +17,12 @@ COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; with decimals, and in
 
 
 def show(words: Sequence[str]) -> None:
-    """What `clipscale WORDS --help` prints: all verbs, those that begin with the words, or one verb; of that, its main
-    keys, or what follows its name: sections with all their keys, settings.
+    """Print what `clipscale WORDS --help` prints. It depends on the words:
+
+    - none: all verbs;
+    - the beginning of several verbs, as `data`: these;
+    - a verb: its main keys;
+    - a verb and names of sections or settings: all keys of these sections, and these settings.
     """
     if not words or begins_several(words):
         show_verbs([name for name in VERBS if name.split()[: len(words)] == list(words)])
@@ -45,7 +49,7 @@ def show_verbs(names: Sequence[str]) -> None:
 
 
 def show_verb(name: str) -> None:
-    """The keys of a verb; of those inside sections only what is often set."""
+    """Print a verb's top-level keys, and the often used ones of its sections."""
     verb = VERBS[name]
     print(f"clipscale {name}: {summary(verb.settings)}\n")
     print(f"Usage: clipscale {name} {verb.words} [KEY=VALUE ...]\n".replace("  ", " "))
@@ -78,8 +82,8 @@ def show_section(name: str, section: str) -> None:
     declared = settings_of(verb.settings)
     described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
     if not described and section not in meaning:
-        known = [*meaning, *declared]
-        raise UserError(f"{name} --help {section}: no such section or setting{nearest(section, known)}")
+        names = [*meaning, *declared]
+        raise UserError(f"{name} --help {section}: no such section or setting{nearest(section, names)}")
     if section in meaning:
         print(f"{section}: {meaning[section]}")
     describe(described)
@@ -101,7 +105,7 @@ def describe(declared: Iterable[Setting]) -> None:
 
 
 def shown(default: object) -> str:
-    """A default as one types it; nothing for none. A single value stands for a list."""
+    """A default as one types it; empty if there is none. A list of one value is that value."""
     if isinstance(default, list) and len(default) == 1:
         return as_typed(default[0])
     return "" if default in (None, "", [], {}) else as_typed(default)

@@ -12,15 +12,15 @@ from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.common.hardware import prepare_torch
-from clipscale.common.terminal import clear, doing, main_rank, report, say
+from clipscale.common.terminal import clear, main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
-from clipscale.own_machine.limits import explained
+from clipscale.own_machine.limits import as_user_error
 from clipscale.own_machine.output import outlive_output, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
-# The verbs of which nothing stays but what they print.
+# The verbs that only print, and write nothing.
 PRINT = ("plan", "data check", "doctor")
 
 
@@ -31,28 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:
-        report(error, error.details)
+        print_failure(error, error.details)
         return 1
     except KeyboardInterrupt:
-        say("stopped", error=True)
+        print_line("stopped", error=True)
         return 128 + signal.SIGINT
     except StoppedError as stopped:
         if main_rank():
-            say(stopped, error=True)
+            print_line(stopped, error=True)
         return 128 + stopped.number
     except Exception as failure:
-        known = explained(failure)
-        if not isinstance(known, UserError | OSError):  # OSError: a folder without permission, a full disk
+        explained_failure = as_user_error(failure)
+        if not isinstance(explained_failure, UserError | OSError):  # OSError: a folder without permission, a full disk
             raise
-        # The pipe of the output was closed (`| head`). What writes files never gets here: it has replaced stdout.
-        if isinstance(known, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
+        # The output's pipe was closed (`| head`). Verbs that write files have replaced stdout, and never get here.
+        if isinstance(explained_failure, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if main_rank():  # all ranks compose, and make the same mistakes
-            report(known)
-        is_mistake = isinstance(known, UserError) and not isinstance(known, LoaderError)
+            print_failure(explained_failure)
+        is_mistake = isinstance(explained_failure, UserError) and not isinstance(explained_failure, LoaderError)
         return 2 if is_mistake else 1
     finally:
         clear()
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: list[str]) -> int:
     """Find the verb, make its settings and call its `main`, or show help."""
     if argv in (["-V"], ["--version"], ["version"]):
-        say(f"clipscale {__version__}")
+        print_line(f"clipscale {__version__}")
         return 0
     asked = argv[1:] if argv[:1] == ["help"] else argv
     words = [word for word in asked if word not in ("-h", "--help")]
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     name, words = split_verb(words)
     if name == "completion":
         return completion.main(words)
-    doing("reading the settings")
+    show_task("reading the settings")
     from clipscale.cli import compose  # imports Hydra
 
     verb = VERBS[name]
@@ -98,7 +98,7 @@ def run(argv: list[str]) -> int:
         resolve_name(verb.trial)(settings)
     if line.cfg or line.check:
         return 0
-    doing(f"loading clipscale {name}")
+    show_task(f"loading clipscale {name}")
     function = resolve_name(verb.main)
     status = function(plain, settings) if verb.words else function(settings)
     return status if isinstance(status, int) else 0

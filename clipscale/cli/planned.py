@@ -1,6 +1,6 @@
-"""Plans a run that starts, in a process of its own, while the run loads.
+"""Plans a run in a process of its own, while the run starts.
 
-If the planner fails, also by a torch with other private parts, the run prints one line and goes on.
+If the planner fails, for example because torch has moved its private modules, the run prints one line and goes on.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from typing import Any
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 from clipscale.config.train import TrainConfig
 from clipscale.launch.stopping import interrupt, interruptible
 
@@ -26,17 +26,17 @@ NICENESS = 10
 
 
 def answer(connection: Connection, config: TrainConfig) -> None:
-    """In the planner's process: send the plan, empty if there is none, and the reason for that."""
+    """In the planner's process: send the plan, or an empty one and the reason why there is none."""
     os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
     try:
-        from clipscale.tools.plan.start import before
+        from clipscale.tools.plan.start import start_plan
 
-        found: tuple[Record, str] = before(config), ""
-    except Exception as error:  # for example, torch has moved its private modules
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        found = {}, kind + one_line(error)
-    connection.send(found)
+        outcome: tuple[Record, str] = start_plan(config), ""
+    except Exception as error:
+        prefix = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        outcome = {}, prefix + one_line(error)
+    connection.send(outcome)
 
 
 class Planner:
@@ -75,18 +75,21 @@ class Planner:
         if self._closed.is_set():
             return
         if reason:
-            tell(f"no plan: {reason}", error=True)
+            log_line(f"no plan: {reason}", error=True)
             return
         if plan["fits"]:
             for line in plan["lines"]:
-                tell(f"plan: {line}")
+                log_line(f"plan: {line}")
             return
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
         interrupt()
 
 
 def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
-    """`forked`: from the data workers' server, which has imported torch; else the process imports it itself."""
+    """Start the planner's process, and the thread that waits for its plan.
+
+    `forked`: from the data workers' server, which has imported torch. Otherwise the process imports torch itself.
+    """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     connection, of_process = context.Pipe(duplex=False)
     process = context.Process(target=answer, args=(of_process, config), daemon=True)
@@ -110,7 +113,7 @@ def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
             try:
                 yield
             finally:
-                planner.close()  # a plan that is ready at the run's very end interrupts here
+                planner.close()  # a refusal that comes at the run's very end raises KeyboardInterrupt here
     except (KeyboardInterrupt, StoppedError):
         if planner.refusal:
             raise UserError(planner.refusal) from None

@@ -1,8 +1,8 @@
 """`clipscale train -m hydra/launcher=NAME hydra/sweeper=NAME ...`: a sweep by plugins of Hydra, through its `main`.
 
-A launcher starts each run as a job: submitit's on Slurm, joblib's beside others on this machine. A sweeper chooses the
-values, as Optuna does by the results of earlier runs. A job is the parent of its run's workers. Folders, locks,
-resuming and copies are those of `sweep.py`.
+A launcher starts each run as a job: submitit on Slurm, joblib beside other jobs on this machine. A sweeper chooses the
+values; Optuna does it by the results of earlier runs. A job is the parent of its run's workers. Folders, locks,
+resuming and copies are as in `sweep.py`.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from clipscale.common.checkpoints import LOSSES, Best
 from clipscale.common.errors import StoppedError, UserError, library, one_line
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
-from clipscale.common.terminal import report, say
+from clipscale.common.terminal import print_failure, print_line
 from clipscale.common.units import nearest, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
@@ -42,14 +42,15 @@ from clipscale.launch import local
 from clipscale.own_machine.output import outlive_output, prepare_output
 from clipscale.tools.data import demo
 
-# What a sweep takes of Hydra's own settings: these groups, and the keys of the chosen launcher and sweeper.
+# Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
 SECTIONS = ("hydra.launcher", "hydra.sweeper")
-# Those that come with the extra `sweeps`.
+# Launchers and sweepers of the extra `sweeps`.
 EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
-# The folder of a sweep's jobs, in the sweep's: a file of each, which it locks, and in which it says why it has failed.
+# The folder of a sweep's jobs, inside the sweep's folder. Each job locks a file there, and writes into it why it has
+# failed.
 JOBS = ".jobs"
-# Beside them, while a signal ends the sweep: no further job starts.
+# A file beside them, which exists while a signal ends the sweep: no further job starts.
 STOPPING = "stopping"
 # Signals that joblib's parent passes on. Ctrl-C and a terminal's hangup come to the whole group of processes.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)
@@ -77,7 +78,7 @@ def main(line: Namespace) -> int:
         demo.main()  # once, and not in several jobs at the same time
     if elsewhere:
         prepare_slurm(chosen.launcher)
-        say(f"submitting the runs to Slurm; what they print is in {folder}/.submitit")
+        print_line(f"submitting the runs to Slurm; what they print is in {folder}/.submitit")
     defaults = defaults_of(chosen, configs[0].sweep.metric)
     typed = {key_of(word) for word in of_hydra}
     words = [*of_hydra, *(f"{key}={value}" for key, value in defaults.items() if key not in typed)]
@@ -91,20 +92,22 @@ def main(line: Namespace) -> int:
     except UserError as error:  # Optuna's too: no run has a result
         if not job.failed():
             raise
-        report(error)
+        print_failure(error)
         return sweep.ended(folder, job.failed())
     except KeyboardInterrupt:
         if elsewhere:
-            say("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
+            print_line("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
         raise
     if (results := folder / "optimization_results.yaml").is_file() and sweeper == "optuna":
-        say_best(files.read_record(results), configs[0].sweep.metric)
+        print_best(files.read_record(results), configs[0].sweep.metric)
     return sweep.ended(folder, job.failed())
 
 
 def composed_runs(line: Namespace) -> tuple[Any, Path, list[TrainConfig]]:
-    """Hydra's own settings; the sweep's folder; and its runs, or where a sweeper chooses the values, one that it may
-    choose. The line's words become those of the runs. Raises UserError."""
+    """Hydra's own settings, the sweep's folder, and its runs. Changes the line's words to the runs'. Raises UserError.
+
+    Where a sweeper chooses the values, the runs are not known. Then this returns one that it may choose.
+    """
     of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
     chosen = settings_of_plugins(of_hydra)
     check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
@@ -133,10 +136,10 @@ def settings_of_plugins(words: Sequence[str]) -> Any:
         section = ".".join(key.split(".")[:2])
         if word.startswith("+") or key in GROUPS:
             continue
-        known = [f"{section}.{name}" for name in OmegaConf.select(chosen, section.removeprefix("hydra."))]
-        if ".".join(key.split(".")[:3]) not in known:
+        allowed = [f"{section}.{name}" for name in OmegaConf.select(chosen, section.removeprefix("hydra."))]
+        if ".".join(key.split(".")[:3]) not in allowed:
             of = chosen.runtime.choices[section.replace(".", "/")]
-            raise UserError(f"{word}: {section.replace('.', '/')}={of} has no such setting{nearest(key, known)}")
+            raise UserError(f"{word}: {section.replace('.', '/')}={of} has no such setting{nearest(key, allowed)}")
     return composed(words)
 
 
@@ -148,7 +151,7 @@ def composed(words: Sequence[str]) -> Any:
         for word in words:
             if key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA and "Could not find" in str(error):
                 raise UserError(f"{word}: its package is not installed; pip install 'clipscale[sweeps]'") from error
-        raise compose.explained(error) from error
+        raise compose.one_line_error(error) from error
 
 
 def check_launcher(name: str, launcher: Any) -> None:
@@ -168,7 +171,7 @@ def parsed(words: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
-        raise compose.explained(error) from error
+        raise compose.one_line_error(error) from error
 
 
 def common_words(words: Sequence[str]) -> list[str]:
@@ -181,8 +184,7 @@ def common_words(words: Sequence[str]) -> list[str]:
 
 
 def first_run(line: Namespace) -> tuple[Path, list[TrainConfig]]:
-    """The sweep's folder, and a run with the first of each key's values, for a sweeper that chooses them. Raises
-    UserError."""
+    """The sweep's folder, and the run with the first of each key's values. Raises UserError."""
     words = common_words(line.words)
     for each in parsed(line.words):
         if each.is_interval_sweep():
@@ -213,10 +215,10 @@ def defaults_of(chosen: Any, metric: str) -> Record:
 
 
 def prepare_slurm(launcher: Any) -> None:
-    """Set what submitit and Slurm read of the environment, here and in the jobs.
+    """Set environment variables that submitit and Slurm read, here and in the jobs.
 
-    Before a time limit a run gets SIGTERM, on which it saves, and not SIGUSR2. And since Slurm 22.05 srun does not take
-    over --cpus-per-task: a run and all its loaders would share one core.
+    Before its time limit a run then gets SIGTERM, on which it saves, and not SIGUSR2. And srun gets --cpus-per-task,
+    which it does not take over since Slurm 22.05: a run and all its loaders would share one core.
     """
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "TERM"
     if launcher.cpus_per_task:
@@ -240,31 +242,33 @@ def launch(job: "Job", words: Sequence[str]) -> None:
         sys.argv = typed
 
 
-def say_best(results: Record, metric: str) -> None:
+def print_best(results: Record, metric: str) -> None:
     """Print what Optuna has found."""
     values = " ".join(f"{key}={value}" for key, value in results["best_params"].items())
-    say(f"best: {values} ({metric or 'loss'} {results['best_value']:.4f})")
+    print_line(f"best: {values} ({metric or 'loss'} {results['best_value']:.4f})")
 
 
 def objective(result: RunResult, metric: str) -> float:
-    """What the sweeper gets of a run: the result that `sweep.metric` names as `checkpoint.best` does, or without one
-    the last loss. Raises UserError."""
+    """What the sweeper gets of a run: the result that `sweep.metric` names, or without one the last loss.
+
+    Names are as in `checkpoint.best`. Raises UserError.
+    """
     label = Best(Path(), metric).label(result["eval"])
-    found = result["eval"][label] if metric and label else {"loss": result["loss"]}
+    metrics = result["eval"][label] if metric and label else {"loss": result["loss"]}
     key = metric.rpartition("/")[2] or "loss"
-    if key not in found or (metric and label is None):
+    if key not in metrics or (metric and label is None):
         measured = [f"{label}/{each}" for label, metrics in result["eval"].items() for each in metrics]
         raise UserError(f"sweep.metric={metric}: the run has {one_of(measured)}; the same command with one of them")
-    if not math.isfinite(found[key]):
-        raise UserError(f"sweep.metric={metric}: it is {found[key]} after the run; the sweeper cannot use that")
-    return found[key]
+    if not math.isfinite(metrics[key]):
+        raise UserError(f"sweep.metric={metric}: it is {metrics[key]} after the run; the sweeper cannot use that")
+    return metrics[key]
 
 
 @dataclass(frozen=True)
 class Job:
     """What a launcher calls for each run, perhaps in another process or on another machine, where it is unpickled."""
 
-    # The sweep's.
+    # The sweep's folder.
     folder: Path
     # The words that all runs share, so that the others name a run's folder.
     common: frozenset[str]
@@ -290,7 +294,7 @@ class Job:
         with self.alone(name) as note:
             if (self.folder / JOBS / STOPPING).exists():
                 return None
-            say(f"run {job.job.num + 1}: {name}")
+            print_line(f"run {job.job.num + 1}: {name}")
             try:
                 config = sweep.of_sweep(compose.settings("train", words, self.config_dir), self.folder, name)
                 cli_train.check(config)
@@ -299,7 +303,7 @@ class Job:
             except (UserError, OSError, local.WorkerError) as error:
                 if isinstance(error, StoppedError):
                     leave(error, here=here)
-                report(error, getattr(error, "details", ""))
+                print_failure(error, getattr(error, "details", ""))
                 note.write(one_line(error))
                 if self.asked:
                     raise
@@ -308,11 +312,11 @@ class Job:
     @contextmanager
     def alone(self, name: str) -> Iterator[IO[str]]:
         """Hold the run's file: a job with equal values waits here until this one has ended, and finds it complete."""
-        with (self.folder / JOBS / name).open("a") as note:
+        with (self.folder / JOBS / name).open("a") as file:
             with suppress(OSError):  # without locks there is still the run's own, which says so
-                fcntl.flock(note, fcntl.LOCK_EX)
-            note.truncate(0)
-            yield note
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            yield file
 
     def begin(self) -> None:
         """Forget what failed in an earlier sweep of this folder."""
@@ -326,8 +330,10 @@ class Job:
 
     @contextmanager
     def passing_signals_on(self, launcher: str) -> Iterator[None]:
-        """Around joblib's work, which kills its processes where this one is interrupted: a signal lets all runs save,
-        and then raises StoppedError. Other launchers' jobs are no processes of this one, or are this one.
+        """Around joblib's work: at a signal all runs save, and then StoppedError is raised.
+
+        joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
+        no child of it.
         """
         if launcher != "joblib":
             yield
@@ -357,11 +363,15 @@ class Job:
 
 
 def leave(stopped: StoppedError, *, here: bool) -> None:
-    """After a signal has ended a run: leave the sweep if the run is in this process; on Slurm put the job back into the
-    queue after SIGTERM, as `launch/slurm.sh` does. Else the run counts as failed."""
+    """After a signal has ended a run, do one of these:
+
+    - The run is in this process: leave the sweep.
+    - On Slurm, after SIGTERM: put the job back into the queue, as `launch/slurm.sh` does.
+    - Otherwise return: the run counts as failed.
+    """
     if here:
-        say(stopped, error=True)
+        print_line(stopped, error=True)
         raise SystemExit(128 + stopped.number)
     if "SUBMITIT_EXECUTOR" in os.environ and stopped.number == signal.SIGTERM:
-        say(stopped, error=True)
+        print_line(stopped, error=True)
         signal.raise_signal(signal.SIGTERM)  # submitit requeues the job, and ends this process

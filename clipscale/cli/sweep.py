@@ -17,7 +17,7 @@ from clipscale.cli import compose
 from clipscale.cli import train as cli_train
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.terminal import report, say
+from clipscale.common.terminal import print_failure, print_line
 from clipscale.common.units import file_name, run_folder, unused
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
@@ -45,22 +45,22 @@ def main(name: str, line: Namespace) -> int:
     failed = []
     for number, config in enumerate(configs, 1):
         name = Path(config.run).name
-        say(f"run {number} of {len(configs)}: {name}")
+        print_line(f"run {number} of {len(configs)}: {name}")
         try:
             cli_train.main(config, isolated=True)
         except StoppedError:
             raise
         except (UserError, local.WorkerError) as error:  # which does not end the sweep
-            report(error, getattr(error, "details", ""))
+            print_failure(error, getattr(error, "details", ""))
             failed.append(name)
     return ended(folder, failed)
 
 
 def ended(folder: Path, failed: Sequence[str]) -> int:
     """Say that the sweep has ended, and which runs have `failed`; the exit status."""
-    say(f"done: {folder}; clipscale report {shlex.quote(str(folder))} compares its runs")
+    print_line(f"done: {folder}; clipscale report {shlex.quote(str(folder))} compares its runs")
     for name in failed:
-        say(f"error: failed: {name}", error=True)
+        print_line(f"error: failed: {name}", error=True)
     return int(bool(failed))
 
 
@@ -80,15 +80,17 @@ def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
 def warn_of_metric(config: TrainConfig) -> None:
     """Say that nobody asks for `sweep.metric` in a sweep of all combinations."""
     if config.sweep.metric:
-        say(
+        print_line(
             f"warning: sweep.metric={config.sweep.metric}: only a sweeper such as hydra/sweeper=optuna asks for it",
             error=True,
         )
 
 
 def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
-    """The sweep's folder and its runs, each with a folder and an address of its copy that are its own. Raises UserError
-    where two runs would share them."""
+    """The sweep's folder and its runs. Each run has its own folder, and its own address of a copy.
+
+    Raises UserError where two runs would share them.
+    """
     runs = {repr(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
     combinations = [*runs.values()]  # combinations with equal settings run once
     folder = folder_of(combinations[0][1].run)
@@ -105,7 +107,7 @@ def folder_of(run: str) -> Path:
 
 
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
-    """The run, with a folder and an address of its copy that are its own."""
+    """The run, with its own folder in the sweep's, and its own address of a copy."""
     copy = config.checkpoint.copy and f"{config.checkpoint.copy.rstrip('/')}/{name}"
     return replace(config, run=str(folder / name), checkpoint=replace(config.checkpoint, copy=copy))
 

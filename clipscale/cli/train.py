@@ -11,11 +11,11 @@ from clipscale.common import files, ranks
 from clipscale.common.checkpoints import RESULT, check_own, check_place, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import RunResult
-from clipscale.common.terminal import doing, main_rank, tell
+from clipscale.common.terminal import log_line, main_rank, show_task
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, samples_of, settled, to_yaml
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
@@ -26,7 +26,10 @@ NOT_TRAINED = (
 
 
 def check(config: TrainConfig) -> None:
-    """Every check that needs no torch, local shards among them. Raises UserError, prints warnings. Writes nothing."""
+    """Every check that needs no torch, those of local shards included. Raises UserError, prints warnings.
+
+    Writes nothing.
+    """
     local.check_train(config)
     if config.run and main_rank():
         check_own(run_folder(config.run))
@@ -47,41 +50,45 @@ def check(config: TrainConfig) -> None:
     epoch = counted_at_once(config.data, shards)
     if shards and epoch is not None:
         if holds := unusable(shards[0], source_names(config.data.captions)):
-            tell(f"warning: data.train: {holds}", error=True)
+            log_line(f"warning: data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch)
 
 
-def begun(config: TrainConfig) -> bool:
+def has_checkpoint(config: TrainConfig) -> bool:
     """Whether the run has a checkpoint."""
     return bool(config.run) and any(run_folder(config.run).glob("checkpoints/step_*"))
 
 
 def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> None:
-    """Raise UserError for tags of another model, and where weights are to be `fetched`, for those that cannot be. May
-    import open_clip, so it comes after the other checks."""
+    """Raise UserError for tags of another model. `fetched`: also for weights that cannot be fetched.
+
+    May import open_clip, so it comes after the other checks.
+    """
     from clipscale.models.hub import check_connection
     from clipscale.models.sources import check_tags
 
     check_tags(config.model)
-    if fetched and not (ranks.under_launcher() or (isinstance(config, TrainConfig) and begun(config))):
+    if fetched and not (ranks.under_launcher() or (isinstance(config, TrainConfig) and has_checkpoint(config))):
         check_connection(config.model)
 
 
-def finished(config: TrainConfig) -> RunResult | None:
-    """What the run returned, from its folder, if it is complete with these settings; None: there is work to do, or a
-    file is damaged, which the start then sets aside."""
+def result_if_complete(config: TrainConfig) -> RunResult | None:
+    """What the run returned, from its folder, if it is complete with these settings.
+
+    None: there is work to do, or a file is damaged, which the start then sets aside.
+    """
     from clipscale.log.table import result_tables
 
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    described = ("model.preprocess",) if config.model.weights else ()  # by the weights
+    set_by_weights = ("model.preprocess",) if config.model.weights else ()
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
         changes = changes_since(folder / "config.yaml", to_yaml(config))
-        changed = any(not change.startswith((*described, *NOT_TRAINED)) for change in changes)
+        changed = any(not change.startswith((*set_by_weights, *NOT_TRAINED)) for change in changes)
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None
 
@@ -89,40 +96,46 @@ def finished(config: TrainConfig) -> RunResult | None:
 def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     """Start the run, and say meanwhile whether it fits this machine. torchrun's workers start without a plan.
 
-    `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
-    that cannot fit.
+    `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.run`, and UserError for
+    a run that cannot fit.
     """
     from clipscale.tools.data import demo
 
-    repeatable = bool(config.run) and config.resume == "auto"
-    config = settled(config)
-    alone = not ranks.under_launcher()
-    if alone:
+    resumes_by_itself = bool(config.run) and config.resume == "auto"
+    config = with_defaults(config)
+    no_launcher = not ranks.under_launcher()
+    if no_launcher:
         if MAX_SAMPLES in os.environ:
-            tell(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
+            log_line(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
         if demo.is_missing(config.data.train or ()):
             demo.main()
-        result = finished(config)
+        result = result_if_complete(config)
         if result:
             from clipscale.log.table import print_results
 
             step = result["step"]
-            tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+            log_line(
+                f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it"
+            )
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
-    serves = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
-    if serves:
+    workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
+    if workers_fork_here:
         warm_up()  # beside the imports of training
     try:
-        with planned(config, forked=serves) if config.plan and alone else nullcontext():
-            doing("loading torch")
+        with planned(config, forked=workers_fork_here) if config.plan and no_launcher else nullcontext():
+            show_task("loading torch")
             from clipscale.launch.run_lock import check_free
 
-            if alone:
+            if no_launcher:
                 check_free(Path(config.run))
             return cast(RunResult, local.run(config, isolated=isolated))
     except StoppedError as stopped:
-        if not begun(config):
+        if not has_checkpoint(config):
             raise
-        way = "the same command goes on" if repeatable else f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
-        raise StoppedError(f"{stopped}; {way}", stopped.number) from None
+        advice = (
+            "the same command goes on"
+            if resumes_by_itself
+            else f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
+        )
+        raise StoppedError(f"{stopped}; {advice}", stopped.number) from None

@@ -12,22 +12,24 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.files import visible
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 
 # The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
 LOCK = "run.lock"
 # The file of a run's folder with what the run returned. It exists only when the run is complete.
 RESULT = "result.json"
-# Metrics of which less is better.
+# Metrics that are better if they are lower.
 LOSSES = ("loss",)
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
 LOGS = (".log", ".out", ".err", ".txt")
 
 
 def check_own(run: Path) -> None:
-    """Raise UserError for a folder that holds other files, also below checkpoints/, but no run's lock and no
-    checkpoint."""
+    """Raise UserError for a folder that is no run's: it has files, but no run's lock and no checkpoint.
+
+    Files below checkpoints/ count, those that LOGS names do not.
+    """
     lock = run / LOCK
     ours = lock.is_file() and lock.read_bytes()[:8] in b"process "  # which RunLock writes, and empties at its end
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
@@ -49,21 +51,23 @@ def check_place(run: Path) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise UserError for a `checkpoint.copy` that fsspec cannot open, whose files end with this process, or that it
-    takes for a pattern. Asks no server."""
+    """Raise UserError for a `checkpoint.copy` that cannot keep a copy. Asks no server.
+
+    fsspec cannot open it, or takes it for a pattern; or its files end with this process.
+    """
     protocol, slashes, _ = address.partition("://")
     if not slashes or protocol == "file":
         return
     import fsspec
     from fsspec.registry import known_implementations
 
-    known = known_implementations.get(protocol, {})
+    library = known_implementations.get(protocol, {})
     if protocol not in fsspec.available_protocols():
         raise UserError(f"checkpoint.copy={address}: there is no {protocol}; give a folder, or s3://BUCKET/PATH")
     if protocol == "memory" or re.search(r"[*?[]", address):
         raise UserError(f"checkpoint.copy={address}: give a folder, or an address in a bucket without * ? [")
-    if "class" in known and find_spec(known["class"].partition(".")[0]) is None:
-        raise UserError(f"checkpoint.copy={address}: {known.get('err', 'its library is not installed')}")
+    if "class" in library and find_spec(library["class"].partition(".")[0]) is None:
+        raise UserError(f"checkpoint.copy={address}: {library.get('err', 'its library is not installed')}")
 
 
 def is_run(folder: Path) -> bool:
@@ -89,11 +93,11 @@ class Best:
     """Which of a run's checkpoints is the best one, by the results of the run's own evaluations."""
 
     run: Path
-    # `SET/METRIC`, by the names in RUN/eval/step_N.json; what follows a set in parentheses there may be left out.
+    # `SET/METRIC`, as in RUN/eval/step_N.json. A set's addition in parentheses may be left out.
     goal: str
 
     def label(self, labels: Iterable[str]) -> str | None:
-        """Of these sets the one that is meant, if it is there."""
+        """The set that the goal means, among these; None: it is not there."""
         name = self.goal.rpartition("/")[0]
         return min((label for label in labels if f"{label} (".startswith(f"{name} (")), key=len, default=None)
 
@@ -107,7 +111,7 @@ class Best:
         return None
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """The step with the best value, of equal ones the first; None: none has a value."""
+        """The step with the best value, and the first one of several; None: no step has a value."""
         values = {step: value for step in sorted(steps) if (value := self.value(step)) is not None}
         choose = min if self.goal.rpartition("/")[2] in LOSSES else max
         return choose(values, key=lambda step: values[step]) if values else None
@@ -119,12 +123,12 @@ class Best:
         """
         value = self.value(step)
         if value is None:
-            tell(f"warning: checkpoint.best={self.goal}: step {step} has no such result in {self.run / 'eval'}")
+            log_line(f"warning: checkpoint.best={self.goal}: step {step} has no such result in {self.run / 'eval'}")
             return False
         steps = [*map(step_of, checkpoints_of(self.run)), step]
         better = self.among(steps if pending is None else [*steps, pending]) == step
         if better:
-            tell(f"step {step} is the best so far: {self.goal} is {value:.4f}")
+            log_line(f"step {step} is the best so far: {self.goal} is {value:.4f}")
         return better
 
 

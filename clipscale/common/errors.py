@@ -51,10 +51,10 @@ class LoaderError(DataError):
 
 @contextmanager
 def library(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`.
+    """Around work of a library: each of its errors becomes a UserError, `PROBLEM (why)REMEDY`.
 
-    It names the kinds that a mistake in this program has, too. Those that a correct library raises for no input, failed
-    assertions and unknown names, pass if this program raises them; libraries assert what others gave them.
+    `why` begins with the error's type where a mistake in this program could raise the same. AssertionError, NameError
+    pass if this program raised them: they are bugs. A library that raises them refuses what it was given.
     """
     try:
         yield
@@ -63,12 +63,12 @@ def library(problem: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, AssertionError | NameError) and not _of_another(error):
             raise
-        kind = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
-        raise UserError(f"{problem} ({kind}{one_line(error)}){remedy}") from error
+        prefix = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
+        raise UserError(f"{problem} ({prefix}{one_line(error)}){remedy}") from error
 
 
 def _of_another(error: BaseException) -> bool:
-    """Whether another package raised the error than that of the block inside `library`."""
+    """Whether the error comes from another package than the block inside `library`."""
     _library, block, *called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     block_package, package = (
         frame.f_globals.get("__name__", "").partition(".")[0] for frame in (block, [block, *called][-1])
@@ -77,9 +77,9 @@ def _of_another(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message, at most 300 characters of it, or its type's name if it has none.
+    """An error's message on one line, at most 300 characters; the name of its type if there is no message.
 
-    Without newlines, and without the colours and the addresses of objects that libraries write.
+    Leaves out colours and addresses of objects, which libraries write.
     """
     text = re.sub(r"\x1b\[[\d;]*m| at 0x[0-9a-f]+", "", str(error))
     return " ".join(text.split())[:300] or type(error).__name__

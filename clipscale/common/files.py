@@ -22,14 +22,16 @@ T = TypeVar("T")
 
 # What reading a truncated, overwritten or foreign file may raise.
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
-# Names that operating systems put into folders. Ignored, as hidden files are.
+# Names that operating systems put into folders. They are ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception. Its
-    permissions are those of any new file, also if a library has put another in its place."""
+    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception.
+
+    It has the permissions of any new file, even if a library has replaced it by another meanwhile.
+    """
     temporary = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -57,8 +59,10 @@ def sync(path: Path) -> None:
 
 
 def appears(path: Path, size: int, within_s: float) -> bool:
-    """Whether a file of this size is there, or comes within so many seconds: another host has written it, and a network
-    file system keeps for a while what a folder held."""
+    """Whether a file of this size is there, or appears within so many seconds.
+
+    Another host has written it. A network file system shows for a while what the folder held before.
+    """
     end = time.monotonic() + within_s
     while True:
         with suppress(OSError):
@@ -98,12 +102,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 @contextmanager
-def reported(what: str, path: str | Path, remedy: str) -> Iterator[None]:
+def reported(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
     """Report that a file cannot be read or written as a UserError: `WHAT: PATH (why); REMEDY`."""
     try:
         yield
     except DAMAGED as error:
-        raise UserError(f"{what}: {path} ({reason_of(error)}); {remedy}") from error
+        raise UserError(f"{subject}: {path} ({reason_of(error)}); {remedy}") from error
 
 
 def reason_of(error: Exception) -> str:
@@ -135,8 +139,10 @@ def read_record(path: Path) -> Record:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise ValueError for a path that leads out of the folder, which somebody may have sent, and for a pipe or a
-    device, whose reading would wait."""
+    """Raise ValueError for a path that leads out of the folder, and for a pipe or a device.
+
+    Somebody may have sent the folder. Reading a pipe would wait.
+    """
     if not path.resolve().is_relative_to(folder.resolve()) or (path.exists() and not path.is_file()):
         raise ValueError("no regular file, or one that leads out of its folder")
 

@@ -36,8 +36,11 @@ def cores(process: int = 0) -> int:
 
 
 def cores_of_rank() -> int:
-    """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share those of their
-    launcher, which are more where each rank is bound to the cores near its GPU."""
+    """Cores that one rank may use.
+
+    Slurm gives each task its own cores. Otherwise the ranks of a machine share the launcher's cores. A rank that is
+    bound to the cores near its GPU uses at most these.
+    """
     local_ranks = ranks.local_world_size()
     if "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1):
         return cores()
@@ -63,14 +66,17 @@ class Hardware:
         return 1e12 * (self.tf32 if precision == "fp32" else self.half)
 
 
-# By the name that `hardware=` accepts.
+# Name that `hardware=` accepts -> the GPU.
 HARDWARE = {
     name: Hardware(**values) for name, values in files.read_yaml(Path(__file__).with_name("hardware.yaml")).items()
 }
 
 
 def gpu_here() -> str | None:
-    """The driver's name of this machine's first GPU, if any. A launcher that asked CUDA would keep memory on it."""
+    """The driver's name of this machine's first GPU; None: there is none.
+
+    Asks the driver, not CUDA: a launcher that initialises CUDA keeps memory on the GPU.
+    """
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         names = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
@@ -84,16 +90,16 @@ def hardware(name: str) -> Hardware:
     nearest names.
     """
     word = name.lower()
-    alike = [known for known in HARDWARE if known.startswith(f"{word}-")]
+    alike = [listed for listed in HARDWARE if listed.startswith(f"{word}-")]
     if word not in HARDWARE and len(alike) != 1:
         raise UserError(f"hardware={name}: unknown{nearest(word, HARDWARE)}; there is {', '.join(HARDWARE)}")
     return HARDWARE.get(word) or HARDWARE[alike[0]]
 
 
 def hardware_of(device_name: str) -> str | None:
-    """The table's name of what the driver calls `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
+    """The table's name of a GPU by the driver's `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
 
-    If the driver's name does not contain the memory, the first entry with that chip.
+    If `device_name` does not contain the memory, this is the first entry with that chip.
     """
     words = set(re.split(r"[\s-]+", device_name))
     same_chip = [name for name, entry in HARDWARE.items() if all(w in words or w.endswith("GB") for w in entry.words)]

@@ -23,7 +23,7 @@ class Readback:
 
     # On the host.
     values: Tensor
-    # When they are there; None: now.
+    # The event after which the values are there; None: they are there now.
     arrival: torch.cuda.Event | None = None
 
     @classmethod
@@ -103,10 +103,16 @@ class StepTimer:
         return max(sum(self.seconds.values()), CLOCK_STEP_S)
 
     def working_bytes(self, graph_bytes: int) -> int:
-        """After a step and without its gradients: the peak beyond the allocation at its start, of the update beyond the
-        one now, as the first update makes the optimizer's state. On a CPU beyond what the process holds now.
+        """The working memory of a step: the most that it needed beyond what stays. Call it without gradients.
 
-        `graph_bytes`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
+        On a GPU it is the largest of these:
+
+        - the peak of `encode` and of `replay`, less the allocation at the step's start and `graph_bytes`, the bytes of
+          a chunk's graph;
+        - the peak of `loss`, less the allocation at the step's start;
+        - the peak of `optim`, less the allocation now: the first update makes the optimizer's state, which stays.
+
+        On a CPU it is the process's peak, less what it holds now.
         """
         if self._cuda:
             before = self.before["encode"]

@@ -10,4 +10,4 @@ def printable(text: object) -> str:
 
 def without_password(text: str) -> str:
     """The text with `://` in the place of `://USER:PASSWORD@`."""
-    return re.sub(r"://[^\s/'\"<>]+@", "://", text)  # without the scheme: looking for one takes time squared
+    return re.sub(r"://[^\s/'\"<>]+@", "://", text)  # the scheme is not in the pattern: time would be squared

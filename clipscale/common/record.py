@@ -28,14 +28,14 @@ class RunResult(TypedDict):
     # Steps done, and the last one's loss.
     step: int
     loss: float
-    # Of the last evaluation.
+    # The results of the last evaluation.
     eval: Results
 
 
 class EvalRecord(TypedDict):
     """The file of an evaluation, eval/step_N.json."""
 
-    # None: of weights without a step.
+    # None: the weights belong to no step.
     step: int | None
     results: Results
     # What each set's results belong to: its images, versions, the precision.

@@ -1,6 +1,6 @@
-"""What a request to a server needs at a start: a limit of ours, a line about what is waited for, and credentials.
+"""What a request to a server needs at a start: a time limit, a line about what is waited for, and credentials.
 
-The libraries behind fsspec try for minutes, each in its own way.
+The limit is this program's own: the libraries behind fsspec try for minutes, each in its own way.
 """
 
 import os
@@ -11,15 +11,15 @@ from threading import Thread
 from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.terminal import main_rank, tell
+from clipscale.common.terminal import log_line, main_rank
 
 T = TypeVar("T")
 
 # Seconds in which a server answers a small request.
 ANSWER_S = 60.0
-# Bytes a second by which the time limit of a large one grows.
-SLOWEST = 1 << 20
-# Seconds of a wait after which a line says what is waited for.
+# The time limit of a large request allows for at least this speed.
+MIN_BYTES_PER_S = 1 << 20
+# Seconds after which a line says what is waited for.
 SAID_S = 10.0
 # Seconds between two looks at the progress of a request.
 LOOK_S = 1.0
@@ -27,24 +27,24 @@ LOOK_S = 1.0
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 GOOGLE = ("gs", "gcs")
 # How credentials are given.
-OF_GOOGLE = (
+GOOGLE_REMEDY = (
     "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE; for public data "
     "FSSPEC_GS_TOKEN=anon"
 )
-OF_AMAZON = "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for public data FSSPEC_S3_ANON=true"
+AMAZON_REMEDY = "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for public data FSSPEC_S3_ANON=true"
 
 
 def within(
     work: Callable[[], T],
-    what: str,
+    awaited: str,
     limit_s: float,
     *,
     progress: Callable[[], float] = lambda: 0.0,
     says: bool = True,
 ) -> T:
-    """What `work` returns, in a thread of its own, which is left to itself after `limit_s` without `progress`.
+    """What `work` returns. It runs in a thread of its own, which is abandoned after `limit_s` without `progress`.
 
-    `says`: after SAID_S a line says that `what` is waited for. Raises what `work` raises, and TimeoutError.
+    `says`: after SAID_S a line says that `awaited` is waited for. Raises what `work` raises, and TimeoutError.
     """
     future: Future[T] = Future()
 
@@ -64,14 +64,16 @@ def within(
         if now - since > limit_s:
             raise TimeoutError(f"no answer within {limit_s:.0f} s")
         if says and main_rank() and now - begun > SAID_S:
-            tell(f"waiting for {what}", error=True)
+            log_line(f"waiting for {awaited}", error=True)
             says = False
     return future.result()
 
 
-def check_credentials(scheme: str, what: str) -> None:
-    """Raise UserError for an address of Google's store if there are no credentials: gcsfs would ask for minutes without
-    them. May ask this machine's metadata server for them, for seconds."""
+def check_credentials(scheme: str, subject: str) -> None:
+    """Raise UserError for an address of Google's store if there are no credentials.
+
+    gcsfs would try without them for minutes. This may ask the machine's metadata server, for seconds.
+    """
     if scheme not in GOOGLE or "STORAGE_EMULATOR_HOST" in os.environ:
         return
     from fsspec import get_filesystem_class
@@ -85,11 +87,11 @@ def check_credentials(scheme: str, what: str) -> None:
     try:
         auth.default()
     except Exception as error:
-        raise no_credentials(what, error) from error
+        raise no_credentials(subject, error) from error
 
 
-def no_credentials(what: str, error: BaseException) -> UserError:
-    """What is said of an error of NO_CREDENTIALS."""
+def no_credentials(subject: str, error: BaseException) -> UserError:
+    """The UserError for an error of NO_CREDENTIALS."""
     reason = one_line(error).partition(". ")[0]
-    remedy = OF_GOOGLE if type(error).__name__ == "DefaultCredentialsError" else OF_AMAZON
-    return UserError(f"{what} has no credentials ({reason}); {remedy}")
+    remedy = GOOGLE_REMEDY if type(error).__name__ == "DefaultCredentialsError" else AMAZON_REMEDY
+    return UserError(f"{subject} has no credentials ({reason}); {remedy}")

@@ -19,11 +19,11 @@ from clipscale.common.errors import UserError
 from clipscale.common.printable import printable, without_password
 
 T = TypeVar("T")
-# Characters of a printed error or warning; the rest of it is left out.
+# Most characters of a printed error or warning.
 LONGEST = 4000
 # Empties a terminal's last line.
 CLEAR = "\r\x1b[K"
-# Lines of a log on a terminal.
+# Wraps lines of a log on a terminal.
 FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
 # Seconds between lines about the progress of long work, where there is no terminal.
 LINE_S = 60.0
@@ -45,7 +45,7 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def say(text: object, *, error: bool = False) -> None:
+def print_line(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr for an `error`."""
     clear()
     stream = sys.stderr if error else sys.stdout
@@ -53,26 +53,26 @@ def say(text: object, *, error: bool = False) -> None:
     stream.flush()
 
 
-def tell(text: object, *, error: bool = False) -> None:
+def log_line(text: object, *, error: bool = False) -> None:
     """Print a line of a run's log: it begins with the time of day. A terminal shows a long one between words."""
     line = f"{datetime.now():%H:%M:%S} {printable(text)}"
-    for part in FOLD.wrap(line) if on_terminal() else [line]:
-        say(part, error=error)
+    for row in FOLD.wrap(line) if on_terminal() else [line]:
+        print_line(row, error=error)
 
 
-def doing(what: str) -> None:
+def show_task(task: str) -> None:
     """On a terminal: show what begins now, until the next line is printed."""
-    _show(f"{datetime.now():%H:%M:%S} {what} ...")
+    _show(f"{datetime.now():%H:%M:%S} {task} ...")
 
 
 class _Shown:
-    """Whether the terminal's last line may hold what is to be removed. At first: by a process that has started this."""
+    """Whether the terminal's last line may hold something to remove: at first, what the parent process has shown."""
 
     line = True
 
 
 def clear() -> None:
-    """Remove what `doing` or a bar shows, of this process or of one that has started it."""
+    """Remove what `show_task` or a bar shows, of this process or of its parent."""
     if _Shown.line and on_terminal():
         print(CLEAR, end="", file=sys.stderr, flush=True)
     _Shown.line = False
@@ -91,8 +91,8 @@ class Progress:
     _began = _shown = 0.0
     _bar = False
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
+    def __call__(self, task: str, done: int, total: int) -> None:
+        """`done` of `total` parts of the work called `task`, which begins with 0 parts. `total` may be an estimate."""
         now = time.monotonic()
         if done == 0:
             self._began = now
@@ -102,11 +102,11 @@ class Progress:
                 clear()
             self._bar = False
             return
-        left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
-        text = f"{what}: {done} of {total}, {done / total:.0%}, {left} left"
+        remaining = timedelta(seconds=round((now - self._began) * (total / done - 1)))
+        text = f"{task}: {done} of {total}, {done / total:.0%}, {remaining} left"
         if not on_terminal():
             if now - self._shown >= LINE_S and main_rank():
-                tell(text, error=True)
+                log_line(text, error=True)
                 self._shown = now
         elif now - self._began >= BAR_AFTER_S and now - self._shown >= BAR_EVERY_S:
             full = BAR_WIDTH * done // total
@@ -115,20 +115,20 @@ class Progress:
             self._shown = now
 
 
-def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The parts of long work one by one, with its progress. `what`: as in `writing shards`."""
-    doing(what)
+def tracked(items: Iterable[T], task: str, total: int) -> Iterator[T]:
+    """The parts of long work one by one, with its progress. `task`: as in `writing shards`."""
+    show_task(task)
     progress = Progress()
-    progress(what, 0, total)
+    progress(task, 0, total)
     for done, item in enumerate(items, 1):
         yield item
-        progress(what, done, total)
+        progress(task, done, total)
 
 
-def report(error: object, details: str = "") -> None:
+def print_failure(error: object, details: str = "") -> None:
     """Print a failure on stderr: the lines of its traceback, if there is one, and one line that says what it is."""
     for line in [*details.splitlines(), without_password(f"error: {error}")[:LONGEST]]:
-        say(line, error=True)
+        print_line(line, error=True)
 
 
 class _Printable(logging.Formatter):

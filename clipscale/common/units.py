@@ -29,8 +29,10 @@ def unused(folder: Path) -> Path:
 
 
 def file_name(text: str, most: int = 100) -> str:
-    """A name of letters, digits and `_.,=+-`, of at most `most` characters. Where it cannot be the text itself, it ends
-    in the text's CRC-32, so that different texts have different names."""
+    """A name of letters, digits and `_.,=+-`, of at most `most` characters: the text itself if possible.
+
+    Otherwise it ends in the text's CRC-32, so that different texts have different names.
+    """
     name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
     return name if name == text and len(name) <= most else f"{name[: most - 9]}-{zlib.crc32(text.encode()):08x}"
 
@@ -89,12 +91,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean 'optim.lr'?`, or nothing if no known name is close.
 
     Compares the last parts of dotted names first (`lr` and `optim.lrr` suggest `optim.lr`), then beginnings, then all.
     """
-    names = list(known)
+    names = list(candidates)
     leaves = {name: name.rpartition(".")[2] for name in names}
     section, _, leaf = word.rpartition(".")
     like = [leaf] if leaf in leaves.values() else get_close_matches(leaf, set(leaves.values()), cutoff=0.75)
@@ -106,5 +108,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def one_of(names: Iterable[str]) -> str:
     """`a, b or c`."""
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    *most, final = names
+    return f"{', '.join(most)} or {final}" if most else final

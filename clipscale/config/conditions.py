@@ -16,7 +16,7 @@ _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 CAPTION = "caption"
 # The name of a condition on `SHARD/KEY`, for example to leave out a sample that kills a loader.
 SAMPLE = "sample"
-# Parts of a caption that can be used; data/sentences.py defines them.
+# Parts of a caption that can be used. `data/sentences.py` defines them.
 PARTS = ("", "sentence", "span", "later")
 # Conditions on a picture: each is a function of its width and height in pixels.
 SIZES: dict[str, Callable[[int, int], float]] = {
@@ -69,7 +69,7 @@ def condition(text: str) -> Condition:
     name, sign, value = match.groups()
     sign = sign.replace("==", "=")
     if sign in ("=", "!="):
-        return Condition(name, sign, tuple(part.strip() for part in value.split("|")))
+        return Condition(name, sign, tuple(text.strip() for text in value.split("|")))
     try:
         float(value)
     except ValueError as error:
@@ -101,8 +101,8 @@ def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
             share = math.nan
         if not name.strip() or not 0 <= share < math.inf:
             raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
-        source, at, part = name.strip().rpartition("@")
-        if not at or (part not in PARTS and ":" in source):  # a json field may have @ in its name
+        source, separator, part = name.strip().rpartition("@")
+        if not separator or (part not in PARTS and ":" in source):  # a json field may have @ in its name
             source = name.strip()
             part = ""
         if part not in PARTS:

@@ -70,7 +70,7 @@ class EvalRunConfig(AnyModel):
 
 
 def runs_of_sweep(folder: Path) -> list[Path]:
-    """The folders of a sweep's runs; none of a run, and of no folder."""
+    """The folders of a sweep's runs; empty if this is a run's folder, or no folder."""
     if (folder / "config.yaml").exists():
         return []
     return sorted(path.parent for path in folder.glob("*/config.yaml"))
@@ -94,7 +94,7 @@ def existing_run(run: str) -> Path:
 def model_run(config: AnyModel, weights: str) -> Path | None:
     """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both.
 
-    `weights`: `trained`, or of a run `ema`.
+    `weights`: `trained`, or `ema`, which only a run has.
     """
     model = config.model
     if config.run:
@@ -120,8 +120,10 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 
 
 def completed(config: EvalRunConfig) -> EvalRunConfig:
-    """The settings; `sets`, `suite`, `root` and `precision` that are not given are those of the run. Raises UserError
-    without any set."""
+    """The settings, with the run's `sets`, `suite`, `root` and `precision` where they give none.
+
+    Raises UserError if there is no set.
+    """
     saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
     own = saved.get("eval", {})
     chosen = config.eval
@@ -129,20 +131,19 @@ def completed(config: EvalRunConfig) -> EvalRunConfig:
         chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))
     if not chosen.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
-    given = (config.precision, saved.get("precision"))
-    precision = next((name for name in given if name in sections.PRECISIONS), "fp32")
+    candidates = (config.precision, saved.get("precision"))
+    precision = next((name for name in candidates if name in sections.PRECISIONS), "fp32")
     return replace(config, eval=replace(chosen, root=chosen.root or own.get("root")), precision=precision)
 
 
 def check_eval(config: EvalRunConfig) -> Path:
-    """The folder of the results. Raises UserError for a model that is not given or given twice, and for sets that are
-    not there."""
+    """The folder of the results. Raises UserError if no model is given, or two, and for sets that are missing."""
     folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
     check_places(completed(config).eval)
     if folder:
         return folder
-    given = "" if config.model.architecture else config.model.name
-    name = file_name("-".join(filter(None, ("eval", given, config.model.weights))))
+    named_model = "" if config.model.architecture else config.model.name
+    name = file_name("-".join(filter(None, ("eval", named_model, config.model.weights))))
     return Path(config.out).expanduser() if config.out else run_folder(name)

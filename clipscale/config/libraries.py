@@ -29,12 +29,12 @@ def model_description(name: str) -> Record:
 
 
 def optimizers_in_file() -> list[str]:
-    """Names of timm's optimizers by the text of its factory, nearly all; none where timm has it elsewhere."""
+    """Nearly all names of timm's optimizers, read from the text of its factory; empty if timm has moved that."""
     return re.findall(r"\bname='(\w+)'", _factory())
 
 
 def has_optimizer(name: str) -> bool:
-    """Whether timm has an optimizer of this name, by an import of timm only where its factory's text does not say."""
+    """Whether timm has an optimizer of this name. Imports timm only if its factory's text does not say it."""
     if name in optimizers_in_file():
         return True
     text = _factory()
@@ -49,7 +49,7 @@ def _factory() -> str:
 
 @cache
 def optimizers() -> list[Any]:
-    """Names of timm's optimizers, by an import of timm."""
+    """Names of timm's optimizers. Imports timm."""
     import timm.optim
 
     return timm.optim.list_optimizers()

@@ -22,16 +22,16 @@ T = TypeVar("T")
 class Absent(TypedDict):
     """Words that are no setting here, with what to do instead."""
 
-    # Of open_clip.
+    # Words of open_clip -> what to do instead.
     open_clip: dict[str, str]
-    # By the version that removed them.
+    # Version -> the words that it removed, with what to do instead.
     removed: dict[str, dict[str, str]]
 
 
 # Words of open_clip and of other programs -> our setting or preset.
-MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
+ALIASES: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
 ABSENT: Absent = files.read_yaml(Path(__file__).parent / "absent.yaml")
-# Of a type of numbers -> what reads its texts.
+# Type of numbers -> the function that reads its texts.
 PARSED: dict[object, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
 Bound = Callable[[float, float], bool]
 BOUNDS: dict[str, tuple[Bound, str]] = {
@@ -42,9 +42,11 @@ BOUNDS: dict[str, tuple[Bound, str]] = {
 }
 
 
-def typed(declared: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()) -> T:
-    """Plain nested values as the dataclass `declared`, with defaults for the rest. `prefix`: stands before names in
-    messages. `ignored`: names of no setting here that are allowed. Raises UserError."""
+def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()) -> T:
+    """Plain nested values as the dataclass `declared`, with defaults for the rest. Raises UserError.
+
+    `prefix`: stands before names in messages. `ignored`: names that are allowed though they are no settings here.
+    """
     settings = settings_of(declared, prefix)
 
     def build(section: type, values: Mapping[str, object], prefix: str) -> object:
@@ -57,7 +59,7 @@ def typed(declared: type[T], values: Mapping[str, object], prefix: str = "", ign
             elif key in settings:
                 arguments[name] = accepted(settings[key], value)
             elif not within(ignored, key):
-                raise UserError(misnamed(key, settings))
+                raise UserError(unknown_key(key, settings))
         built = section(**arguments)
         if hasattr(built, "check"):
             built.check()
@@ -73,7 +75,7 @@ def items(declared: type, key: str, values: Iterable[object]) -> list[object]:
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict) or value.keys() - set(names):
             raise UserError(f"{key}: {number}. is {as_typed(value)}; give it some of {', '.join(names)}")
-        built.append(typed(declared, value, f"{key}: {number}. "))
+        built.append(dataclass_from(declared, value, f"{key}: {number}. "))
     return built
 
 
@@ -84,7 +86,7 @@ def accepted(setting: Setting, value: object) -> object:
     key = setting.name
     result = converted(setting, value)
     if setting.choices and result not in setting.choices:
-        meant = MEANT.get(f"{key}={result}", str(result))
+        meant = ALIASES.get(f"{key}={result}", str(result))
         gone = removed(f"{key}={result}")
         raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
@@ -98,7 +100,7 @@ def accepted(setting: Setting, value: object) -> object:
 def converted(setting: Setting, value: object) -> object:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
-    kinds = get_args(setting.required)
+    wanted_types = get_args(setting.required)
     if setting.of_items:
         return items(setting.of_items, key, cast("Iterable[object]", value or []))
     if setting.kind is dict:
@@ -106,32 +108,32 @@ def converted(setting: Setting, value: object) -> object:
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
         return dict(value)
     if setting.kind is tuple:
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, '{key}=[...]'")
-        return tuple(scalar(kind, key, item) for kind, item in zip(kinds, value))
+        if not isinstance(value, list | tuple) or len(value) != len(wanted_types):
+            raise UserError(f"{key}={as_typed(value)}: give {len(wanted_types)} numbers, '{key}=[...]'")
+        return tuple(scalar(wanted, key, item) for wanted, item in zip(wanted_types, value))
     if setting.kind is list and value is not None:
-        return [scalar(kinds[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
+        return [scalar(wanted_types[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
     return scalar(str if issubclass(setting.kind, Enum) else setting.kind, key, value)
 
 
-def scalar(kind: type, key: str, value: object) -> object:
+def scalar(wanted: type, key: str, value: object) -> object:
     """A value as bool, int, bytes, float or str. Raises UserError."""
-    if kind is str and isinstance(value, bool | int | float | str):
+    if wanted is str and isinstance(value, bool | int | float | str):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    if kind is bool and isinstance(value, bool):
+    if wanted is bool and isinstance(value, bool):
         return value
-    if kind in PARSED and isinstance(value, str):
+    if wanted in PARSED and isinstance(value, str):
         try:
-            return PARSED[kind](value)
+            return PARSED[wanted](value)
         except ValueError as error:
             raise UserError(f"{key}={value}: {error}") from error
-    if kind in (*PARSED, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
+    if wanted in (*PARSED, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)
-            if kind is float or number.is_integer():
-                return float(value) if kind is float else int(value)
+            if wanted is float or number.is_integer():
+                return float(value) if wanted is float else int(value)
     forms = {bool: "true or false", int: "a whole number", Bytes: "bytes (8G)", float: "a number", str: "one text"}
-    raise UserError(f"{key}={as_typed(value)}: give {forms[kind]}")
+    raise UserError(f"{key}={as_typed(value)}: give {forms[wanted]}")
 
 
 def within(names: Iterable[str], key: str) -> bool:
@@ -139,9 +141,11 @@ def within(names: Iterable[str], key: str) -> bool:
     return any(f"{name}.".startswith(f"{key}.") for name in names)
 
 
-def misnamed(key: str, names: Iterable[str], verb: str = "") -> str:
-    """The message for a key of a verb that is not among `names`: it is a section of them, was removed, means
-    another one, or is unknown."""
+def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
+    """The message for a key that is not among a verb's `names`.
+
+    It says that the key is a section, was removed, or means another key; else that it is unknown.
+    """
     names = list(names)
     inside = [name for name in names if name.startswith(key + ".")]
     if inside:
@@ -150,7 +154,7 @@ def misnamed(key: str, names: Iterable[str], verb: str = "") -> str:
         return gone
     word = key.replace("-", "_")
     leaf = word.rpartition(".")[2]
-    meant = MEANT.get(word) or MEANT.get(leaf, key)
+    meant = ALIASES.get(word) or ALIASES.get(leaf, key)
     if meant.partition("=")[0] in names:
         return f"unknown key '{key}'; did you mean '{meant}'?"
     if leaf in ABSENT["open_clip"]:
@@ -159,9 +163,9 @@ def misnamed(key: str, names: Iterable[str], verb: str = "") -> str:
 
 
 def removed(word: str, verb: str = "") -> str:
-    """What an earlier version had, and what to do instead, if this word is that; else empty.
+    """The message for a word that an earlier version knew, with what to do instead; empty for any other word.
 
-    word: a setting, of the `verb` or of any; SETTING=VALUE, GROUP=PRESET; `verb NAME`.
+    word: a setting (of the `verb`, or of any), SETTING=VALUE, GROUP=PRESET, or `verb NAME`.
     """
     parts = [word] if "=" in word else word.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the setting, and the sections around it
@@ -177,7 +181,7 @@ def as_typed(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{as_typed(part)}' for name, part in value.items())}}}"
+        return f"{{{','.join(f'{name}:{as_typed(item)}' for name, item in value.items())}}}"
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,5 +1,7 @@
-"""Keeps secrets out of files: values that came from `${oc.env:NAME}` are written as `${oc.env:NAME}`, and addresses
-without passwords."""
+"""Keeps secrets out of files.
+
+A value that came from `${oc.env:NAME}` is written as `${oc.env:NAME}`, and an address without its password.
+"""
 
 import os
 from typing import Any
@@ -7,10 +9,10 @@ from typing import Any
 from clipscale.common.errors import UserError
 from clipscale.common.printable import without_password
 
-# Environment variable that lists the variables which the configuration reads, for all processes of a run.
+# Environment variable that lists the variables that the configuration reads. All processes of a run inherit it.
 READ = "CLIPSCALE_ENV_READ"
 # Shorter values are words and numbers, not secrets.
-LEAST = 8
+SHORTEST_SECRET = 8
 
 
 def from_environment(name: str, *default: str | None) -> str | None:
@@ -32,6 +34,6 @@ def hidden(tree: Any) -> Any:
         return tree
     for name in os.environ.get(READ, "").split(","):
         value = os.environ.get(name, "")
-        if len(value) >= LEAST:
+        if len(value) >= SHORTEST_SECRET:
             tree = tree.replace(value, f"${{oc.env:{name}}}")
     return without_password(tree)

@@ -11,7 +11,7 @@ from clipscale.common.keep import Keep
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import architectures, has_optimizer, model_description, optimizers, optimizers_in_file
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
@@ -371,7 +371,7 @@ class ModelConfig:
     @staticmethod
     def of(values: Mapping[str, object]) -> "ModelConfig":
         """The model's settings in a checkpoint. Raises UserError."""
-        return typed(ModelConfig, values)
+        return dataclass_from(ModelConfig, values)
 
     @property
     def description(self) -> Record:
@@ -385,14 +385,14 @@ class ModelConfig:
 
     def check_parts(self) -> None:
         """Raise UserError for an `architecture` without one of its parts."""
-        for part in ("embed_dim", "vision_cfg", "text_cfg"):
-            if self.architecture and part not in self.architecture:
-                raise UserError(f"model.architecture lacks {part}; write it like open_clip's model configurations")
+        for section in ("embed_dim", "vision_cfg", "text_cfg"):
+            if self.architecture and section not in self.architecture:
+                raise UserError(f"model.architecture lacks {section}; write it like open_clip's model configurations")
 
     @property
     def pixels(self) -> Preprocess:
         """`preprocess` with its defaults. Raises UserError for other words and values."""
-        return typed(Preprocess, self.preprocess, "model.preprocess.")
+        return dataclass_from(Preprocess, self.preprocess, "model.preprocess.")
 
     def check(self) -> None:
         """Raises UserError for another `preprocess`, for half an `architecture`, and for a name that open_clip does not

@@ -59,8 +59,8 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The help, with choices that it does not explain."""
-        explained = all(f"`{choice}`" in self.help for choice in self.choices)
-        return self.help if explained else f"{self.help} Choose {one_of(self.choices)}."
+        help_names_all = all(f"`{choice}`" in self.help for choice in self.choices)
+        return self.help if help_names_all else f"{self.help} Choose {one_of(self.choices)}."
 
     @property
     def required(self) -> Any:
@@ -88,14 +88,14 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     inside = nested(declared)
     defaults = declared()
     only = getattr(declared, "ONLY", {})
-    for part in fields(declared):
-        name = prefix + part.name
-        if part.name in inside:
-            used = [f"{name}.{each}" for each in only.get(part.name, "").split()]
-            inner = settings_of(inside[part.name], name + ".")
+    for each in fields(declared):
+        name = prefix + each.name
+        if each.name in inside:
+            used = [f"{name}.{each}" for each in only.get(each.name, "").split()]
+            inner = settings_of(inside[each.name], name + ".")
             settings |= {key: setting for key, setting in inner.items() if not used or key in used}
         else:
-            settings[name] = Setting(name, part.type, getattr(defaults, part.name), **part.metadata)
+            settings[name] = Setting(name, each.type, getattr(defaults, each.name), **each.metadata)
     return settings
 
 
@@ -108,7 +108,7 @@ def differing(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str,
 
 def nested(declared: type) -> dict[str, type]:
     """Section -> its dataclass."""
-    return {part.name: part.type for part in fields(declared) if is_dataclass(part.type)}  # type: ignore[misc]
+    return {each.name: each.type for each in fields(declared) if is_dataclass(each.type)}  # type: ignore[misc]
 
 
 def summary(declared: type) -> str:

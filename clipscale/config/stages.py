@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 def in_stage(section: type[Section], name: str) -> Any:
-    """A setting of a stage that accepts what the setting `name` of a section does."""
+    """A setting of a stage. It accepts what the setting `name` of the section accepts."""
     return field(default=UNSET, metadata=section.__dataclass_fields__[name].metadata)
 
 
@@ -68,7 +68,7 @@ Settings = TypeVar("Settings", bound=Section)
 
 
 def stages_of(config: Run) -> list[Run]:
-    """The settings of each stage of a run; without stages, those of the run."""
+    """The settings of each stage of a run; without stages the run's own."""
     by_stage = []
     for stage in config.stages:
         settings = config
@@ -92,10 +92,10 @@ def total_samples(config: Staged) -> int | None:
     lengths = [stage.length for stage in config.stages]
     if not lengths:
         return config.samples
-    known = [length for length in lengths if length is not None]
-    if known != lengths or config.epochs is not None or config.samples not in (None, sum(known)):
+    own_lengths = [length for length in lengths if length is not None]
+    if own_lengths != lengths or config.epochs is not None or config.samples not in (None, sum(own_lengths)):
         raise UserError(
             f"stages: their samples are {lengths}, and the run has samples={config.samples} epochs={config.epochs}; "
             "give every stage its own, and leave out the run's"
         )
-    return sum(known)
+    return sum(own_lengths)

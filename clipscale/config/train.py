@@ -17,7 +17,7 @@ from clipscale.common.units import format_count, format_decimal, nearest, parse_
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
-from clipscale.config.parse import MEANT
+from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import UNSET, Section, differing, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
@@ -110,8 +110,8 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
     return samples
 
 
-def crowded(config: TrainConfig, epoch: int | None) -> str:
-    """The warning for a batch that is larger than the data; else empty, also if `epoch` (its samples) is unknown."""
+def batch_exceeds_data(config: TrainConfig, epoch: int | None) -> str:
+    """The warning for a batch larger than the data, else empty. `epoch`: samples in the data; None: not known."""
     batch = config.batch
     if not epoch or batch <= epoch or config.data.same is not None:
         return ""
@@ -121,18 +121,19 @@ def crowded(config: TrainConfig, epoch: int | None) -> str:
     )
 
 
-# Samples of a run, at most -> the best batch of LAION's sweeps of that length (scaling-laws-for-comparison, NeurIPS
-# 2025).
+# Most samples of a run -> the best batch in LAION's sweeps of that length (scaling-laws-for-comparison, NeurIPS 2025).
 BEST_BATCHES = {12_800_000: 2048, 64_000_000: 4096, 128_000_000: 8192, 1_280_000_000: 16384}
-# Published runs of more samples than those (DataComp, LAION-2B) took up to 90k; beyond 256k none shows a gain.
+# The largest batch that shows a gain in published runs of more samples. DataComp and LAION-2B took up to 90k.
 LARGEST_SHOWN = 1 << 18
-# So many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
+# This many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
 TOLERATED = 5.5
 
 
 def beyond_published(batch: int, samples: int | None) -> str:
-    """The warning for a batch that is far larger than published sweeps found best for a run of so many samples; else
-    empty, also for an unknown length."""
+    """The warning for a batch far larger than the best one of published sweeps for a run of so many samples.
+
+    Empty if it is not, or if the number of samples is unknown.
+    """
     if samples is None:
         return ""
     best = next((best for most, best in BEST_BATCHES.items() if samples <= most), None)
@@ -159,7 +160,7 @@ def check_sigmoid(config: TrainConfig) -> None:
 
 def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections. Each section checks its own settings."""
-    check_pairs(config)
+    check_data(config)
     if not config.model.weights:  # weights may bring a model
         check_captioner(config)
     bands_of(config.expected)
@@ -180,7 +181,7 @@ def check(config: TrainConfig) -> None:
     if config.sweep.metric and not config.eval.has_sets:
         raise UserError(f"sweep.metric={config.sweep.metric}: nothing is evaluated; give eval.sets=FOLDER")
     if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
-        meant = MEANT.get(f"resume={config.resume}", config.resume)
+        meant = ALIASES.get(f"resume={config.resume}", config.resume)
         raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
     width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
@@ -195,7 +196,7 @@ def check(config: TrainConfig) -> None:
             samples_of(stage, None)
 
 
-def check_pairs(config: TrainConfig) -> None:
+def check_data(config: TrainConfig) -> None:
     """Raise UserError for settings of pairs and keys that do not go together."""
     data = config.data
     if not data.train:
@@ -235,7 +236,7 @@ def check_captioner(config: TrainConfig) -> None:
 MAX_SAMPLES = "CLIPSCALE_MAX_SAMPLES"
 
 
-def at_most(config: TrainConfig) -> TrainConfig:
+def capped_by_environment(config: TrainConfig) -> TrainConfig:
     """The configuration with at most the samples that MAX_SAMPLES allows, and at least a batch. Stages are not changed.
 
     A length in epochs becomes MAX_SAMPLES itself: the samples of an epoch are not known here. Raises UserError.
@@ -249,9 +250,9 @@ def at_most(config: TrainConfig) -> TrainConfig:
     return replace(config, samples=max(config.batch, min(config.samples or most, most)), epochs=None)
 
 
-def settled(config: TrainConfig) -> TrainConfig:
+def with_defaults(config: TrainConfig) -> TrainConfig:
     """The configuration with the run's folder and length filled in, where the settings give none."""
-    config = at_most(config)
+    config = capped_by_environment(config)
     samples = total_samples(config)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
     folder = run_folder(config.run)
@@ -272,9 +273,9 @@ def warnings(config: TrainConfig) -> list[str]:
     lora = config.model.lora
     if lora and not config.model.weights:
         return [f"model.lora={lora} adapts random weights; give what it adapts, model.weights=..."]
-    whole = not lora and None in (config.model.image.groups, config.model.text.groups)
+    trains_whole_tower = not lora and None in (config.model.image.groups, config.model.text.groups)
     if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
-        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for adapters and the last layers"
+        rate = "1e-6 to 1e-5 for whole towers" if trains_whole_tower else "about 1e-4 for adapters and the last layers"
         return [
             f"optim.lr={config.optim.lr:g} is a rate of pretraining, and the run begins with weights; usual is {rate}"
         ]
@@ -293,12 +294,12 @@ def changes_since(file: Path, settings: str) -> list[str]:
 
 
 def to_yaml(config: Section) -> str:
-    """The configuration as YAML without its secrets. `typed` reads it back."""
+    """The configuration as YAML without its secrets. `dataclass_from` reads it back."""
     # `hidden` makes lists of tuples, which YAML does not have.
     return yaml.safe_dump(hidden(asdict(config, dict_factory=plain)), sort_keys=False, allow_unicode=True)
 
 
 def plain(settings: list[tuple[str, object]]) -> dict[str, object]:
     """The fields of a section that are set, with the words of enums."""
-    given = [(name, value) for name, value in settings if value is not UNSET]
-    return {name: value.value if isinstance(value, Enum) else value for name, value in given}
+    as_set = [(name, value) for name, value in settings if value is not UNSET]
+    return {name: value.value if isinstance(value, Enum) else value for name, value in as_set}

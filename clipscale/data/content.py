@@ -25,7 +25,7 @@ STARTS = {
     b"BM": "a damaged BMP",
     b"RIFF": "a damaged WebP, or another RIFF file",
 }
-# As above, behind white space and a byte order mark, in lower case.
+# First letters of a text in lower case, after white space and a byte order mark -> what begins with them.
 TEXTS = {
     b"<!doctype html": "a web page (HTML)",
     b"<html": "a web page (HTML)",
@@ -48,9 +48,9 @@ def content_of(data: bytes) -> str:
         return BRANDS.get(start[8:12], "a video, or another media file")
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for table, head in ((STARTS, start), (TEXTS, text)):
-        for first, what in table.items():
+        for first, name in table.items():
             if head.startswith(first):
-                return what
+                return name
     if start and not start.strip(b"\0"):
         return "zeros"
     printable = start.isascii() and start.decode("ascii").replace("\n", "").replace("\t", "").isprintable()

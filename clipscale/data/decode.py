@@ -158,16 +158,16 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     Pillow's many errors."""
     if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
         raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
-    if data.startswith(b"\x89PNG") and any(kind in data for kind in _PNG_TEXTS):
+    if data.startswith(b"\x89PNG") and any(chunk_type in data for chunk_type in _PNG_TEXTS):
         data = without_texts(data)
     source = Pieces(data)
     try:
         image: Image.Image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError:
-        what = content_of(data) or f"begins with {data[:8]!r}"
-        what = what if "damaged" in what else f"{what}, no picture of {', '.join(FORMATS)}"
-        raise BrokenSampleError("unreadable_image", what) from None
-    source.left = MOST_READS
+        content = content_of(data) or f"begins with {data[:8]!r}"
+        content = content if "damaged" in content else f"{content}, no picture of {', '.join(FORMATS)}"
+        raise BrokenSampleError("unreadable_image", content) from None
+    source.reads_left = MOST_READS
     check_pixels(*image.size, most / decoding_cost(image, data))
     return image
 
@@ -175,23 +175,23 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
 def without_texts(data: bytes) -> bytes:
     """A PNG without its chunks of _PNG_TEXTS, apart from XMP."""
     parts = [data[:8]]
-    at = 8
-    while at < len(data) and len(parts) < MOST_READS:
-        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
-        if data[at + 4 : at + 8] not in _PNG_TEXTS or data.startswith(_XMP, at + 8):
-            parts.append(data[at:end])
-        at = end
-    return b"".join([*parts, data[at:]])
+    start = 8
+    while start < len(data) and len(parts) < MOST_READS:
+        end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+        if data[start + 4 : start + 8] not in _PNG_TEXTS or data.startswith(_XMP, start + 8):
+            parts.append(data[start:end])
+        start = end
+    return b"".join([*parts, data[start:]])
 
 
 class Pieces(io.BytesIO):
     """A picture's bytes, in a bounded number of reads: each takes Pillow microseconds."""
 
-    left = MOST_HEADER_READS
+    reads_left = MOST_HEADER_READS
 
     def read(self, size: int | None = -1) -> bytes:
-        self.left -= 1
-        if self.left < 0:
+        self.reads_left -= 1
+        if self.reads_left < 0:
             raise BrokenSampleError("unreadable_image", "its headers or pixels are in too many pieces")
         return super().read(size)
 
@@ -231,16 +231,16 @@ class Picture:
     several pictures (MPO, GIF, WebP) gives its first one.
     """
 
-    # The file.
+    # The bytes of the file.
     data: bytes
-    # Its header, read by Pillow.
+    # The picture as Pillow has opened it: the header is read, the pixels are not.
     image: Image.Image
     # How the pixels of the file are to be turned: 1 to 8, as in EXIF.
     orientation: int = 1
 
     @classmethod
     def read(cls, data: bytes, most: float = MOST_PIXELS) -> "Picture":
-        """Read the header. `most`: pixels. For a file that the user names, callers allow as many as Pillow does.
+        """Read the header. `most`: the limit of pixels. For a file that the user names, callers take Pillow's own.
 
         Raises BrokenSampleError: `huge_image`, `unreadable_image`.
         """
@@ -313,10 +313,10 @@ def decode_by_pillow(image: Image.Image) -> np.ndarray:
     image.load()
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for rows in strips(image.height, image.width):
-        part = image.crop((0, rows.start, image.width, rows.stop))
+        strip = image.crop((0, rows.start, image.width, rows.stop))
         if image.mode.startswith("I"):
-            part = Image.fromarray((np.asarray(part).clip(0, 65535) / 257).round().astype(np.uint8))
-        pixels[rows] = np.asarray(part.convert("RGB"))
+            strip = Image.fromarray((np.asarray(strip).clip(0, 65535) / 257).round().astype(np.uint8))
+        pixels[rows] = np.asarray(strip.convert("RGB"))
     return pixels
 
 

@@ -24,8 +24,8 @@ R = TypeVar("R")
 class EvalTransform:
     """Picture bytes to the pixels of open_clip's evaluation transform, on which published results were measured.
 
-    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored. Unlike there, 16-bit greys
-    are scaled to 8 bits, as in training: open_clip's are white.
+    As in open_clip, Pillow decodes, converts to RGB and resizes, and the EXIF orientation is ignored. Unlike there,
+    16-bit greys are scaled to 8 bits, as in training; in open_clip they become white.
     """
 
     side: int
@@ -45,14 +45,14 @@ class EvalTransform:
     @cached_property
     def resized(self) -> Compose:
         """open_clip's transform of a picture, up to the conversion to numbers."""
-        whole = image_transform(self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation)
-        return Compose([step for step in whole.transforms if not isinstance(step, ToTensor | Normalize)])
+        transform = image_transform(self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation)
+        return Compose([step for step in transform.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
 def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[R]]]:
-    """Each batch with the results of `work` for its items, to be waited for. Meanwhile the pool works on the next one.
+    """Each batch with the pending results of `work` for its items. Meanwhile the pool works on the next batch.
 
-    Whoever leaves the pool waits for none of its threads, of which one may read from a storage that is silent.
+    Leaving the pool waits for none of its threads: one of them may read from a storage that is silent.
     """
     begun: Iterator[Any] = ((batch, pool.map_async(work, batch, chunksize=1)) for batch in batches)
     for (batch, results), _ in pairwise(chain(begun, [None])):

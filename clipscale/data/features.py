@@ -80,8 +80,9 @@ def encoded_array(array: np.ndarray) -> bytes:
 def stored_teachers(
     data: DataConfig, names: Sequence[str], scales: Sequence[float] | None = None
 ) -> tuple[TeacherFeatures, ...]:
-    """The readers of these teachers' features, as the note beside the shards describes them. `scales`: instead of the
-    note's.
+    """The readers of these teachers' features, as the note beside the shards describes them.
+
+    `scales`: replace the note's logit scales.
 
     Raises UserError for a teacher that the note does not have, and for other captions.
     """
@@ -112,7 +113,7 @@ def stored_teachers(
 
 
 def notes_beside(url: str) -> dict[str, TeacherNote]:
-    """The notes of the features in a shard, of each teacher by its name; empty if there is no such file.
+    """Teacher -> the note of its features beside a shard; empty if there is no such file.
 
     Raises UserError for one that cannot be read.
     """

@@ -22,11 +22,11 @@ class Selection:
 
     captions: tuple[CaptionSource, ...]
     conditions: tuple[Condition, ...]
-    # What samples of equal keys share: the `caption`, or a field of the json.
+    # What makes samples equal: the `caption`, or a field of the json; None: nothing does.
     same: str | None = None
     # Captions of a sample in a step.
     count: int = 1
-    # The source of hard negatives; empty: there are none. And their number in a step.
+    # The source of hard negatives, empty if there are none, and their number in a step.
     negatives: str = ""
     negatives_count: int = 0
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
@@ -41,8 +41,9 @@ class Selection:
         return members
 
     def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[tuple[str, str]]:
-        """The sample's captions, drawn by weight, and the part of each that is to be taken. The captions of a source
-        share its weight. A source of weight 0 is used if no other has a text.
+        """The sample's captions, drawn by weight, each with the part of it that is to be taken.
+
+        The captions of a source share its weight. A source of weight 0 is used if no other source has a text.
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
@@ -86,11 +87,11 @@ class Selection:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 _require(condition, fields.get(condition.name))
 
-    def key(self, sample: RawSample, caption: str, own: str) -> int:
-        """A signed 64-bit hash of what samples share; `own`: names the sample itself.
+    def key(self, sample: RawSample, caption: str, own_name: str) -> int:
+        """A signed 64-bit hash, equal for samples that are the same by `same`.
 
         Captions are compared without regard to case and white space, a field's text or number without white space
-        around it. A sample without it has a key of its own.
+        around it. A sample without the field gets a key of its own, from `own_name`.
         """
         value: object = None
         if self.same == "caption":
@@ -98,7 +99,7 @@ class Selection:
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
-        return same_key(value, own)
+        return same_key(value, own_name)
 
 
 def compared(caption: str) -> str:
@@ -106,15 +107,17 @@ def compared(caption: str) -> str:
     return " ".join(caption.casefold().split())
 
 
-def same_key(value: object, own: str) -> int:
-    """A signed 64-bit hash of a text or number without white space around it; of `own`, where there is none."""
+def same_key(value: object, own_name: str) -> int:
+    """A signed 64-bit hash of a text or number, without white space around it; of `own_name` for any other value."""
     shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-    return hash64(f"same {str(value).strip()}" if shared else f"alone {own}") - (1 << 63)
+    return hash64(f"same {str(value).strip()}" if shared else f"alone {own_name}") - (1 << 63)
 
 
 def _require(condition: Condition, value: object) -> None:
-    """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition, and `filter_no_NAME` for
-    none, or none that is a number where one is needed."""
+    """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition.
+
+    The reason is `filter_no_NAME` if there is no value, or if it is no number where one is needed.
+    """
     try:
         if value is None or value != value:  # NaN
             raise ValueError("missing")

@@ -145,10 +145,11 @@ class Epochs:
     """Each sample exactly once an epoch.
 
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
-    concatenation, so all streams reach the end of an epoch together, to one sample, whatever B mod L is. Where a
-    stream's share of S is not whole, it is rounded in each epoch alike, and the streams drift apart by up to a sample
-    an epoch: one of 10.5 samples that reads 10 has its samples 5 % more often. To round otherwise from the second epoch
-    on would change the order of every run.
+    concatenation. So all streams reach the end of an epoch together, to one sample, whatever B mod L is.
+
+    A share of S that is no whole number is rounded, in each epoch alike. The streams then drift apart by up to a sample
+    an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. Rounding differently
+    from the second epoch on would change the order of every run.
     """
 
     counts: tuple[int, ...]
@@ -167,16 +168,16 @@ class Epochs:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""
         shards, ends = _shard_order(self.counts, self.seed, epoch)
         first = self._ends[stream] + skip
-        last = self._ends[stream + 1]
-        at = int(np.searchsorted(ends, first, side="right"))
-        while first < last:
-            shard = int(shards[at])
-            shard_start = int(ends[at]) - self.counts[shard]
-            stop = min(last, int(ends[at]))
+        stop_sample = self._ends[stream + 1]
+        shard_index = int(np.searchsorted(ends, first, side="right"))
+        while first < stop_sample:
+            shard = int(shards[shard_index])
+            shard_start = int(ends[shard_index]) - self.counts[shard]
+            stop = min(stop_sample, int(ends[shard_index]))
             if stop > first:
                 yield Segment(shard, epoch, first - shard_start, stop - shard_start, self.counts[shard])
             first = stop
-            at += 1
+            shard_index += 1
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -211,7 +212,7 @@ class Resampled:
         yield Segment(shard, key(stream, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
-        """As that of Epochs."""
+        """See `Epochs.description`."""
         return ["resampled", self.seed, self.shards]
 
 
@@ -241,7 +242,7 @@ class WeightedSources:
         return Resampled(tuple(shards), self.counts, self.num_streams, key(self.seed, source))
 
     def description(self) -> list[object]:
-        """As that of Epochs."""
+        """See `Epochs.description`."""
         return ["weighted", self.seed, [weight / sum(self.weights) for weight in self.weights], list(self.source_of)]
 
 

@@ -31,13 +31,13 @@ class RawSample:
     # Reason why this sample is unusable although the rest of its shard can be read.
     damage: str = ""
     detail: str = ""
-    # Bytes from this sample's first header to the next sample's, and of what its links stand for. The value does not
-    # depend on whether the sample is wanted or the shard has an index.
+    # Bytes from this sample's first header to the next sample's, and bytes that its links stand for. The same whether
+    # the sample is wanted or not, with an index or without.
     num_bytes: int = 0
-    # The part of them that links stand for.
+    # How many of these bytes links stand for.
     linked: int = 0
 
-    # With sample weights: the number of earlier copies of this sample in the shard.
+    # The number of earlier copies of this sample in the shard, which sample weights make.
     repeat: int = 0
     # Probability that the sample appears in an epoch; 1 or more: always.
     keep_probability: float = 1.0
@@ -54,11 +54,12 @@ class RawSample:
     def accepts(
         self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None, fault: str = ""
     ) -> bool:
-        """Whether to read this member; `size_limits` is what `limits` returns, or None to read all. `fault`: why a link
-        cannot be read.
+        """Whether to read this member.
 
-        A member that repeats, a link that cannot be read, or one over its limit, alone or together with the sample's
-        others, spoils the sample.
+        `size_limits`: from `limits`; None: read all members. `fault`: why a link cannot be read.
+
+        These spoil the sample: a member that repeats, a link that cannot be read, a member over its limit, and a member
+        with which all are over MAX_IMAGE_BYTES.
         """
         if self.damage or (size_limits is not None and extension not in size_limits):
             return False

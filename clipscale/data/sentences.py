@@ -16,9 +16,14 @@ END = re.compile("[.!?][\"')\\]\u2019\u201d\u00bb]*(?=\\s)|[\u3002\uff01\uff1f][
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences without white space around them: each ends at a line's end, after one of `. ! ?` before white
-    space, or after one of their full-width forms; quotes and brackets that close there belong to it. Abbreviations are
-    not recognised."""
+    """A text's sentences, without white space around them. A sentence ends at each of these:
+
+    - the end of a line,
+    - one of `. ! ?` before white space,
+    - the full-width form of one of these.
+
+    Quotes and brackets that close there belong to the sentence. Abbreviations are not recognised.
+    """
     ends = [0, *(match.end() for match in END.finditer(text)), len(text)]
     return [stripped for start, end in pairwise(ends) if (stripped := text[start:end].strip())]
 
@@ -26,18 +31,22 @@ def sentences(text: str) -> list[str]:
 def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
     """A part of a caption, drawn with the sample's random numbers.
 
-    `part`: `sentence`: a random one; `span`: from a random one on, as many as fit the context; `later`: as `span`, but
-    without the first sentence if there are others. `fits`: whether a text fits the context; a single sentence is used
-    even if it does not fit.
+    `part` is one of these:
+
+    - `sentence`: a random sentence.
+    - `span`: a random sentence and as many of the next ones as fit the context.
+    - `later`: as `span`, but without the caption's first sentence if there are others.
+
+    `fits`: whether a text fits the context. A single sentence is used even if it does not.
     """
-    found = sentences(text)
-    found = found[1:] if part == "later" and len(found) > 1 else found
-    if not found:
+    choices = sentences(text)
+    choices = choices[1:] if part == "later" and len(choices) > 1 else choices
+    if not choices:
         return text
-    start = rng.integer(len(found))
+    start = rng.integer(len(choices))
     if part == "sentence":
-        return found[start]
-    stops = range(len(found) + 1)
+        return choices[start]
+    stops = range(len(choices) + 1)
     # bisection: each test tokenises a text
-    too_long = bisect(stops, False, lo=start + 2, key=lambda stop: not fits(" ".join(found[start:stop])))
-    return " ".join(found[start : too_long - 1])
+    too_long = bisect(stops, False, lo=start + 2, key=lambda stop: not fits(" ".join(choices[start:stop])))
+    return " ".join(choices[start : too_long - 1])

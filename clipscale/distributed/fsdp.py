@@ -20,9 +20,13 @@ CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 class ShardedTower(nn.Module):
     """A sharded tower. Gradients are summed, not averaged: each rank has a share of the loss's gradient.
 
-    Between steps weights, gradients and optimizer state are sharded. Within a step, by ZeRO's stages (Rajbhandari et
-    al. 2020, arXiv 1910.02054): stage 3 gathers a block's weights again for each chunk, and sums gradients into shards
-    after each chunk. In stage 2 weights stay gathered from the first chunk to the last. `shard_tower` makes it.
+    Between steps weights, gradients and optimizer state are sharded. Within a step it depends on ZeRO's stage
+    (Rajbhandari et al. 2020, arXiv 1910.02054):
+
+    - Stage 3 gathers a block's weights again for each chunk, and sums gradients into shards after each chunk.
+    - Stage 2 keeps weights gathered from the first chunk to the last.
+
+    `shard_tower` makes it.
     """
 
     def __init__(self, module: nn.Module, stage: int) -> None:
@@ -47,11 +51,11 @@ def shard_tower(tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dty
     rule = policy(tower, dtype)
     for module in [*blocks(tower), tower]:
         fully_shard(module, mesh=mesh, mp_policy=rule)
-    for part in sharded(tower):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    for sharded_module in sharded(tower):
+        sharded_module.set_gradient_divide_factor(1.0)
+        sharded_module.set_force_sum_reduction_for_comms(True)
         # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
-        part.set_reshard_after_forward(stage == 3 and part is not tower, recurse=False)
+        sharded_module.set_reshard_after_forward(stage == 3 and sharded_module is not tower, recurse=False)
     return ShardedTower(tower, stage)
 
 
@@ -103,8 +107,10 @@ def pin_cast_dtype(tower: nn.Module) -> None:
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer or convolutional network, and its stages. FSDP2 gathers one at a time. Inner
-    ones come first: fully_shard takes the parameters of a module that no earlier call has taken."""
+    """The repeated blocks of a transformer or convolutional network, and its stages. FSDP2 gathers one at a time.
+
+    Inner blocks come first: `fully_shard` takes those parameters of a module that no earlier call has taken.
+    """
     modules = reversed(list(tower.modules()))
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
     return [block for items in lists if len(items) > 1 for block in items if list(block.parameters())]
@@ -116,13 +122,15 @@ def sharded(model: nn.Module) -> list[FSDPModule]:
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights, after an interrupted pass or a change of the shards."""
-    for part in sharded(model):
-        part.reshard()
+    for module in sharded(model):
+        module.reshard()
 
 
 def replicate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Turn whole tensors in the state of sharded parameters, such as Adafactor's rows and columns, into replicated
-    DTensors: they can be combined with shards."""
+    """Turn whole tensors in the state of sharded parameters into replicated DTensors, to combine them with shards.
+
+    Adafactor's rows and columns are such tensors.
+    """
     for p, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(p, DTensor) and isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):

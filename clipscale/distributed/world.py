@@ -31,7 +31,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 # Seconds between rank 0's checks of which ranks have joined.
 ASK_S = 0.05
-# Seconds in which the store answers a question about signals.
+# Longest time in seconds for the store's answer about signals.
 SIGNAL_S = 5.0
 # The store's key of the first signal to any rank.
 SIGNAL = "signal"
@@ -42,7 +42,7 @@ class AsyncReduction:
     """A reduction that runs in the background."""
 
     tensor: Tensor
-    # None: it has ended, and `tensor` is the result.
+    # The reduction; None: it has ended, and `tensor` is the result.
     work: dist.Work | None = None
 
     def values(self) -> list[int]:
@@ -61,8 +61,8 @@ class World:
     device: torch.device
     # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
-    # Where ranks leave each other signals, by a connection of its own: others may be in use by a rank that waits. None:
-    # there is none.
+    # Where ranks leave each other signals; None: nowhere. It has a connection of its own, since a waiting rank may use
+    # the others.
     signals: dist.Store | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -139,7 +139,7 @@ class World:
         return result
 
     def leave_signal(self, number: int) -> None:
-        """Tell the ranks that ask. Safe in any thread. Where the store's rank is lost, no rank asks any more."""
+        """Leave a signal for the ranks that ask. Safe in any thread. Without the store's rank no rank asks any more."""
         if self.signals:
             with suppress(RuntimeError):
                 self.signals.set(SIGNAL, str(number))
@@ -252,8 +252,8 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(address, port, is_master=own and rank == 0, timeout=timeout)
+    rank0_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(address, port, is_master=rank0_hosts_store and rank == 0, timeout=timeout)
     prefix = attempt(store, rank, size, timeout)
     signals = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     signals.set_timeout(timedelta(seconds=SIGNAL_S))

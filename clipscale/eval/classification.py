@@ -39,7 +39,9 @@ class ClassificationSet(EvalSet):
         classes = encoder.at_sizes(classes_UD)
         ranks = []
         for span, features_nD, usable_n in self.pictures(encoder):
-            scores = [(rows @ part.T)[:, rows_C] for rows, part in zip(encoder.at_sizes(features_nD), classes)]
+            scores = [
+                (rows @ embeddings.T)[:, rows_C] for rows, embeddings in zip(encoder.at_sizes(features_nD), classes)
+            ]
             target_n = target_N[span.start : span.stop]
             ranks_nS = torch.stack([zero_shot.target_ranks(scores_nC, target_n) for scores_nC in scores], dim=1)
             ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))

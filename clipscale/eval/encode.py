@@ -82,11 +82,11 @@ class Encoder:
         """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
         return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in self.sizes)]
 
-    def counted(self, spans: list[range], what: str) -> Iterator[range]:
+    def counted(self, spans: list[range], subject: str) -> Iterator[range]:
         for done, span in enumerate(spans):
-            self.progress(f"evaluation of {what}", done, len(spans))
+            self.progress(f"evaluation of {subject}", done, len(spans))
             yield span
-        self.progress(f"evaluation of {what}", len(spans), len(spans))
+        self.progress(f"evaluation of {subject}", len(spans), len(spans))
 
     def text(self, texts: list[str]) -> Tensor:
         self.before_batch()
@@ -102,14 +102,14 @@ class Encoder:
 
         return self.joined(len(texts), self.batch, "captions", features)
 
-    def joined(self, count: int, batch: int, what: str, rows: Callable[[range], Tensor]) -> Tensor:
-        """The rows (count, ...) that `rows` makes of each batch, on every rank. `what`: for the progress."""
-        batches = self.counted(spans(count, batch, self.world), what)
+    def joined(self, count: int, batch: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
+        """The rows (count, ...) that `rows` makes of each batch, on every rank. `subject`: for the progress."""
+        batches = self.counted(spans(count, batch, self.world), subject)
         return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
-        """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: of the
-        set, for the progress.
+        """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: the
+        set's, for the progress.
 
         Classes of one name have one row, and so the same score to the last bit.
         """
@@ -131,12 +131,14 @@ class Encoder:
         label: str,
         take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
     ) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads
-        decode the next batch while the device encodes this one.
+        """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,).
 
-        read: the bytes of image 0..count-1; it raises BrokenSampleError, OSError or ValueError. label: of the set, for
-        the progress. take_tokens: gets each batch's indices, its pixels, and a captioner's tokens of them (n, P, W).
-        `broken` counts those that are not usable at the end.
+        Threads decode the next batch while the device encodes this one. At the end `broken` counts the images that are
+        not usable.
+
+        read: returns the bytes of image 0..count-1, or raises BrokenSampleError, OSError or ValueError. label: the
+        set's, for the progress. take_tokens: gets each batch's indices, its pixels, and a captioner's tokens of them
+        (n, P, W).
         """
         transform = self.model.eval_transform()
 
@@ -171,10 +173,10 @@ class Encoder:
         self.broken = sum(self.world.all_gather_object(reasons), Counter())
 
     def waited_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
-        """The results, waited for in slices.
+        """The results of `pending`, waited for in slices.
 
-        Of several ranks one that ends its wait goes on with substitutes: to the next `before_batch` that ends the
-        evaluation on all ranks, or to its end, where they learn of the failure.
+        If `while_waiting` fails on one of several ranks, that rank goes on with `substitutes`. The other ranks learn of
+        the failure in a later `before_batch`, or at the end.
         """
         while not (self.failure or pending.ready()):
             pending.wait(SLICE_S)

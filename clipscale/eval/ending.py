@@ -5,22 +5,22 @@ from pathlib import Path
 
 from clipscale.common.checkpoints import Best, checkpoints_of, step_of
 from clipscale.common.record import RunResult
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import ResultsFile
 from clipscale.log.table import print_results, with_start
 
 
-def tell_end(result: RunResult, precision: object, expected: Expected, best: Best | None) -> None:
+def log_end(result: RunResult, precision: object, expected: Expected, best: Best | None) -> None:
     """Print the end of a run. `precision`: of its evaluations. `best`: see `checkpoint.Retention`."""
     folder, step, results = Path(result["run"]), result["step"], result["eval"]
     of_start = ResultsFile(folder, 0).record()["results"]
     print_results(with_start(results, of_start), f"{folder.name}, step {step}, {precision}")
     if line := expected.line(results):
-        tell(line)
-    tell(f"done: {folder} (step {step}, loss {result['loss']:.4f})")
+        log_line(line)
+    log_line(f"done: {folder} (step {step}, loss {result['loss']:.4f})")
     if best:
         best_step = best.among(map(step_of, checkpoints_of(folder)))
-        found = f"best by {best.goal}: step {best_step}"
-        tell(found if best_step is not None else f"no checkpoint has a {best.goal}")
-    tell(f"clipscale report {shlex.quote(str(folder))} shows it")
+        line = f"best by {best.goal}: step {best_step}"
+        log_line(line if best_step is not None else f"no checkpoint has a {best.goal}")
+    log_line(f"clipscale report {shlex.quote(str(folder))} shows it")

@@ -30,8 +30,8 @@ class Expected:
 
 def labels_of(name: str) -> list[str]:
     """The names that results of a set may have, by the folder where it lies, and those of its moving average."""
-    known = known_sets().get(name)
-    labels = {label.removeprefix("wds_") for label in known.candidates} if known else {name}
+    known_set = known_sets().get(name)
+    labels = {label.removeprefix("wds_") for label in known_set.candidates} if known_set else {name}
     return sorted(labels | {f"{label} (ema)" for label in labels})
 
 

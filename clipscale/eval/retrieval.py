@@ -89,12 +89,12 @@ class RetrievalSet(EvalSet):
             counts |= meter.metrics(usable_N)
             encoder.written = meter.written
         if encoder.world.is_rank0:
-            self.tell_equal(belonging)
+            self.warn_of_equal(belonging)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
         return [self.metrics(encoder, images, texts, belonging) | counts for images, texts in pairs]
 
-    def tell_equal(self, belonging: Belonging) -> None:
-        """Say how many are distinct, where some are not."""
+    def warn_of_equal(self, belonging: Belonging) -> None:
+        """Warn if some captions or pictures are equal, with the numbers of distinct ones."""
         counts = [
             f"{len(numbers):,} {name}, {distinct(numbers):,} distinct"
             for name, numbers in (("captions", belonging.caption), ("pictures", belonging.image))
@@ -110,16 +110,22 @@ class RetrievalSet(EvalSet):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSet(RetrievalSet):
-    """Held-out pairs in plain shards, where equal captions and equal pictures are right answers. The training loss
-    shows on them whether training works."""
+    """Held-out pairs in plain shards. Equal captions and equal pictures are right answers.
+
+    The training's loss on them shows whether training works.
+    """
 
     kind = "pairs"
     equal_ones = "equal ones are right answers"
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
-        """Recalls, how many captions are `distinct` where some repeat, and where the objective is known the mean `loss`
-        of all whole batches of images, each with its first caption, in the set's order. It depends on LOSS_BATCH, and
-        not on how many are encoded at a time."""
+        """These metrics:
+
+        - the recalls;
+        - `distinct`, the number of distinct captions, if some repeat;
+        - `loss`, if the objective is known: the mean over all full batches of LOSS_BATCH images, each with its first
+          caption, in the set's order. It does not depend on how many are encoded at a time.
+        """
         recalls = retrieval_metrics(images_ND, captions_MD, belonging)
         if distinct(belonging.caption) < len(captions_MD):
             recalls["distinct"] = distinct(belonging.caption)
@@ -127,8 +133,8 @@ class PairSet(RetrievalSet):
             return recalls
         first_N = torch.searchsorted(belonging.owner, torch.arange(len(images_ND), device=images_ND.device))
         size = min(LOSS_BATCH, len(images_ND))
-        whole = len(images_ND) // size * size
-        images, texts = (rows[:whole].split(size) for rows in (images_ND, captions_MD[first_N]))
+        used = len(images_ND) // size * size
+        images, texts = (rows[:used].split(size) for rows in (images_ND, captions_MD[first_N]))
         model = encoder.model
         bias = 0.0 if model.logit_bias is None else model.logit_bias
         losses = [

@@ -18,7 +18,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import EvalRecord, Metrics, Results
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
@@ -84,11 +84,15 @@ def evaluate(
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
     Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
-    captions. The metric `broken` counts the others, as in training, and the file has their reasons.
-    Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
-    weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
-    `before_batch()` is called equally often on every rank, `while_waiting()` a few times a second on a rank that waits
-    for pictures; what they raise ends the evaluation. `progress(what, done, total)` is called after each batch.
+    captions. The metric `broken` counts the others, as in training, and the file has their reasons. Results with
+    averaged weights, which the caller puts into the model, are named `SET (ema)`, those of parts of sets
+    `SET (limit N)`. The model is in evaluation mode meanwhile.
+
+    Args:
+        file: rank 0 writes into it after each set.
+        before_batch: called equally often on every rank. What it raises ends the evaluation.
+        while_waiting: called a few times a second on a rank that waits for pictures. What it raises does the same.
+        progress: `progress(task, done, total)` is called after each batch.
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
     """
@@ -115,18 +119,18 @@ def evaluate(
                 eval_set,
                 *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in evaluation.sizes),
             ]
-            for part, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
+            for sized_set, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
                 metrics["broken"] = encoder.broken.total()
-                if part.metric:
-                    metrics["main"] = sum(metrics[name] for name in part.metric) / len(part.metric)
-                results[part.label] = metrics
+                if sized_set.metric:
+                    metrics["main"] = sum(metrics[name] for name in sized_set.metric) / len(sized_set.metric)
+                results[sized_set.label] = metrics
                 if file is not None and world.is_rank0:
-                    facts = measured(part) | {"batch": evaluation.batch, "broken": dict(encoder.broken)}
-                    facts |= {"written": encoder.written} if encoder.written and part is eval_set else {}
+                    facts = measured(sized_set) | {"batch": evaluation.batch, "broken": dict(encoder.broken)}
+                    facts |= {"written": encoder.written} if encoder.written and sized_set is eval_set else {}
                     try:
-                        file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
+                        file.add(sized_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
                     except OSError as error:  # the other ranks go on
-                        tell(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
+                        log_line(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
     return results
 
 

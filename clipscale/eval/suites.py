@@ -42,23 +42,25 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
 @cache
 def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
-    """The sets of a suite in the folder `root`, under the suite's names for them; the log names those that are missing.
-    Raises UserError if there are none, and for a set that cannot be used."""
+    """The sets of a suite in the folder `root`, under the suite's names. The log names the sets that are missing.
+
+    Raises UserError if there are none, and for a set that cannot be used.
+    """
     if root is None:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
-    folders = [known.find(Path(root).expanduser().absolute()) for known in entries]
-    sets = [_known_set(known, folder) for known, folder in zip(entries, folders) if folder]
+    folders = [entry.find(Path(root).expanduser().absolute()) for entry in entries]
+    sets = [_known_set(entry, folder) for entry, folder in zip(entries, folders) if folder]
     if not sets:
         raise UserError(
             f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is "
             f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
-    for known, folder in zip(entries, folders):
+    for entry, folder in zip(entries, folders):
         if folder is None and ranks.rank() == 0:
             log.warning(
-                f"eval.suite={suite}: {known.name} is missing in {root} (as {', '.join(known.candidates)}); it comes "
-                f"from {known.source}"
+                f"eval.suite={suite}: {entry.name} is missing in {root} (as {', '.join(entry.candidates)}); it comes "
+                f"from {entry.source}"
             )
     return sets
 
@@ -78,14 +80,14 @@ def suite_table(suite: str, sets: Sequence[EvalSet], results: Results, name: str
     return TextTable([suite, *columns], [[name, *cells]])
 
 
-def _known_set(known: KnownSet, folder: Path) -> EvalSet:
+def _known_set(entry: KnownSet, folder: Path) -> EvalSet:
     """The set under its published name. Raises UserError for class folders without the published prompts."""
     eval_set = load_set(folder)
     file = folder / prompts.TEMPLATES
     single = isinstance(eval_set, ClassificationSet) and eval_set.templates == [prompts.SINGLE]
     if single and not file.is_file():
         raise UserError(
-            f"eval.root: {folder} brings no prompts; take the webdataset of {known.name}, which has the published ones "
-            f"({known.source}), or write them into {file}"
+            f"eval.root: {folder} brings no prompts; take the webdataset of {entry.name}, which has the published ones "
+            f"({entry.source}), or write them into {file}"
         )
-    return replace(eval_set, name=known.name, metric=(known.metric,) if known.metric else eval_set.main)
+    return replace(eval_set, name=entry.name, metric=(entry.metric,) if entry.metric else eval_set.main)

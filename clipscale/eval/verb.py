@@ -7,13 +7,13 @@ from typing import cast
 
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.common.terminal import Progress, doing, main_rank, tell
+from clipscale.common.terminal import Progress, log_line, main_rank, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.log.sinks import open_sinks, tell_wandb_mode
+from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
@@ -22,18 +22,18 @@ from clipscale.step.precision import Precision
 def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
-    whole = completed(config)
+    complete_config = completed(config)
     if main_rank() and not config.eval.has_sets:
-        tell(f"eval.sets: {whole.eval.sets or whole.eval.root}, named by the run's config.yaml")
-    return cast(Results, local.run(whole, f"{__name__}:work"))
+        log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
+    return cast(Results, local.run(complete_config, f"{__name__}:work"))
 
 
 def loss_of(run: Path) -> tuple[str, list[int]]:
-    """The objective of a run, or of its last stage, and the sizes of its features, by its settings."""
+    """By a run's settings: its objective, in the last stage if it has stages, and the sizes of its features."""
     saved = files.settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
-    last = (saved.get("stages") or [{}])[-1]
-    return str(last.get("loss", loss["objective"])), loss.get("sizes", [])
+    last_stage = (saved.get("stages") or [{}])[-1]
+    return str(last_stage.get("loss", loss["objective"])), loss.get("sizes", [])
 
 
 def work(config: EvalRunConfig) -> Results:
@@ -46,9 +46,9 @@ def work(config: EvalRunConfig) -> Results:
         precision = Precision.of(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
-            tell_wandb_mode(config.log.wandb, wandb_mode)
+            log_wandb_mode(config.log.wandb, wandb_mode)
         with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
-            doing("loading the model")
+            show_task("loading the model")
             model, settings, step = world.on_all(
                 partial(load_any, run, config.which, config.eval.weights, config.model, world.on_main)
             )

@@ -72,13 +72,13 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
 
 
 @contextmanager
-def closing(*parts: Closable) -> Iterator[None]:
+def closing(*resources: Closable) -> Iterator[None]:
     """Around a run's loop: closes its parts, one after another, however it ends."""
     try:
         yield
     finally:
-        for part in parts:
-            part.close()
+        for resource in resources:
+            resource.close()
 
 
 def stopped_after(number: int, step: int) -> str:

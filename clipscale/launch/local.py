@@ -27,7 +27,7 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.stopping import AtOnce, check_interrupted, stopped
 from clipscale.log.sinks import wandb_module
 from clipscale.own_machine.launcher import check_launcher
-from clipscale.own_machine.limits import explained
+from clipscale.own_machine.limits import as_user_error
 from clipscale.own_machine.output import outlive_output, prepare_output
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ LOST = (
 )  # fmt: skip
 # What the workers of a training run call.
 TRAIN = "clipscale.train:train"
-# The end of the line about a signal that comes while a training run is between its saves: at its start, and at its end.
+# The end of the line about a signal at a training run's start or end, when there is nothing to save.
 AT_ONCE = " outside a step: there was nothing to save"
-# Seconds after a signal in which workers may save before the launcher kills them. torch 2.11 always gives 30.
+# Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
@@ -89,7 +89,7 @@ def check_train(config: TrainConfig) -> None:
     if config.log.wandb_mode == "online" and not wandb_module().login(prompt=False, verify=False):
         raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or WANDB_MODE=offline")
     for warning in warnings(config):
-        terminal.say(f"warning: {warning}", error=True)
+        terminal.print_line(f"warning: {warning}", error=True)
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> object:
@@ -102,7 +102,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> objec
     with AtOnce(AT_ONCE if main == TRAIN else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
-        terminal.doing("loading torch")
+        terminal.show_task("loading torch")
         count = workers(config)
         if count == 1 and not isolated:
             return resolve_name(main)(config)
@@ -130,7 +130,7 @@ def run_under_torchrun(config: Launched, main: str) -> object:
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
-            terminal.report(f"rank {ranks.rank()}: {error}")
+            terminal.print_failure(f"rank {ranks.rank()}: {error}")
         raise
     assert result is not None  # record raises every error
     return result
@@ -148,7 +148,7 @@ def start(config: Launched, main: str, count: int) -> object:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below are reported once, as one line
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    # torch sets its own handlers, also for a signal that nohup ignores
+    # torch sets its own handlers, and would also set one for a signal that nohup ignores.
     handlers = {n: handler for n in HANDLED if (handler := signal.getsignal(n)) != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
@@ -166,7 +166,7 @@ def start(config: Launched, main: str, count: int) -> object:
         )
         with blocked():  # starts the resource tracker that the workers share
             pass
-        terminal.doing(f"starting {count} process{'es' if count > 1 else ''}")
+        terminal.show_task(f"starting {count} process{'es' if count > 1 else ''}")
         before = tempfile.tempdir
         tempfile.tempdir = folder  # torch leaves its error files there
         try:
@@ -187,8 +187,10 @@ def start(config: Launched, main: str, count: int) -> object:
 
 
 def binding(device: str, count: int) -> "NumaOptions | None":
-    """Options that bind each worker to the cores near its GPU; None if all GPUs are near the same cores, if this is
-    unknown, or without `numactl`, which torch needs."""
+    """Options that bind each worker to the cores near its GPU.
+
+    None if all GPUs are near the same cores, if their cores are unknown, or without `numactl`, which torch needs.
+    """
     import torch
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -209,7 +211,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     end_with_the_launcher()
     prepare_output()
     outlive_output()
-    terminal.doing("loading torch")
+    terminal.show_task("loading torch")
     try:
         if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
@@ -223,7 +225,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
-    error = explained(error)
+    error = as_user_error(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))
         error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {one_line(error)}", details)
@@ -231,13 +233,23 @@ def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def first_failure(folder: Path) -> tuple[bool, float, UserError | WorkerError] | None:
-    """The earliest failure that a worker has written. A worker that failed only because it lost another comes last."""
-    left = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
-    return min(left, key=lambda failure: failure[:2], default=None)
+    """The earliest failure that a worker has written; None: there is none.
+
+    A worker that failed only because it lost another one counts after all others. A failure is that fact, the time, and
+    the error.
+    """
+    failures = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
+    return min(failures, key=lambda failure: failure[:2], default=None)
 
 
 def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
-    """Why the workers ended: the failure that one has written, else the signal or status of one that wrote none."""
+    """Why the workers ended. The first of these that exists:
+
+    1. a failure that a worker has written, unless it only lost another worker,
+    2. a signal that killed a worker,
+    3. the loss that a worker has written,
+    4. a worker's exit status.
+    """
     first = first_failure(folder)
     if first and not first[0]:
         return first[2]

@@ -16,8 +16,7 @@ from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for a run that is ending. Its lock ends with its process, so a longer wait would be for a run that
-# continues.
+# Seconds to wait for a run that is ending. A lock ends with its process: a run that keeps it longer goes on.
 WAIT_S = 10.0
 
 
@@ -34,8 +33,10 @@ class FolderInUseError(UserError):
 
 
 class RunLock:
-    """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends. The file
-    names process and host for the message."""
+    """The lock of a run's folder: `flock` on run.lock. The kernel releases it, however the process ends.
+
+    The file names process and host, for the message.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,8 +45,9 @@ class RunLock:
         self.made = False
 
     def acquire(self) -> None:
-        """Make the run's folder, take the lock, if need be after a short wait for its holder, and remove half-written
-        files that a dead run has left. Raises UserError if another run keeps it.
+        """Make the run's folder and take its lock, if need be after a short wait for the holder.
+
+        Then removes the half-written files of a dead run. Raises UserError if another run keeps the lock.
         """
         self.made |= not self.folder.exists()
         checkpoint.make_folder(self.folder)

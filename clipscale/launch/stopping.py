@@ -1,7 +1,7 @@
-"""Ends a run at a signal: at once where nothing is to be saved, else between two chunks of a step or two batches of an
-evaluation, or where this process waits.
+"""Ends a run at a signal. Imports no torch.
 
-Imports no torch.
+Where nothing is to be saved, the run ends at once. Otherwise it ends between two chunks of a step, between two batches
+of an evaluation, or where this process waits.
 """
 
 import math
@@ -31,9 +31,10 @@ VOTE_S = 0.25
 MOST_CALLS = 256
 # Seconds between two questions whether another rank has a signal, where a rank waits.
 ASK_S = 0.5
-# Seconds at a start in which the main thread may hear a signal itself, and then leave its work.
-LATE_S = 1.0
-LEAVES_S = 15.0
+# Seconds in which the main thread of a start should hear a signal. Else another thread ends the process.
+HEAR_S = 1.0
+# Seconds after that in which it should have left its work.
+LEAVE_S = 15.0
 
 
 class SignalError(UserError):
@@ -45,7 +46,7 @@ class SignalError(UserError):
 
 
 def stopped(number: int) -> str:
-    """How the line begins about a run that a signal has ended."""
+    """The beginning of the line about a run that a signal has ended."""
     return "stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
@@ -70,8 +71,8 @@ def interruptible() -> Iterator[None]:
 def interrupt() -> None:
     """Interrupt the main thread, as Ctrl-C does.
 
-    A background shell ignores SIGINT, and an import may swallow it. So where the work begins to handle signals after
-    this, it hears of it at once.
+    A background shell ignores SIGINT, and an import may swallow it. Work that begins to handle signals later hears of
+    the interrupt then.
     """
     _interrupted.set()
     os.kill(os.getpid(), signal.SIGINT)
@@ -84,7 +85,9 @@ def check_interrupted() -> None:
 
 
 def stopped_before(error: BaseException | None) -> StoppedError | None:
-    """What a run has raised that had stopped and was saved, and was then interrupted by `error` while it closed."""
+    """The StoppedError in the context of `error`: the run had stopped and saved, and was interrupted while it closed.
+    None: there is none.
+    """
     while error:
         if isinstance(error, StoppedError):
             return error
@@ -94,9 +97,10 @@ def stopped_before(error: BaseException | None) -> StoppedError | None:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None], heard: Callable[[int], None]) -> Iterator[None]:
-    """Handle Ctrl-C and WARNINGS by `handler`, in the main thread, where it runs Python. SIGHUP stays ignored where it
-    is (nohup). A thread calls `heard(number)` of each signal, also while the main thread waits elsewhere, as in a
-    collective: no handler runs there.
+    """Handle Ctrl-C and WARNINGS. SIGHUP stays ignored where it is (nohup).
+
+    `handler` runs in the main thread, when that runs Python. `heard(number)` runs in a thread, also while the main
+    thread waits elsewhere, as in a collective: no handler runs there.
     """
     before: dict[int, Any] = {}
     for number in (*WARNINGS, signal.SIGINT):
@@ -134,24 +138,24 @@ class AtOnce:
     """
 
     def __init__(self, said: str = "") -> None:
-        """`said`: the end of the line."""
+        """`said`: how the line about the signal goes on."""
         self._said = said
         # The signal that came; 0: none.
         self._number = 0
         self._first = 0.0
-        self._heard = Event()
-        self._left = Event()
+        self._was_heard = Event()
+        self._ended = Event()
 
     def __enter__(self) -> None:
         self._handled = _handled(self._leave, self._watch)
         self._handled.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._left.set()
+        self._ended.set()
         self._handled.__exit__(None, None, None)
-        if self._number and error:  # perhaps another: a library's, or of a rank that has lost one that ended before it
+        if self._number and error:  # whatever it is: a library's own, or the loss of a rank that ended earlier
             raise stopped_before(error) or StoppedError(self._line(), self._number) from None
 
     def _line(self) -> str:
@@ -163,12 +167,12 @@ class AtOnce:
         if not again:
             self._number = counted_as(number)
             self._first = now
-        self._heard.set()
+        self._was_heard.set()
         if not again or (number == signal.SIGINT and now - self._first > AGAIN_S):
             raise KeyboardInterrupt
 
     def _watch(self, number: int) -> None:
-        if self._heard.wait(LATE_S) and self._left.wait(LEAVES_S):
+        if self._was_heard.wait(HEAR_S) and self._ended.wait(LEAVE_S):
             return
         self._number = self._number or counted_as(number)
         if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
@@ -191,10 +195,10 @@ class Stop:
         self._world = world
         self._first = 0.0
         self._votes: AsyncReduction | None = None
-        # From the last vote to the next, as all ranks agree.
+        # Calls of `check` from the last vote to the next, as all ranks agree.
         self._calls = 1
         # Calls to the next vote.
-        self._left = 1
+        self._calls_to_vote = 1
         self._voted = self._asked = time.monotonic()
 
     def __enter__(self) -> None:
@@ -212,15 +216,16 @@ class Stop:
         """
         number = self.number
         if self._world.size > 1:
-            self._left -= 1
-            number = 0 if self._left else self._vote()
+            self._calls_to_vote -= 1
+            number = 0 if self._calls_to_vote else self._vote()
         if number:
             raise SignalError(number)
 
     def check_alone(self) -> None:
-        """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one. Where a
-        rank waits for what the others do not know of, it calls this a few times a second. With several ranks the caller
-        goes on to the next `check`, which then raises on all.
+        """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
+
+        A rank calls it a few times a second while it waits for something that the others do not know of. With several
+        ranks the caller goes on to the next `check`, which then raises on all.
         """
         now = time.monotonic()
         if not self.number and now - self._asked > ASK_S:
@@ -232,16 +237,19 @@ class Stop:
     def vote_and_check(self) -> None:
         """`check` with a vote at each call, for work that is long: the batches of an evaluation."""
         self._calls = 0
-        self._left = 1
+        self._calls_to_vote = 1
         self.check()
 
     def _vote(self) -> int:
-        """The highest number of all ranks' signals at the last vote. Begins the next, which also sets when it ends."""
+        """The highest number of all ranks' signals at the last vote. Begins the next vote.
+
+        The ranks also agree in it after how many calls it ends.
+        """
         now = time.monotonic()
         calls_per_vote = max(1, math.ceil(VOTE_S * self._calls / max(now - self._voted, 1e-6)))
         votes = self._votes.values() if self._votes else [0, -1]
         self._calls = -votes[1] if self._calls else 1
-        self._left = self._calls
+        self._calls_to_vote = self._calls
         self._voted = now
         # The rank with the fewest calls decides.
         self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MOST_CALLS))

@@ -36,7 +36,7 @@ class Environment(TypedDict):
     commit: str | None
     processes: int
     cpus: int
-    # Of each GPU, its name and its memory.
+    # The name and the memory of each GPU.
     gpus: list[str]
     gpu_bytes: list[int]
     # The version that torch was built with.

@@ -14,9 +14,9 @@ import yaml
 
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.common.terminal import Progress, tell
+from clipscale.common.terminal import Progress, log_line
 from clipscale.log.environment import environment
-from clipscale.log.records import StepRecord, whole_lines
+from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
@@ -47,7 +47,7 @@ def open_log(
     path = run_dir / "metrics.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
     set_folders_aside(run_dir / name for name in ("metrics.jsonl", "env.json", "config.yaml"))
-    records, damaged = whole_lines(path) if resume_step else ([], 0)
+    records, damaged = parsed_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:
         set_file_aside(path, f"{damaged} of its lines")
@@ -84,12 +84,12 @@ class MetricLog:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._lines.append(json.dumps(finite) + "\n")
         now = time.monotonic()
-        left = None
+        time_left = None
         if self.total and self._times:
             pace = (now - self._times[0]) / len(self._times)
-            left = duration(pace * (self.total - record["step"]))
+            time_left = duration(pace * (self.total - record["step"]))
         self._times.append(now)
-        self._unprinted = console_line({**record, "left": left})
+        self._unprinted = console_line({**record, "left": time_left})
         first = len(self._times) == 1
         if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.every == 0):
             self._print_last()
@@ -97,8 +97,8 @@ class MetricLog:
         if record["step"] > FIRST:
             self._recent.append(record)
             warnings = warnings_of(self._recent)
-            for kind in warnings.keys() - self._warned:
-                tell(f"warning: step {record['step']}: {warnings[kind]}")
+            for name in warnings.keys() - self._warned:
+                log_line(f"warning: step {record['step']}: {warnings[name]}")
             self._warned |= warnings.keys()
         self._sinks.write(record["step"], record)
 
@@ -107,7 +107,7 @@ class MetricLog:
         self._print_last()
         for name, metrics in results.items():
             values = " ".join(f"{key}={metrics[key]:.4f}" for key in FIGURES["scores"] if key in metrics)
-            tell(f"eval step={step} set={name} {values}")
+            log_line(f"eval step={step} set={name} {values}")
         self._sinks.eval(step, results)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class MetricLog:
     def _print_last(self) -> None:
         """Print the line of the last step, if it is not printed yet."""
         if self._unprinted:
-            tell(self._unprinted)
+            log_line(self._unprinted)
         self._unprinted = ""
 
 

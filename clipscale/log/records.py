@@ -37,7 +37,7 @@ class StepRecord(TypedDict, total=False):
     caption_tokens: float
     mfu: float | None
     data_wait_frac: float
-    # The loader's, of which `waited_s` becomes `data_wait_frac`.
+    # The fields from here on are the loader's. `waited_s` is logged as `data_wait_frac`.
     waited_s: float
     broken: int
     faults: int
@@ -49,13 +49,13 @@ class StepRecord(TypedDict, total=False):
 
 def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
-    records, damaged = whole_lines(path)
+    records, damaged = parsed_lines(path)
     if damaged:
         raise UserError(f"metrics: {path} has {damaged} damaged lines; restore the file, or start the run again")
     return records
 
 
-def whole_lines(path: Path) -> tuple[list[StepRecord], int]:
+def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
     """The records of a `metrics.jsonl`, and the number of its lines that are no records."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = []
@@ -68,7 +68,7 @@ def whole_lines(path: Path) -> tuple[list[StepRecord], int]:
 
 def rate_of_step(run_dir: Path, step: int) -> float | None:
     """The learning rate of a step, by the run's records; None: they do not say."""
-    records, _ = whole_lines(run_dir / "metrics.jsonl")
+    records, _ = parsed_lines(run_dir / "metrics.jsonl")
     rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]
     return rates[0] if rates else None
 

@@ -12,7 +12,7 @@ from shutil import rmtree
 from typing import Any
 
 from clipscale.common.record import Results
-from clipscale.common.terminal import tell
+from clipscale.common.terminal import log_line
 
 # Two functions: one writes the numbers of a step, one closes the sink.
 Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
@@ -49,7 +49,7 @@ class Sinks:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            tell(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+            log_line(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
 def open_sinks(
@@ -67,10 +67,10 @@ def open_sinks(
     return sinks
 
 
-def tell_wandb_mode(setting: str, mode: str) -> None:
-    """Say it where the environment has changed the setting."""
+def log_wandb_mode(setting: str, mode: str) -> None:
+    """Log the mode of wandb if the environment has changed the setting."""
     if mode != setting:
-        tell(f"WANDB_MODE={os.environ['WANDB_MODE']} of the environment counts, not log.wandb={setting}")
+        log_line(f"WANDB_MODE={os.environ['WANDB_MODE']} of the environment counts, not log.wandb={setting}")
 
 
 def tensorboard(run_dir: Path, resume_step: int) -> Sink:

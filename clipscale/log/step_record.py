@@ -79,10 +79,10 @@ class StepRecords:
         if self._log:
             self._log.eval(step, results)
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, task: str, done: int, total: int) -> None:
         """Show how far the run is."""
         if self._log:
-            self._log.progress(what, done, total)
+            self._log.progress(task, done, total)
 
     def close(self) -> None:
         """Log what is left, and close the log."""

@@ -197,11 +197,11 @@ def _check_words(**words: str) -> None:
 REMOVED = {"shared": "shared= was removed in 0.2.0: pairs of equal keys are left out"}
 
 
-def refuse_unknown(function: str, options: Mapping[str, object], known: Iterable[str]) -> None:
+def refuse_unknown(function: str, options: Mapping[str, object], names: Iterable[str]) -> None:
     """Raise TypeError, as Python does, for a keyword that the function does not have."""
-    for name in options.keys() - {*known}:
-        told = f"; {REMOVED[name]}" if name in REMOVED else nearest(name, known)
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
+    for name in options.keys() - {*names}:
+        hint = f"; {REMOVED[name]}" if name in REMOVED else nearest(name, names)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _module(similarity: nn.Module | str | None) -> nn.Module | None:

@@ -49,8 +49,8 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         sides = []
-        given = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions.count)
-        for (x, side, count), weight in zip(given, self.objective.weights):
+        both_sides = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions.count)
+        for (x, side, count), weight in zip(both_sides, self.objective.weights):
             side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
             if weight is not None:
                 side.weight = side.features.new_full((len(side),), weight / count, dtype=sum_dtype(inputs.dtype))

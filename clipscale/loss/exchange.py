@@ -51,12 +51,12 @@ class Communicator:
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
-        works = dist.batch_isend_irecv(sends + receives)
+        transfers = dist.batch_isend_irecv(sends + receives)
 
         def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
             with record_function(WAIT_SPAN):
-                for work in works:
-                    work.wait()
+                for transfer in transfers:
+                    transfer.wait()
             return received
 
         return wait
@@ -187,9 +187,9 @@ class GroupExchange(Exchange):
 
     def gathered(self, block: FeatureBlock) -> FeatureBlock:
         """The blocks of all ranks, in rank order."""
-        whole = block.received([self.comm.all_gather(x) for x in block.sent()])
-        whole.weight = None if block.weight is None else block.weight.repeat(self.size)
-        return whole
+        gathered_block = block.received([self.comm.all_gather(x) for x in block.sent()])
+        gathered_block.weight = None if block.weight is None else block.weight.repeat(self.size)
+        return gathered_block
 
 
 class Gather(GroupExchange):

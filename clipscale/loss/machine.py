@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    # Most bytes of partial sums: those of a 32k x 32k panel of 128 x 128 tiles.
+    # Most bytes of partial sums: as many as a 32k x 32k panel of 128 x 128 tiles has.
     max_partial_bytes = 128 << 20
 
     def __init__(self, ranks_of_node: int | None = None) -> None:

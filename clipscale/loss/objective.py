@@ -23,12 +23,12 @@ class Objective:
 
     # N times the weight of the softmax over each row and over each column; None: there is none.
     weights: tuple[float | None, float | None] = (None, None)
-    # The loss is a sum over pairs: one sweep, in the forward pass, computes value and gradients. Otherwise a first
-    # sweep collects the log-sum-exps of rows and columns with a weight.
+    # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
+    # first sweep collects the log-sum-exps of the rows and columns that have a weight.
     pairwise: bool = True
-    # Takes a logit bias, which is trained.
+    # Whether it takes a logit bias, which is trained.
     needs_bias: bool = False
-    # There are Triton kernels for the dot product.
+    # Whether there are Triton kernels for the dot product.
     has_kernels: bool = False
 
     @property
@@ -123,7 +123,7 @@ class Sigmoid(Objective):
 EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
 # Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes.
 GATHER_BYTES = 5 << 30
-# The same within a node of GPUs: 64 MiB of texts in half precision, and twice that of gradients.
+# Most memory for them within a node of GPUs: 64 MiB for texts in half precision, 128 MiB for their gradients.
 SMALL_GATHER_BYTES = 192 << 20
 BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {

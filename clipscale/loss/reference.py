@@ -26,14 +26,14 @@ def dense_distillation_loss(
 ) -> Tensor:
     """`distillation_loss` of all ranks' batch, with weights 0 and 1: the cross-entropy to the teachers alone."""
     scores = similarity(image_features, text_features) if similarity else image_features @ text_features.T
-    left_out = torch.zeros_like(scores, dtype=torch.bool)
+    masked = torch.zeros_like(scores, dtype=torch.bool)
     if keys is not None:
-        left_out = (keys[:, None] == keys) & ~torch.eye(len(keys), dtype=torch.bool)
-    logits = (logit_scale * scores).masked_fill(left_out, -torch.inf)
+        masked = (keys[:, None] == keys) & ~torch.eye(len(keys), dtype=torch.bool)
+    logits = (logit_scale * scores).masked_fill(masked, -torch.inf)
     value = scores.new_zeros(())
     for dim in (0, 1):
-        of_teachers = [(t * a @ b.T).masked_fill(left_out, -torch.inf).softmax(dim) for a, b, t in teachers]
-        log_p = logits.log_softmax(dim).masked_fill(left_out, 0)
+        of_teachers = [(t * a @ b.T).masked_fill(masked, -torch.inf).softmax(dim) for a, b, t in teachers]
+        log_p = logits.log_softmax(dim).masked_fill(masked, 0)
         value = value - (torch.stack(of_teachers).mean(0) * log_p).sum(dim).mean() / 2
     return value
 

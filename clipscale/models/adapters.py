@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 LONGEST = 2**20
-# In a folder of adapters alone.
+# Files of weights in a folder that has only adapters.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Segments of names that PEFT makes: of an adapter, of what it keeps beside a module, and of the module.
+# Segments that PEFT puts into names: for an adapter, for a module that is saved whole, and for a wrapped module.
 ADAPTER, KEPT, BASE = "lora_", "modules_to_save", "base_layer"
 A, B = ".lora_A.", ".lora_B."
 MERGE = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
@@ -38,8 +38,8 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
         return 0.0
     with files.reported(f"{setting}: damaged", folder / CONFIG, "download it again"):
         path = folder / CONFIG
-        known = path.is_file() and path.stat().st_size < LONGEST
-        config: dict[str, object] = files.read_json(path) if known else {}
+        has_config = path.is_file() and path.stat().st_size < LONGEST
+        config: dict[str, object] = files.read_json(path) if has_config else {}
     alpha, rank = config.get("lora_alpha"), config.get("r")
     plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in OTHER)
     bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
@@ -56,7 +56,7 @@ def _target(name: str) -> str:
 
 
 def merged_run(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """A run's weights with its adapters (`model.lora`, whose alpha is r) added; those of a run without any as they are.
+    """A run's weights with its adapters (`model.lora`, whose alpha is r) added. Without adapters they stay as they are.
 
     The packed projection of open_clip's attention is a layer of its own while it has adapters.
     """

@@ -86,7 +86,7 @@ def _encoders(model: str) -> Any:
 
 
 def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str], buffers: Mapping[str, Tensor] = {}) -> PassFlops:
-    """`buffers`: in the place of the encoder's own ones."""
+    """Run a pass on the meta device, and count. `buffers`: replace buffers of the encoder, by name."""
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
     with ProductCounter() as counter, torch.enable_grad():
@@ -124,9 +124,9 @@ class Flops:
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
-    # Of an image.
+    # FLOPs of both passes of an image.
     image_flops: int
-    # Of a caption that is computed at so many tokens; None: at the whole context.
+    # Number of tokens -> FLOPs of both passes of a caption computed at that width; None: the whole context.
     text_flops_at: Callable[[int | None], int]
     # The device's FLOP/s; None: unknown.
     peak: float | None

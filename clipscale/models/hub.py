@@ -41,7 +41,7 @@ def check_connection(model: ModelConfig) -> None:
 
 
 def repositories(model: ModelConfig) -> Iterator[str]:
-    """Where a model's weights and its tokenizer are fetched, as far as they are no files or folders."""
+    """The repositories that have a model's weights and tokenizer. Files and folders on this machine are left out."""
     for value in filter(None, (model.weights, model.image.weights, model.text.weights)):
         if value.startswith(HUB):
             yield value.removeprefix(HUB)

@@ -10,12 +10,12 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.record import Record
 
-# By `model_type`.
+# `model_type` of a transformers model -> its part of the table.
 TABLES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
-# One of these is in a folder with a tokenizer.
+# Files of which a folder with a tokenizer has at least one.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
-# SHA-256 of CLIP's own vocabulary, as JSON with sorted keys: open_clip's tokenizer has it, without any file.
-CLIPS = "51b8a58f8c87bc7af902c70cbcdd0287f5baffaa34044e30b8ff8e22c54ec1a0"
+# SHA-256 of CLIP's own vocabulary, as JSON with sorted keys. open_clip's tokenizer has this vocabulary built in.
+CLIP_VOCABULARY_SHA256 = "51b8a58f8c87bc7af902c70cbcdd0287f5baffaa34044e30b8ff8e22c54ec1a0"
 TANH = "gelu_pytorch_tanh"
 # Pillow's numbers.
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}
@@ -27,7 +27,7 @@ def description(config: Record) -> Record:
     Raises ValueError for a model that cannot be built so, and what a value of another type raises.
     """
     table = TABLES[config["model_type"]]
-    vision, text = (table[part] | (config.get(f"{part}_config") or {}) for part in ("vision", "text"))
+    vision, text = (table[tower] | (config.get(f"{tower}_config") or {}) for tower in ("vision", "text"))
     activation = text["hidden_act"]
     if vision["hidden_act"] != activation or activation not in table["activations"]:
         raise ValueError(
@@ -59,35 +59,35 @@ def description(config: Record) -> Record:
     }
 
 
-def _transformer(part: Record) -> Record:
+def _transformer(tower: Record) -> Record:
     """The words that both towers have in common."""
-    width, inner = part["hidden_size"], part["intermediate_size"]
+    width, inner = tower["hidden_size"], tower["intermediate_size"]
     # open_clip and timm take the whole part of the product.
     ratio = inner / width if int(width * (inner / width)) == inner else (inner + 0.5) / width
     words = {
         "width": width,
-        "layers": part["num_hidden_layers"],
+        "layers": tower["num_hidden_layers"],
         "mlp_ratio": ratio,
-        "norm_kwargs": {"eps": part["layer_norm_eps"]},
+        "norm_kwargs": {"eps": tower["layer_norm_eps"]},
     }
-    return words | ({"act_kwargs": {"approximate": "tanh"}} if part["hidden_act"] == TANH else {})
+    return words | ({"act_kwargs": {"approximate": "tanh"}} if tower["hidden_act"] == TANH else {})
 
 
-def pixels(folder: Path, kind: str) -> Record:
-    """Of `model.preprocess`, what the folder says of how its pictures were prepared."""
+def pixels(folder: Path, model_type: str) -> Record:
+    """The values of `model.preprocess` that a folder's files give."""
     values: Record = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():
             values |= files.read_json(folder / name)
     values = values.get("image_processor") or values
-    known = TABLES[kind]["pixels"] | {
+    preprocess = TABLES[model_type]["pixels"] | {
         key: values[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in values
     }
     if values.get("resample") in INTERPOLATIONS:
-        known["interpolation"] = INTERPOLATIONS[values["resample"]]
+        preprocess["interpolation"] = INTERPOLATIONS[values["resample"]]
     if "size" in values:
-        known["resize_mode"] = "squash" if "height" in str(values["size"]) else "shortest"
-    return known
+        preprocess["resize_mode"] = "squash" if "height" in str(values["size"]) else "shortest"
+    return preprocess
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -100,4 +100,4 @@ def has_clips_tokenizer(folder: Path, words: int) -> bool:
     if not file.is_file():
         return words == TABLES["clip"]["text"]["vocab_size"] and not has_tokenizer(folder)
     vocabulary = json.dumps(files.read_json(file), sort_keys=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest() == CLIPS
+    return hashlib.sha256(vocabulary.encode()).hexdigest() == CLIP_VOCABULARY_SHA256

@@ -43,10 +43,10 @@ Attended = bool | Tensor
 
 def lean_encoder(encoder: nn.Module) -> nn.Module:
     """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
-    kind = lean_kind(encoder)
-    if kind is None:
+    lean_class = lean_class_for(encoder)
+    if lean_class is None:
         return encoder
-    blocks: Any = encoder.resblocks if kind is LeanDecoder else encoder.transformer.resblocks  # type: ignore[union-attr]
+    blocks: Any = encoder.resblocks if lean_class is LeanDecoder else encoder.transformer.resblocks  # type: ignore[union-attr]
     if not all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks):
         return encoder
     for i, block in enumerate(blocks):
@@ -54,10 +54,10 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
     for name, module in list(encoder.named_modules()):
         if type(module) is LayerNorm:
             encoder.set_submodule(name, LeanNorm(module))
-    return kind(encoder)
+    return lean_class(encoder)
 
 
-def lean_kind(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
+def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
     """The class with the shorter forward pass of an encoder as it is set; None: there is none."""
     if type(encoder) is VisionTransformer:
         if encoder.attn_pool is None:
@@ -161,9 +161,9 @@ class LeanPatches(Replacement, nn.Conv2d):
 
 def embed_patches_by_product(encoder: nn.Module) -> None:
     """Replace an encoder's convolution by `LeanPatches`, where it is the only one and its windows do not overlap."""
-    found = [(name, module) for name, module in encoder.named_modules() if isinstance(module, nn.Conv2d)]
-    if len(found) == 1:
-        name, patches = found[0]
+    convolutions = [(name, module) for name, module in encoder.named_modules() if isinstance(module, nn.Conv2d)]
+    if len(convolutions) == 1:
+        name, patches = convolutions[0]
         if (
             type(patches) is nn.Conv2d
             and patches.stride == patches.kernel_size
@@ -275,10 +275,10 @@ def run_blocks(
     backend: Callable[[], Any] = nullcontext,
 ) -> Tensor:
     """All blocks; the last one for `position` alone, if that is given. `backend`: chooses attention's kernel."""
-    last = transformer.resblocks[-1]
+    last_block = transformer.resblocks[-1]
     with backend():
         for block in transformer.resblocks:
-            pooled = position if block is last else None
+            pooled = position if block is last_block else None
             if transformer.grad_checkpointing:  # the backward pass recomputes the block with the same kernel
                 both = lambda: (nullcontext(), backend())  # noqa: E731
                 x = checkpoint(block, x, seen, pooled, use_reentrant=False, context_fn=both)

@@ -1,8 +1,8 @@
 """Finds a model's weights in a file by their names, whatever wrappers and trainers put around and before them.
 
-A naming is a way to call a model's weights: open_clip's, its older one, transformers', or that of a tower alone. Of a
-name in a file, the segments that no name of a naming has are a wrapper's (`module`, `_orig_mod`, `student`), and so is
-what precedes one of its names. Imports nothing heavy.
+A naming is a way to call a model's weights: open_clip's, its older one, transformers', or that of a tower alone. A name
+in a file is a naming's name, the bare name, in wrappers (`module`, `_orig_mod`, `student`): segments before it, and
+segments inside it that the naming does not have. Imports nothing heavy.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ SHARED = ("logit_scale", "logit_bias")
 USUAL = ("state_dict", "model_state_dict", "model")
 # Levels of dictionaries in a checkpoint.
 DEPTH = 4
-# Names in a message.
+# Most names in a message.
 SHOWN = 3
 
 
@@ -46,7 +46,7 @@ class Held:
     tensors: dict[str, Shaped]
     # Where it is in the checkpoint, as `state_dict`; empty: at the top.
     key: str = ""
-    # Where other sets are.
+    # The keys of the checkpoint's other sets.
     others: tuple[str, ...] = ()
 
 
@@ -59,8 +59,8 @@ def held(content: Mapping[str, object], key: str, setting: str) -> Held:
     chosen = {path: tensors for path, tensors in sets.items() if not key or f"{path}.".startswith(f"{key}.")}
     large = [path for path, tensors in chosen.items() if 2 * len(tensors) >= max(map(len, chosen.values()))]
     if large:
-        taken = next((path for path in ("", *USUAL) if path in large), large[0])
-        return Held(chosen[taken], taken, tuple(path for path in large if path != taken))
+        usual_key = next((path for path in ("", *USUAL) if path in large), large[0])
+        return Held(chosen[usual_key], usual_key, tuple(path for path in large if path != usual_key))
     if not key:
         return Held({})
     usual = held(content, "", setting).tensors
@@ -95,9 +95,9 @@ def _sets(content: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Shaped
 class Naming:
     """How the weights of a model, or of one tower, may be called."""
 
-    # Names with # for every number, and what precedes each in the whole model.
+    # Name with # for every number -> what precedes it in the whole model's names.
     before: dict[str, str]
-    # Of a tower alone: what precedes any other name.
+    # For a naming of a tower alone: what precedes all names that `before` lacks.
     alone: str = ""
 
 
@@ -105,13 +105,13 @@ class Naming:
 class Match:
     """A file's names beside those of a model."""
 
-    # The whole model's name by the file's: of what is the model's, and of what else is in its towers.
+    # Name in the file -> name in the whole model: of the model's weights, and of what else is in its towers.
     names: dict[str, str]
-    # The file's names of what is the model's.
-    own: frozenset[str] = frozenset()
+    # The file's names of the model's weights.
+    of_model: frozenset[str] = frozenset()
     # What precedes the model's names, or stands between their segments, as `module.`; the most frequent first.
     wrappers: tuple[str, ...] = ()
-    # The file's names of what is in no tower.
+    # The file's names that are in no tower.
     beside: tuple[str, ...] = ()
 
     def towers(self) -> set[str]:
@@ -130,24 +130,24 @@ def known_names() -> Iterator[str]:
 
 def _expanded(names: str) -> Iterator[str]:
     for name in names.split():
-        yield from (name.replace("*", kind) for kind in (("weight", "bias") if "*" in name else ("",)))
+        yield from (name.replace("*", suffix) for suffix in (("weight", "bias") if "*" in name else ("",)))
 
 
-def namings(ours: Iterable[str], part: str = "") -> list[Naming]:
-    """The namings of a model whose names are `ours`; part: also those of one of its towers alone."""
+def namings(ours: Iterable[str], tower: str = "") -> list[Naming]:
+    """The namings of a model whose names are `ours`. `tower`: also the namings of this tower alone."""
     names = {generic(name) for name in ours}
     theirs = [[name for _, others, *_ in table["names"] for name in _expanded(others)] for table in TABLES.values()]
     older = {name.removeprefix(TEXT): TEXT * name.startswith(TEXT) for name in names}
-    known = [Naming(dict.fromkeys(names, "")), Naming(older)]
-    known += [Naming(dict.fromkeys((*whole, *SHARED), "")) for whole in theirs]
-    if part:
-        known += [_alone(whole, [THEIRS[part]]) for whole in theirs]
-        known.append(_alone(names, [f"{part}{inner}" for inner in INNER] + [part]))
-    return known
+    candidates = [Naming(dict.fromkeys(names, "")), Naming(older)]
+    candidates += [Naming(dict.fromkeys((*table_names, *SHARED), "")) for table_names in theirs]
+    if tower:
+        candidates += [_alone(table_names, [THEIRS[tower]]) for table_names in theirs]
+        candidates.append(_alone(names, [f"{tower}{inner}" for inner in INNER] + [tower]))
+    return candidates
 
 
 def _alone(names: Iterable[str], prefixes: Sequence[str]) -> Naming:
-    """The naming of a tower alone: without one of the prefixes; the last is the tower's."""
+    """The naming of a tower alone: its names without one of the prefixes, of which the last is the tower's own."""
     before = {name.removeprefix(prefix): prefix for prefix in prefixes for name in names if name.startswith(prefix)}
     return Naming(before, prefixes[-1])
 
@@ -158,49 +158,51 @@ def generic(name: str) -> str:
 
 
 def matched(names: Collection[str], candidates: Sequence[Naming], setting: str) -> Match:
-    """A model's names among those of a file, by the first of the namings that find the most.
+    """A model's names in a file, by the naming that finds the most, of several the first.
 
-    Of each tower they are those behind one prefix. Raises UserError where two prefixes would do.
+    A tower's names are behind one prefix. Raises UserError where two prefixes would do.
     """
-    every = [(naming, _taken(names, naming)) for naming in candidates]
-    naming, taken = max(every, key=lambda pair: len(pair[1].names))
-    if not taken.names or len(taken.names) * 4 < min(len(names), len(naming.before)):
+    every = [(naming, _matched_by(names, naming)) for naming in candidates]
+    naming, outcome = max(every, key=lambda pair: len(pair[1].names))
+    if not outcome.names or len(outcome.names) * 4 < min(len(names), len(naming.before)):
         return Match({name: name for name in names})
-    if taken.rivals:
-        keys = " or ".join(f"FILE::{lead.rstrip('.')}" for lead in taken.rivals)
-        raise UserError(f"{setting} has two sets of weights, below {' and '.join(taken.rivals)}; give {keys}")
-    wrapped = {name: _wrapper(name, own) for own, name in taken.names.items()}
+    if outcome.rivals:
+        keys = " or ".join(f"FILE::{lead.rstrip('.')}" for lead in outcome.rivals)
+        raise UserError(f"{setting} has two sets of weights, below {' and '.join(outcome.rivals)}; give {keys}")
+    wrapped = {name: _wrapper(name, bare) for bare, name in outcome.names.items()}
     leads = {lead for lead, _ in wrapped.values()}
     between = {segment for _, segments in wrapped.values() for segment in segments}
     towers = {name.partition(".")[0]: prefix for name, prefix in naming.before.items()}
-    whole: dict[str, str] = {}
+    model_names: dict[str, str] = {}
     for name in names:
         lead = max((lead for lead in leads if name.startswith(lead)), key=len, default=None)
         rest = [segment for segment in name[len(lead or "") :].split(".") if segment not in between]
         if lead is not None and (naming.alone or rest[0] in towers):
-            whole[name] = towers.get(rest[0], naming.alone) + ".".join(rest)
-    whole |= {name: naming.before[generic(own)] + own for own, name in taken.names.items()}
+            model_names[name] = towers.get(rest[0], naming.alone) + ".".join(rest)
+    model_names |= {name: naming.before[generic(bare)] + bare for bare, name in outcome.names.items()}
     counts = Counter(lead + "".join(f"{segment}." for segment in segments) for lead, segments in wrapped.values())
     del counts[""]
-    beside = tuple(sorted({*names} - whole.keys()))
-    return Match(whole, frozenset(wrapped), tuple(wrapper for wrapper, _ in counts.most_common()), beside)
+    beside = tuple(sorted({*names} - model_names.keys()))
+    return Match(model_names, frozenset(wrapped), tuple(wrapper for wrapper, _ in counts.most_common()), beside)
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """What one naming finds: the file's name by the naming's, and prefixes between which it cannot choose."""
+class _Outcome:
+    """What one naming finds in a file."""
 
+    # Bare name -> the name in the file.
     names: dict[str, str]
+    # Prefixes between which nothing decides.
     rivals: tuple[str, ...] = ()
 
 
-def _taken(names: Iterable[str], naming: Naming) -> _Taken:
-    """A naming's names in a file: of each tower those behind its most frequent prefix, of equal ones the shortest."""
-    found = _own_names(names, naming)
+def _matched_by(names: Iterable[str], naming: Naming) -> _Outcome:
+    """A naming's names in a file: of each tower those behind its most frequent prefix, or the shortest of several."""
+    bare_of = _bare_names(names, naming)
     leads: dict[str, Counter[str]] = {}
-    for name, own in found.items():
-        leads.setdefault(_tower(own, naming), Counter())[_wrapper(name, own)[0]] += 1
-    taken: dict[str, str] = {}
+    for name, bare in bare_of.items():
+        leads.setdefault(_tower(bare, naming), Counter())[_wrapper(name, bare)[0]] += 1
+    file_names: dict[str, str] = {}
     rivals: tuple[str, ...] = ()
     best = {}
     for tower, counts in leads.items():
@@ -208,33 +210,33 @@ def _taken(names: Iterable[str], naming: Naming) -> _Taken:
         best[tower] = ranks[0][2]
         if len(ranks) > 1 and ranks[0][:2] == ranks[1][:2]:
             rivals = rivals or (ranks[0][2], ranks[1][2])
-    for name, own in sorted(found.items(), key=lambda pair: pair[0].count(".")):  # fewer segments of others
-        if _wrapper(name, own)[0] == best[_tower(own, naming)]:
-            taken.setdefault(own, name)
-    return _Taken(taken, rivals)
+    for name, bare in sorted(bare_of.items(), key=lambda pair: pair[0].count(".")):  # fewer segments of others
+        if _wrapper(name, bare)[0] == best[_tower(bare, naming)]:
+            file_names.setdefault(bare, name)
+    return _Outcome(file_names, rivals)
 
 
-def _tower(own: str, naming: Naming) -> str:
-    return (naming.before[generic(own)] + own).partition(".")[0]
+def _tower(bare: str, naming: Naming) -> str:
+    return (naming.before[generic(bare)] + bare).partition(".")[0]
 
 
-def _own_names(names: Iterable[str], naming: Naming) -> dict[str, str]:
-    """Of a file's names those that end as one of the naming, leaving out segments that the naming does not have."""
+def _bare_names(names: Iterable[str], naming: Naming) -> dict[str, str]:
+    """Name in a file -> its bare name. Names that end as none of the naming's are left out."""
     words = {segment for name in naming.before for segment in name.split(".")}
-    own = {}
+    bare_of = {}
     for name in names:
-        *segments, last = name.split(".")
-        kept = [segment for segment in segments if segment in words or segment.isdigit()] + [last]
+        *segments, leaf = name.split(".")
+        kept = [segment for segment in segments if segment in words or segment.isdigit()] + [leaf]
         ends = (".".join(kept[start:]) for start in range(len(kept)))
         end = next((end for end in ends if generic(end) in naming.before), None)
         if end:
-            own[name] = end
-    return own
+            bare_of[name] = end
+    return bare_of
 
 
-def _wrapper(name: str, own: str) -> tuple[str, list[str]]:
-    """What precedes the model's own name in a file's, and the segments between its own."""
-    rest = own.split(".")
+def _wrapper(name: str, bare: str) -> tuple[str, list[str]]:
+    """What precedes the bare name in a name of a file, and the segments inside it that are a wrapper's."""
+    rest = bare.split(".")
     segments = name.split(".")
     between: list[str] = []
     while rest:
@@ -248,9 +250,11 @@ def _wrapper(name: str, own: str) -> tuple[str, list[str]]:
 
 def tower_alone(names: Collection[str], setting: str) -> str:
     """The tower, as `visual.`, that a file has alone; empty: both, or unknown names. Raises UserError as `matched`."""
-    known = [*known_names()]
-    other, best = sorted((matched(names, namings(known, part), setting) for part in TOWERS), key=lambda x: len(x.own))
-    return best.towers().pop() if best.own and len(best.towers()) == 1 and other.own <= best.own else ""
+    clip = [*known_names()]
+    matches = [matched(names, namings(clip, tower), setting) for tower in TOWERS]
+    other, best = sorted(matches, key=lambda match: len(match.of_model))
+    is_alone = best.of_model and len(best.towers()) == 1 and other.of_model <= best.of_model
+    return best.towers().pop() if is_alone else ""
 
 
 def listed(names: Sequence[str]) -> str:

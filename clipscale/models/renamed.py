@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clipscale.models.hugging_face import TABLES
 
-# By name.
+# Name -> weight.
 Weights = dict[str, Tensor]
 
 
@@ -19,14 +19,14 @@ def of_transformers(state: Weights) -> Weights:
     """
     if not any(name.startswith(("vision_model.", "text_model.")) for name in state):
         return state
-    kind = "siglip" if any("_model.head." in name for name in state) else "clip"
+    model_type = "siglip" if any("_model.head." in name for name in state) else "clip"
     state = {name: value for name, value in state.items() if not name.endswith("position_ids")}
-    return renamed(state, [(theirs, ours, *how) for ours, theirs, *how in TABLES[kind]["names"]])
+    return renamed(state, [(theirs, ours, *how) for ours, theirs, *how in TABLES[model_type]["names"]])
 
 
-def to_transformers(state: Weights, kind: str) -> Weights:
-    """Weights under the names of transformers' `kind`. Raises ValueError for one that its models do not have."""
-    new = renamed(state, TABLES[kind]["names"])
+def to_transformers(state: Weights, model_type: str) -> Weights:
+    """Weights under the names of transformers' `model_type`. Raises ValueError for one that its models do not have."""
+    new = renamed(state, TABLES[model_type]["names"])
     unknown = state.keys() & new.keys() - {"logit_scale", "logit_bias"}
     if unknown:
         raise ValueError(f"{min(unknown)} is no part of it")
@@ -39,17 +39,17 @@ def renamed(state: Weights, rules: Iterable[Sequence[str]]) -> Weights:
     for before, after, *how in rules:
         sources = before.split()
         pattern = re.escape(sources[0]).replace(r"\#", r"(?P<block>\d+)").replace(r"\*", "(?P<kind>weight|bias)")
-        for found in filter(None, (re.fullmatch(pattern, name) for name in state)):
+        for match in filter(None, (re.fullmatch(pattern, name) for name in state)):
             names = [
-                found.expand(name.replace("#", r"\g<block>").replace("*", r"\g<kind>"))
+                match.expand(name.replace("#", r"\g<block>").replace("*", r"\g<kind>"))
                 for name in (*sources, *after.split())
             ]
-            whole = torch.cat([new.pop(name) for name in dict.fromkeys(names[: len(sources)])])
+            joined = torch.cat([new.pop(name) for name in dict.fromkeys(names[: len(sources)])])
             if how == ["transposed"]:
-                whole = whole.mT.contiguous()
+                joined = joined.mT.contiguous()
             elif how == ["batched"]:
-                whole = whole[None] if whole.ndim == 2 else whole[0]
+                joined = joined[None] if joined.ndim == 2 else joined[0]
             targets = names[len(sources) :]
-            for name, rows in zip(targets, whole.chunk(len(targets))):
+            for name, rows in zip(targets, joined.chunk(len(targets))):
                 new[name] = torch.cat([new[name], rows]) if name in new else rows
     return new

@@ -26,7 +26,7 @@ class NamesTable(TypedDict):
     blocks: str
 
 
-# By the weights' names.
+# Name of a weight -> its shape.
 Shapes = dict[str, tuple[int, ...]]
 TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
@@ -63,16 +63,16 @@ def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
     try:
         content = torch.load(path, map_location=device, weights_only=True, mmap=is_zip and device == "meta")
     except pickle.UnpicklingError as error:
-        kinds = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        what = f"objects of Python, as {kinds[0]}," if kinds else "more than weights, or it is damaged,"
-        raise ValueError(f"it holds {what} which are not loaded; save model.state_dict() alone") from error
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        content_found = f"objects of Python, as {classes[0]}," if classes else "more than weights, or it is damaged,"
+        raise ValueError(f"it holds {content_found} which are not loaded; save model.state_dict() alone") from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not weights by name; save model.state_dict()")
     return content
 
 
 def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], beside: Sequence[str] = ()) -> str:
-    """How weights differ from a model, or its tower, as far as the table knows, and the remedy; empty: not.
+    """How weights differ from a model or its tower, and the remedy; empty if the table shows no difference.
 
     shapes: by the names of a whole model. values: the model's description, by `vision_cfg.width` and the like.
     sections: `vision_cfg`, `text_cfg` or both. beside: names of what else the file has.
@@ -89,10 +89,10 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
     remedy = "; give another model="
     if values.get(f"{section}.timm_model_name") or values.get(f"{section}.hf_model_name") or isinstance(layers, list):
         return f"it has {table['only']}{remedy}" if table["only"] in shapes else ""
-    found = [name for name in table["shapes"] if name in shapes]
-    if not found:
+    shared = [name for name in table["shapes"] if name in shapes]
+    if not shared:
         return differing(next(iter(table["shapes"])), theirs)
-    for name in found:
+    for name in shared:
         wanted = tuple(
             word if isinstance(word, int) else values.get(f"{section}.{word}", values.get(word, word))
             for word in table["shapes"][name]
@@ -104,5 +104,8 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
 
 
 def differing(ours: str, theirs: Sequence[str]) -> str:
-    """That the names differ, which no other size would mend: one of the model's, and some of the file's."""
+    """The message where the names differ, with one name of the model's and some of the file's.
+
+    It proposes no other size of the model: that would not help.
+    """
     return f"the names differ: no {ours}, but {listed(theirs)}; rename them as the model's"

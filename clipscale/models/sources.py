@@ -19,7 +19,7 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
 from clipscale.models import adapters, hugging_face
@@ -27,17 +27,17 @@ from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, matched, n
 from clipscale.models.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
-# Between a path and the set of weights in it.
+# Separates a path from the key of a set of weights in it.
 SET = "::"
 # May begin the name or path of a run; needed where a folder has weights of its own, too.
 RUN = "run:"
 OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
-# In a folder, the first that there is.
+# Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 LONGEST_JSON = 2**26
-ELSEWHERE = "; download it elsewhere, give it"
-UNKNOWN = ModelConfig("")
+FETCH_REMEDY = "; download it elsewhere, give it"
+UNKNOWN_MODEL = ModelConfig("")
 PARTS = {"vision_cfg": VISUAL, "text_cfg": TEXT}
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
 # What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
@@ -54,8 +54,8 @@ class Source:
     path: Path
     # The files; none of a checkpoint.
     shards: tuple[Path, ...] = ()
-    # What is known of it: with a name, its architecture, too; `preprocess`.
-    model: ModelConfig = UNKNOWN
+    # What lies beside the weights says of the model. Without a name the architecture is not known.
+    model: ModelConfig = UNKNOWN_MODEL
     # Which of several sets of weights; empty: the usual one.
     key: str = ""
 
@@ -70,7 +70,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     source = local_source(value, setting)
     if source:
         return source
-    with library(f"{origin} cannot be fetched", ELSEWHERE):
+    with library(f"{origin} cannot be fetched", FETCH_REMEDY):
         if value.startswith(HUB):
             return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
         return _of_tag(value, name.replace("/", "-"), origin)
@@ -82,7 +82,7 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     key = ""
     if not Path(value).expanduser().exists():
         value, _, key = value.partition(SET)
-    source = _at(value, origin, key)
+    source = _on_this_machine(value, origin, key)
     if source:
         return source
     if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
@@ -93,36 +93,37 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     return None
 
 
-def _at(value: str, origin: str, key: str) -> Source | None:
+def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
     path = Path(value).expanduser()
-    named = run_folder(value.removeprefix(RUN))
+    run_named = run_folder(value.removeprefix(RUN))
     if value.startswith(RUN):
-        if not is_run(named):
-            raise UserError(f"{origin}: there is no run {named}")
-        return _in_run(named, origin, key)
+        if not is_run(run_named):
+            raise UserError(f"{origin}: there is no run {run_named}")
+        return _in_run(run_named, origin, key)
     if path.is_dir():
         return _in_folder(path, origin, path.resolve().name, key)
     if path.is_file():
         return Source(origin, path, _checked([path], origin), key=key)
-    return _in_run(named, origin, key) if is_run(named) else None
+    return _in_run(run_named, origin, key) if is_run(run_named) else None
 
 
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
-    """The settings of a model whose architecture is that of its weights, where these are here and describe it.
+    """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
-    `chosen`: the user has chosen a model, too; it has to be the same. Otherwise it is a default. Raises UserError.
+    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default.
+    Raises UserError.
     """
-    if whole := config.weights:
-        source = local_source(whole)
-        if not chosen and (whole.startswith(HUB) or (source and source.model.name)):
+    if weights_of_model := config.weights:
+        source = local_source(weights_of_model)
+        if not chosen and (weights_of_model.startswith(HUB) or (source and source.model.name)):
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
-    for tower, part, weights in towers:
+    for tower, section, weights in towers:
         setting = f"model.{tower}.weights"
         if weights and (source := local_source(weights, setting)):
-            _check_fit(config, source, part)
+            _check_fit(config, source, section)
     return config
 
 
@@ -165,17 +166,17 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
     if config.name or not value.startswith(HUB):
         return config
     origin = f"model.weights={value!r}"
-    with library(f"{origin} cannot be fetched", ELSEWHERE):
+    with library(f"{origin} cannot be fetched", FETCH_REMEDY):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
         return with_architecture_of(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
 
 
 def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
     """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
-    known = [model.description for model in (ours, theirs)]
-    if not all(known):
+    descriptions = [model.description for model in (ours, theirs)]
+    if not all(descriptions):
         return ""
-    values, others = map(_compared, known)
+    values, others = map(_compared, descriptions)
     different = (key for key, value in values.items() if value != others[key])
     return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
 
@@ -187,17 +188,17 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
         shapes = shapes_of(source.shards, source.key, source.setting)
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
-    part = PARTS[sections[0]] if len(sections) == 1 else ""
-    found = matched(shapes, namings(known_names(), part), source.setting)
-    ours = {found.names[name]: shape for name, shape in shapes.items() if name in found.names}
+    prefix = PARTS[sections[0]] if len(sections) == 1 else ""
+    match = matched(shapes, namings(known_names(), prefix), source.setting)
+    ours = {match.names[name]: shape for name, shape in shapes.items() if name in match.names}
     tower = tower_alone(shapes, source.setting)
     wrong = ""
-    if tower and tower != part:
+    if tower and tower != prefix:
         wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
-    elif found.own:  # else open_clip may know the names
+    elif match.of_model:  # else open_clip may know the names
         if config.is_captioner:
             ours.pop("visual.proj", None)  # of CLIP's, another width
-        wrong = misfit(ours, _compared(description), sections, found.beside)
+        wrong = misfit(ours, _compared(description), sections, match.beside)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
 
@@ -205,11 +206,11 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
 def _compared(description: Record) -> Record:
     """What a description says that weights must agree in. Raises what a value of another type raises."""
     values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
-    for part, defaults in COMPARED.items():
-        words = defaults | description[part]
+    for section, defaults in COMPARED.items():
+        words = defaults | description[section]
         words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
         words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
-        values |= {f"{part}.{name}": words[name] for name in defaults}
+        values |= {f"{section}.{name}": words[name] for name in defaults}
     return values
 
 
@@ -217,7 +218,8 @@ def _compared(description: Record) -> Record:
 
 
 def _in_run(folder: Path, origin: str, key: str) -> Source:
-    """The weights of a run's newest checkpoint, with the key `best` of its best one; or of this checkpoint."""
+    """The weights of a checkpoint. `folder`: the checkpoint, or a run, whose newest one is taken; its best one if the
+    key is `best`."""
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
@@ -322,28 +324,33 @@ def _described(folder: Path, name: str) -> ModelConfig:
         pixels = content.get("preprocess_cfg") or {}
     elif (folder / CONFIG).is_file():
         content = files.read_json(folder / CONFIG)
-        kind, _, tower = str(content.get("model_type")).partition("_")
-        if kind not in hugging_face.TABLES:  # perhaps a tower of timm
-            prepared = content.get("pretrained_cfg") or content
-            pixels = {key: prepared[key] for key in ("mean", "std") if key in prepared}
+        model_type, _, tower = str(content.get("model_type")).partition("_")
+        if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
+            pictures_config = content.get("pretrained_cfg") or content
+            pixels = {key: pictures_config[key] for key in ("mean", "std") if key in pictures_config}
         else:
-            pixels = hugging_face.pixels(folder, kind)
+            pixels = hugging_face.pixels(folder, model_type)
             if not tower:
                 with library(f"{folder / CONFIG} describes no model that can be built here"):  # nor by any model=
                     description = hugging_face.description(content)
                 text = description["text_cfg"]
                 if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
-                    text["hf_tokenizer_name"] = kind
-    known = checked_pixels(pixels)
+                    text["hf_tokenizer_name"] = model_type
+    preprocess = checked_pixels(pixels)
     if not description:
-        return replace(UNKNOWN, preprocess=known)
+        return replace(UNKNOWN_MODEL, preprocess=preprocess)
     check_words(description)
     text = description["text_cfg"]
-    # Its tokenizer is the folder that it came with, if the files are there, as in open_clip; of transformers' always.
-    named = text.get("hf_tokenizer_name")
-    if named and not text.get("hf_model_name") and (named in hugging_face.TABLES or hugging_face.has_tokenizer(folder)):
+    # The tokenizer is this folder if it has a tokenizer's files, as in open_clip. It always is for transformers.
+    tokenizer_name = text.get("hf_tokenizer_name")
+    if (
+        tokenizer_name
+        and not text.get("hf_model_name")
+        and (tokenizer_name in hugging_face.TABLES or hugging_face.has_tokenizer(folder))
+    ):
         text["hf_tokenizer_name"] = str(folder.resolve())
-    return ModelConfig(name, description, preprocess=known, correct_cls_mask=mask if isinstance(mask, bool) else None)
+    correct = mask if isinstance(mask, bool) else None
+    return ModelConfig(name, description, preprocess=preprocess, correct_cls_mask=correct)
 
 
 def check_words(description: Record) -> None:
@@ -358,11 +365,11 @@ def check_words(description: Record) -> None:
 
 
 def _parameters(description: Record) -> float:
-    """About the parameters of the transformers that open_clip itself builds, and never more."""
+    """A lower bound, usually close, of the number of parameters in open_clip's own transformers."""
     count = 0.0
-    for part, defaults in COMPARED.items():
-        words = defaults | description[part]
-        if words.get("hf_model_name") or (words.get("timm_model_name") and "width" not in description[part]):
+    for section, defaults in COMPARED.items():
+        words = defaults | description[section]
+        if words.get("hf_model_name") or (words.get("timm_model_name") and "width" not in description[section]):
             continue
         patches = _largest(words.get("image_size", 0)) // words.get("patch_size", 1)
         tokens = words.get("vocab_size", 0) + words.get("context_length", 0) + patches**2
@@ -396,9 +403,9 @@ def _pretrained(tag: str, name: str, origin: str) -> Record:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
         models = ", ".join(open_clip.list_pretrained_models_by_tag(tag))
-        known = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
+        hint = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
-            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {known}"
+            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {hint}"
         )
     described = open_clip.get_pretrained_cfg(name, tag)
     quick = described.get("quick_gelu", False)
@@ -413,15 +420,15 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
 
     described = _pretrained(tag, name, origin)
     path = Path(open_clip.download_pretrained(described))
-    return Source(origin, path, (path,), replace(UNKNOWN, preprocess=checked_pixels(described)))
+    return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(described)))
 
 
 # -- how their pictures are prepared -----------------------------------------------------------------------------------
 
 
 def checked_pixels(values: Record) -> Record:
-    """Of these values those of `model.preprocess`. Raises UserError."""
+    """Those `values` that are keys of `model.preprocess`. Raises UserError for wrong ones."""
     names = settings_of(Preprocess)
-    known = {key: value for key, value in values.items() if key in names}
-    typed(Preprocess, known)
-    return known
+    preprocess = {key: value for key, value in values.items() if key in names}
+    dataclass_from(Preprocess, preprocess)
+    return preprocess

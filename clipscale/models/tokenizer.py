@@ -19,9 +19,9 @@ from clipscale.common.record import Record
 
 # Files in which a folder describes its tokenizer; later files override earlier ones.
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-# The vocabulary: those that are there.
+# Files of a vocabulary. A folder has some of them.
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-# What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths.
+# Options that are read from a tokenizer's configuration, beside its special tokens. Others may be paths.
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
     "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "model_input_names",
@@ -30,7 +30,7 @@ OPTIONS = {
 CHARS_PER_TOKEN = 32
 
 
-# Tokens of a model whose description does not say, CLIP's.
+# Tokens of a model whose description does not give their number: as many as CLIP has.
 VOCABULARY = 49408
 # Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
@@ -129,7 +129,7 @@ def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> No
 
 @contextmanager
 def without_paths(source: str) -> Iterator[str]:
-    """A folder of transformers' tokenizer as one that names no other file; the name of a known one as it is.
+    """A copy of a tokenizer's folder that names no file elsewhere. A name that is no folder stays as it is.
 
     Of a stranger's configuration only plain values are kept. Raises OSError, ValueError.
     """

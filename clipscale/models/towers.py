@@ -46,7 +46,7 @@ NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
 # Keys of a tower of another package in open_clip's description.
 OF_OTHERS = ("timm_model_name", "hf_model_name")
 Encoders: TypeAlias = CustomTextCLIP | CoCa
-# In pixels, where open_clip's description names none.
+# Side of the pictures in pixels, where open_clip's description has none.
 IMAGE_SIZE = 224
 # Descriptions, as JSON, whose encoders `check_encoders` has found usable: many of a sweep or an average are alike.
 USABLE = set[str]()
@@ -59,12 +59,12 @@ class Tower(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def prepared(self, inputs: Tensor) -> Tensor:
+    def encoder_inputs(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, inputs: Tensor, *, with_tokens: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Unit feature rows; `with_tokens`: also the tokens that a captioner's decoder reads, (N, T, W)."""
-        output = self.encoder(self.prepared(inputs))
+        output = self.encoder(self.encoder_inputs(inputs))
         rows, tokens = output if isinstance(output, tuple) else (output, None)
         return (unit_rows(rows), tokens) if with_tokens else unit_rows(rows)
 
@@ -88,10 +88,10 @@ class ImageTower(Tower):
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
         convolutions = sum(isinstance(module, nn.Conv2d) for module in encoder.modules())
-        # Of the pixels: convolutional networks pass it on from layer to layer, and compute faster channels last.
+        # Memory layout of the pixels. Convolutional networks pass it on to their layers; channels last is faster there.
         self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format
 
-    def prepared(self, inputs: Tensor) -> Tensor:
+    def encoder_inputs(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:
             return ((inputs - self.mean) / self.std).contiguous(memory_format=self.layout)
         is_cast = torch.is_autocast_enabled("cuda")
@@ -106,15 +106,15 @@ class ImageTower(Tower):
 class TextTower(Tower):
     """Integer tokens (N, T) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
 
-    def prepared(self, inputs: Tensor) -> Tensor:
+    def encoder_inputs(self, inputs: Tensor) -> Tensor:
         return inputs.long()
 
 
 def unit_rows(features: Tensor, shortest: float = 1e-6) -> Tensor:
     """Rows scaled to Euclidean length 1, in at least float32: half precision would cost two digits of every cosine.
 
-    A row shorter than `shortest` is divided by that: a gradient is divided by the same number as its row, and that of a
-    row of zeros would have no bound.
+    A row shorter than `shortest` is divided by `shortest`. Its gradient is divided by the same number, so it stays
+    bounded, even for a row of zeros.
     """
     if features.dtype in (torch.bfloat16, torch.float16):
         features = features.float()
@@ -150,9 +150,9 @@ class ClipModel(nn.Module):
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
         factors = {}
-        for part, tower, settings in (("image", self.image, config.image), ("text", self.text, config.text)):
-            for name, factor in rate_factors(tower.encoder, part, settings).items():
-                factors[f"{part}.encoder.{name}"] = factor
+        for name_of_tower, tower, settings in (("image", self.image, config.image), ("text", self.text, config.text)):
+            for name, factor in rate_factors(tower.encoder, name_of_tower, settings).items():
+                factors[f"{name_of_tower}.encoder.{name}"] = factor
         return factors
 
     def train(self, mode: bool = True) -> "ClipModel":
@@ -195,17 +195,17 @@ def architecture(config: ModelConfig) -> Record:
         _check_patches(config.image_size, description["vision_cfg"])
         description["vision_cfg"]["image_size"] = config.image_size
     if config.context_length:
-        for part in {"text_cfg", "multimodal_cfg"} & description.keys():
-            description[part]["context_length"] = config.context_length
-    for part, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
-        if f"{key}_name" in description[part]:  # building a model downloads nothing: its weights are `weights` alone
-            description[part][f"{key}_pretrained"] = False
+        for section in {"text_cfg", "multimodal_cfg"} & description.keys():
+            description[section]["context_length"] = config.context_length
+    for section, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
+        if f"{key}_name" in description[section]:  # building a model downloads nothing: its weights are `weights` alone
+            description[section][f"{key}_pretrained"] = False
     return description
 
 
 def check_captioner(name: str, description: Record) -> None:
     """Raise UserError for a captioner whose towers do not give the tokens that its decoder reads."""
-    towers = [description[part] for part in ("vision_cfg", "text_cfg")]
+    towers = [description[section] for section in ("vision_cfg", "text_cfg")]
     if "multimodal_cfg" in description and not all(tower.get("output_tokens") for tower in towers):
         raise UserError(f"model.name={name!r}: a captioner's vision_cfg and text_cfg need output_tokens: true")
     if "multimodal_cfg" in description and any(tower.get(key) for tower in towers for key in OF_OTHERS):

@@ -27,7 +27,7 @@ from clipscale.models.shapes import differing, saved_by_torch, shapes_of
 from clipscale.models.sources import SET, Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
-# After `::`, the moving average of a run.
+# The key of a run's moving average, after `::`.
 AVERAGE = "ema"
 POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
@@ -42,33 +42,38 @@ _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embedding
 
 
 def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
-    """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
+    """The settings of a model, completed by its weights. Raises UserError.
 
-    Pictures are prepared as `config` says; what it leaves open is that of the run's own checkpoint `saved`, else of the
-    image tower's weights, else of the whole model's. Raises UserError.
+    The architecture, if `config` has no name, is the weights'. How pictures are prepared comes from the first of these
+    that says it:
+
+    1. `config`,
+    2. the run's own checkpoint, `saved`,
+    3. the image tower's weights,
+    4. the whole model's weights.
     """
     if saved is not None:
         trained = ModelConfig.of(saved.model_config)
-        named = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
+        with_name = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
-            named,
+            with_name,
             preprocess=trained.preprocess | config.preprocess,
             image_size=config.image_size or trained.image_size,
             context_length=config.context_length or trained.context_length,
             correct_cls_mask=trained.correct_cls_mask if config.correct_cls_mask is None else config.correct_cls_mask,
         )
-    known: dict[str, object] = {}
+    preprocess: dict[str, object] = {}
     mask = True
     if config.weights:
         source = find(config.weights, config.name)
-        known = source.model.preprocess
+        preprocess = source.model.preprocess
         config = with_architecture_of(config, source)
         mask = config.is_captioner and has_correct_mask(source)
     if config.is_captioner and config.correct_cls_mask is None:
         config = replace(config, correct_cls_mask=mask)
     if config.image.weights:
-        known = find(config.image.weights, config.name, "model.image.weights").model.preprocess or known
-    return replace(config, preprocess={**known, **config.preprocess})
+        preprocess = find(config.image.weights, config.name, "model.image.weights").model.preprocess or preprocess
+    return replace(config, preprocess={**preprocess, **config.preprocess})
 
 
 def has_correct_mask(source: Source) -> bool:
@@ -94,10 +99,13 @@ def load(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
     if config.weights:
         source = find(config.weights, config.name)
         fill(encoders, converted(read(source), encoders, source), source)
-    for setting, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
+    for tower, prefix, weights in (
+        ("image", "visual.", config.image.weights),
+        ("text", "text.", config.text.weights),
+    ):
         if weights:
-            source = find(weights, config.name, f"model.{setting}.weights")
-            fill(encoders, converted(read(source), encoders, source, part), source, part)
+            source = find(weights, config.name, f"model.{tower}.weights")
+            fill(encoders, converted(read(source), encoders, source, prefix), source, prefix)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -114,12 +122,12 @@ def read(source: Source) -> Weights:
     others: tuple[str, ...] = ()
     for path in source.shards:
         with source.reading():
-            part = held(_loaded(path), source.key, source.setting)
-        state |= cast(Weights, part.tensors)
-        others += part.others
+            found_set = held(_loaded(path), source.key, source.setting)
+        state |= cast(Weights, found_set.tensors)
+        others += found_set.others
     if others:
         also = listed([f"{SET}{key}" for key in others])
-        log.warning(f"{source.setting}: takes the weights {part.key or 'at the top'}; others are {also}")
+        log.warning(f"{source.setting}: takes the weights {found_set.key or 'at the top'}; others are {also}")
     sparse = [n for n, x in state.items() if x.layout != torch.strided or x.nbytes > x.untyped_storage().nbytes()]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
@@ -151,26 +159,26 @@ def _loaded(path: Path) -> Mapping[str, object]:
     return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 
-def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, part: str = "") -> Weights:
-    """The weights of a model, or those of its tower `part`, under the names and in the shapes of `encoders`.
+def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, prefix: str = "") -> Weights:
+    """The weights of a model, or those of its tower `prefix`, under the names and in the shapes of `encoders`.
 
     Raises UserError for weights that none of the model's names has.
     """
     ours = encoders.state_dict()
     for older, name in OLDER.items():
         state = {each.replace(older, name): value for each, value in state.items()}
-    found = matched(state.keys(), namings(ours, part), source.setting)
-    if found.wrappers or found.beside:
-        taken_off = f" without {listed(found.wrappers)}" if found.wrappers else ""
-        rest = f"; left over: {listed(found.beside)}" if found.beside else ""
-        log.warning(f"{source.setting}: {len(found.own)} weights by their names{taken_off}{rest}")
+    match = matched(state.keys(), namings(ours, prefix), source.setting)
+    if match.wrappers or match.beside:
+        taken_off = f" without {listed(match.wrappers)}" if match.wrappers else ""
+        rest = f"; left over: {listed(match.beside)}" if match.beside else ""
+        log.warning(f"{source.setting}: {len(match.of_model)} weights by their names{taken_off}{rest}")
     with library(f"{source.setting} does not fit this architecture"):  # they compute with shapes as they expect them
-        state = of_transformers({found.names[name]: value for name, value in state.items() if name in found.names})
+        state = of_transformers({match.names[name]: value for name, value in state.items() if name in match.names})
         state = dict(convert_state_dict(encoders, state))
     theirs = sorted(state)
-    state = {name: value for name, value in state.items() if name.startswith(part)}
+    state = {name: value for name, value in state.items() if name.startswith(prefix)}
     if not state.keys() & ours.keys():
-        problem = differing(min(name for name in ours if name.startswith(part)), theirs)
+        problem = differing(min(name for name in ours if name.startswith(prefix)), theirs)
         raise UserError(f"{source.setting} does not fit this architecture: {problem}")
     for name in SHARED:
         if name in state and name in ours and state[name].numel() == 1:
@@ -218,8 +226,8 @@ def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Te
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") -> None:
-    """Put weights into the model, or the tower whose names begin with `part`.
+def fill(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") -> None:
+    """Put weights into the model, or the tower whose names begin with `prefix`.
 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
     weights that do not fit.
@@ -230,16 +238,16 @@ def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") ->
     with library(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
         missing, left_over = encoders.load_state_dict(state, strict=False)
     problems = []
-    missing = [name for name in missing if name.startswith(part)]
+    missing = [name for name in missing if name.startswith(prefix)]
     if begins:
         log.warning(f"{source.setting}: CLIP's towers; new: {', '.join(name.rstrip('.') for name in NEW)}")
         missing = [name for name in missing if not name.startswith(NEW)]
-    for what, names in (("missing", missing), ("left over", left_over)):
-        wrong = [name for name in names if not _may_differ(name, part)]
+    for problem, names in (("missing", missing), ("left over", left_over)):
+        wrong = [name for name in names if not _may_differ(name, prefix)]
         if wrong:
-            problems.append(f"{len(wrong)} {what}, such as {min(wrong)}")
+            problems.append(f"{len(wrong)} {problem}, such as {min(wrong)}")
         elif names:
-            log.warning("%s: %s: %s", source.setting, what, ", ".join(names))
+            log.warning("%s: %s: %s", source.setting, problem, ", ".join(names))
     if problems:
         raise UserError(
             f"{source.setting} does not fit this architecture: the names differ ({'; '.join(problems)}); "
@@ -247,6 +255,6 @@ def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") ->
         )
 
 
-def _may_differ(name: str, part: str) -> bool:
-    """Whether a weight of a model, or of its tower `part`, may be missing or left over."""
-    return name == "logit_bias" or bool(part and _BARE.search(name.removeprefix(part)))
+def _may_differ(name: str, prefix: str) -> bool:
+    """Whether a weight of a model, or of its tower `prefix`, may be missing or left over."""
+    return name == "logit_bias" or bool(prefix and _BARE.search(name.removeprefix(prefix)))

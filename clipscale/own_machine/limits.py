@@ -7,23 +7,30 @@ from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
 
-# Words of torch, the system, Python and the loader of libraries where a limit on memory or threads is reached.
+# What torch, the system, Python and the loader of libraries say where a limit on memory or threads is reached.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
 E = TypeVar("E", bound=BaseException)
-# Linux's folder for shared memory, and the free bytes that suffice there.
-SEMAPHORES = "/dev/shm"
-LEAST_SHARED = 2**16
+# Linux's folder for shared memory.
+SHARED_MEMORY = "/dev/shm"
+# It is not full if it has this many free bytes.
+MIN_SHARED_BYTES = 2**16
 
 
-def explained(error: E) -> "E | UserError":
-    """The error, or a UserError if a limit of the machine caused it: on memory or threads, or shared memory, whose
-    folder the system's message does not name."""
+def as_user_error(error: E) -> "E | UserError":
+    """The error, or a UserError if a limit of the machine caused it: on memory, threads or shared memory.
+
+    The system's message about shared memory does not name its folder.
+    """
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return UserError(f"no memory is left ({one_line(error)}); raise the limit (ulimit -v, -u, the container's)")
-    problem = "" if os.access(SEMAPHORES, os.W_OK) else "cannot be written"
-    if not problem and getattr(error, "errno", 0) == errno.ENOSPC and shutil.disk_usage(SEMAPHORES).free < LEAST_SHARED:
+    problem = "" if os.access(SHARED_MEMORY, os.W_OK) else "cannot be written"
+    if (
+        not problem
+        and getattr(error, "errno", 0) == errno.ENOSPC
+        and shutil.disk_usage(SHARED_MEMORY).free < MIN_SHARED_BYTES
+    ):
         problem = "is full"
     if not problem or not isinstance(error, OSError):
         return error
     remedy = "mount it, or a larger one (docker run --ipc=host)"
-    return UserError(f"{SEMAPHORES} {problem}, and processes share memory there ({error}); {remedy}")
+    return UserError(f"{SHARED_MEMORY} {problem}, and processes share memory there ({error}); {remedy}")

@@ -3,12 +3,12 @@
 import math
 from functools import partial
 
-from clipscale.common.terminal import tell
-from clipscale.config.train import beyond_published, changes_since, crowded, samples_of
+from clipscale.common.terminal import log_line
+from clipscale.config.train import batch_exceeds_data, beyond_published, changes_since, samples_of
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.log.records import rate_of_step
-from clipscale.log.sinks import tell_wandb_mode
+from clipscale.log.sinks import log_wandb_mode
 from clipscale.own_machine.set_aside import read_or_set_aside, set_outdated_aside
 from clipscale.start.build import Parts
 from clipscale.start.settle import Start
@@ -23,16 +23,16 @@ def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
     if not world.is_rank0:
         return None
     for notice in start.notices:
-        tell(notice)
+        log_line(notice)
     epoch = parts.stream.samples_per_epoch
     samples = None if len(start.stages) > 1 else samples_of(start.config, epoch)
-    for warning in (crowded(start.config, epoch), beyond_published(start.config.batch, samples)):
+    for warning in (batch_exceeds_data(start.config, epoch), beyond_published(start.config.batch, samples)):
         if warning:
-            tell(f"warning: {warning}", error=True)
+            log_line(f"warning: {warning}", error=True)
     set_outdated_aside(start.folder, start.step, begins_elsewhere=not start.continues_own_folder)
-    tell_position(start, parts.schedule)
+    log_position(start, parts.schedule)
     sinks = start.config.log
-    tell_wandb_mode(sinks.wandb, sinks.wandb_mode)
+    log_wandb_mode(sinks.wandb, sinks.wandb_mode)
     log = open_log(
         start.folder,
         wandb=sinks.wandb_mode,
@@ -43,24 +43,24 @@ def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
         world=world.size,
         total=parts.schedule.end,
     )
-    tell(parts.stream.memory)
+    log_line(parts.stream.memory)
     return log
 
 
-def tell_position(start: Start, schedule: Schedule) -> None:
-    """Print where the run stands, and what has changed since it stood there last."""
+def log_position(start: Start, schedule: Schedule) -> None:
+    """Print the run's step, and which settings have changed since the run was there last."""
     step, config = start.step, start.config
     if step:
         changes = changes_of(start, schedule)
         changed = "; changed: " + ", ".join(changes) if changes else ""
         stands = " is complete at" if step >= schedule.end else ": going on after"
-        tell(f"run={config.run}{stands} step {step} of {schedule.end}{changed}")
+        log_line(f"run={config.run}{stands} step {step} of {schedule.end}{changed}")
     else:
-        tell(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {start.folder}")
+        log_line(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {start.folder}")
     if step >= schedule.end:
-        tell("nothing is left to train; more samples= go on with it")
+        log_line("nothing is left to train; more samples= go on with it")
     elif 0 < schedule.total <= schedule.warmup:
-        tell(
+        log_line(
             f"warning: schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "
             "give a share, as in schedule.warmup=5%",
             error=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import doing
+from clipscale.common.terminal import show_task
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
@@ -58,14 +58,14 @@ class Begun:
     every: Every
     records: StepRecords
     saver: checkpoint.Saver
-    # What each checkpoint says of model and optimizer, without their states.
+    # The part of each checkpoint that describes model and optimizer, without their states.
     description: checkpoint.Saved
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> Begun:
-    """Begin or resume a run or its next stage. A collective. Raises UserError, and leaves no process behind then.
+    """Begin or resume a run, or its next stage. A collective. If it raises UserError, it leaves no process behind.
 
-    `copies`: those of the run's earlier stages.
+    `copies`: the run's, from its earlier stages; None: this is the first one of this process.
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = evaluation_of(config, world)
@@ -114,9 +114,9 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
 
 
 def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
-    """What a run is evaluated on. A collective: a mistake that one rank finds is raised on all. Raises UserError."""
+    """What a run is evaluated on. A collective. Raises UserError on all ranks for a mistake that one rank finds."""
     if config.eval.has_sets:
-        doing("reading the evaluation sets")
+        show_task("reading the evaluation sets")
     return Evaluation(
         sets=world.on_all(lambda: chosen_sets(config.eval)),
         batch=config.eval.batch,
@@ -128,8 +128,7 @@ def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
 
 
 def check_goal(name: str, goal: str, labels: list[str]) -> None:
-    """Raise UserError for a SET/METRIC whose set is not evaluated. `name`: the setting; `labels`: of the evaluated
-    sets."""
+    """Raise UserError for a SET/METRIC whose set is not among the evaluated `labels`. `name`: the setting's."""
     if goal and checkpoint.Best(Path(), goal).label(labels) is None:
         raise UserError(f"{name}={goal}: no such set is evaluated; give SET/METRIC of {', '.join(labels)}")
 

@@ -15,7 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.keep import Keep
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
-from clipscale.common.terminal import doing, tell
+from clipscale.common.terminal import log_line, show_task
 from clipscale.config.train import TrainConfig, samples_of
 from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.memory import free_memory
@@ -59,13 +59,13 @@ class Parts:
 def build(start: Start, world: World) -> Parts:
     """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
-    Raises UserError, and leaves no process behind then. The caller closes the stream.
+    The caller closes the stream. If it raises UserError, it leaves no process behind.
     """
     config = start.config
     share = BatchShare(config.batch, world.rank, world.size)
     with ExitStack() as undo:
         # Data first: its workers read while the model is built.
-        doing("opening the shards")
+        show_task("opening the shards")
         side, tokenizer = inputs_of(config.model)
         teachers = world.on_main(lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales))
         stream = undo.enter_context(data_stream(start, share, side, tokenizer, teachers, world))
@@ -78,14 +78,14 @@ def build(start: Start, world: World) -> Parts:
         if start.step < schedule.end:
             world.on_main(lambda: check_room(start.folder, least_saved_bytes(config)))
 
-        doing("building the model")
+        show_task("building the model")
         torch.manual_seed(config.seed)
         model = build_model(config.model, tokenizer=tokenizer).to(world.device)
         precision = Precision.of(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
         writes_captions = caption_weight(config, model) > 0
 
-        # Chunks before `wrap`: sharded towers gather their weights, so all ranks would have to try the same sizes.
+        # Chunk sizes before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
         earlier = start.saved.chunks if start.saved and not start.is_stage_start else None
         with precision.autocast():
             sizes = agreed_chunk_sizes(
@@ -130,8 +130,10 @@ def batch_loss(
     repeats: bool = False,
     machine: Machine | None = None,
 ) -> BatchLoss:
-    """The loss of the run's batches. `repeats`: whether a sample may be in a batch twice. `machine`: where it runs;
-    None: this machine."""
+    """The loss of the run's batches.
+
+    `repeats`: whether a sample may be in a batch twice. `machine`: where it runs; None: this machine.
+    """
     return BatchLoss(
         model,
         autocast=precision.autocast,
@@ -233,12 +235,15 @@ def samples_repeat(config: TrainConfig) -> bool:
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
-    """A lower bound of a checkpoint's bytes. Counts only towers that train as a whole or have adapters, and of the
-    former the state of optimizers in MOMENTS."""
+    """A lower bound of a checkpoint's bytes.
+
+    Counts the weights of towers that train as a whole or have adapters. Without adapters it also counts their moving
+    average, and the state of the optimizers in MOMENTS.
+    """
     encoders = unbuilt_encoders(config.model)
     model = config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
-    size = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
+    size = sum(p.nbytes for tower, settings in towers if settings.groups is None for p in tower.parameters())
     return size if model.lora else size * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
@@ -267,13 +272,15 @@ def restore_random(start: Start, world: World) -> None:
 
 def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World) -> bool:
     """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
-    Returns whether they run compiled code."""
+
+    Returns whether they run compiled code.
+    """
     flops_left = steps * local_batch * flops.per_sample()
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
-    doing("compiling the towers")
+    show_task("compiling the towers")
     towers = compile_towers(step.model, lengths_vary=step.sort_captions)
     problem = try_compiled(step.model, towers, step.chunk_sizes, local_batch, step.precision, world)
     if problem and world.is_rank0:
-        tell(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
+        log_line(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

@@ -32,7 +32,7 @@ class Stage:
     # Samples of the stages before it.
     first_sample: int
     is_last: bool
-    # What its first step does with the optimizer's state of the stage before.
+    # What its first step does with the optimizer's state.
     optimizer: OptimizerPolicy
 
     def samples_before(self, step: int) -> int:
@@ -56,7 +56,7 @@ class Start:
     is_stage_start: bool
     # The settings of the whole run, as config.yaml has them.
     yaml: str
-    # What the user should know of the settings, a line each.
+    # Lines for the user about the settings.
     notices: tuple[str, ...] = ()
 
     @property
@@ -76,8 +76,8 @@ class Start:
     @property
     def continues_own_folder(self) -> bool:
         """Whether the checkpoint is one of the run's own folder."""
-        own = (self.folder / "checkpoints").resolve()
-        return self.checkpoint is not None and self.checkpoint.resolve().parent == own
+        own_checkpoints = (self.folder / "checkpoints").resolve()
+        return self.checkpoint is not None and self.checkpoint.resolve().parent == own_checkpoints
 
     def largest_divisor(self, streams: int) -> int:
         """The largest divisor of `streams` that divides the batches of all stages; `streams` if all are equal."""
@@ -127,21 +127,23 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
 
 
 def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path | None:
-    """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any.
+    """The checkpoint to resume. After a restart by torchrun or Slurm it is the run's own newest one, if there is any.
 
-    `copy`: the address of the run's copy; empty: none is looked at.
+    `copy`: the address of the run's copy; empty: there is none, or it is not read.
     """
     folder = Path(config.run)
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
-    # An agent does not count the restarts that another node's fault causes, so all ranks are asked.
+    # An agent counts no restart that another node has caused. So a restart counts if any rank knows of it.
     restarted = any(world.all_gather_object(any(restarts)))
     newest = checkpoint.to_resume(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.to_resume(folder, config.resume, world, copy)
 
 
 def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:
-    """The stages of a run; without stages, the run as one. `by_stage`: the settings of each. Raises UserError for
-    settings that cannot work."""
+    """The stages of a run; without stages the run is one. `by_stage`: the settings of each.
+
+    Raises UserError for settings that cannot work.
+    """
     stages: list[Stage] = []
     step = samples = 0
     for number, settings in enumerate(by_stage):

@@ -1,4 +1,4 @@
-"""Whether all ranks see the run's folder: each would keep its own part of every checkpoint otherwise."""
+"""Checks that all ranks see the run's folder. Otherwise each host would keep its own part of every checkpoint."""
 
 import logging
 import secrets
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 # Seconds after which a host says that it waits.
 SILENT_S = 5.0
-# Longest wait for what another host has written: NFS keeps for a minute that a name was missing.
+# Longest wait for what another host has written: NFS remembers for a minute that a name was missing.
 SEEN_WITHIN_S = 60.0
-# Longest list of hosts in a message.
+# Most hosts in a message.
 SHOWN = 3
 
 

@@ -13,7 +13,7 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 
-# A part of a unit row that is shorter is divided by this: its gradient is at most 1,000 times as long.
+# Least length by which the first numbers of a feature are divided. Their gradient grows at most 1,000 times.
 SHORTEST = 1e-3
 
 
@@ -22,11 +22,11 @@ class BatchLoss:
     """The global mean of the loss, on every rank. Each rank's gradient is a share: the shares sum to the gradient.
 
     With `sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
-    whole features, and for each size one of their first `size` numbers, normalised to unit length. Where
-    these are shorter than SHORTEST, they are divided by that.
+    whole features, and for each size one of their first `size` numbers, normalised to unit length. Numbers of a length
+    below SHORTEST are divided by SHORTEST.
     """
 
-    # Has the logit scale and bias.
+    # The model, which has the logit scale and bias.
     model: ClipModel
     # Makes the context in which the loss runs.
     autocast: Callable[[], AbstractContextManager[object]]
@@ -41,9 +41,9 @@ class BatchLoss:
     uses_keys: bool = False
     # Where the loss runs; None: this machine.
     machine: Machine | None = None
-    # The logit scale of each teacher; none: the loss is that of the pairs alone.
+    # The logit scale of each teacher. Without teachers the loss is the pairs' alone.
     teacher_scales: tuple[float, ...] = ()
-    # Of the loss of the pairs, and of the distillation.
+    # The weight of the pairs' loss, and of the distillation.
     distill_weights: tuple[float, float] = (0.0, 1.0)
 
     def __call__(
@@ -54,7 +54,7 @@ class BatchLoss:
         keys: Tensor | None = None,
         teachers: Sequence[Tensor] = (),
     ) -> Tensor:
-        """`keys`: (N,) int64; see `uses_keys`. `teachers`: of each (N, 2, D), its features of pictures and captions."""
+        """`keys`: (N,) int64; see `uses_keys`. `teachers`: each one's features of pictures and captions, (N, 2, D)."""
         used = keys if self.uses_keys else None
         taught = [(x[:, 0], x[:, 1], scale) for x, scale in zip(teachers, self.teacher_scales, strict=True)]
         with self.autocast():

@@ -18,23 +18,28 @@ from clipscale.step.pass_contexts import batch_norms, trains
 CPU_CHUNK = 256
 # Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid.
 SMALLEST, LARGEST = 16, 2**15
-# Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
+# Share of the best speed that is good enough. Small chunks waste less of the memory for kept graphs, so the smallest
+# chunk that reaches this speed is taken if some graphs are kept.
 GOOD_ENOUGH = 0.95
 # Makes random inputs of a tower: so many samples on a device.
 Draw = Callable[[ClipModel, int, torch.device], Tensor | tuple[Tensor, ...]]
 
 
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
-    """Raise UserError for a chunk larger than the local batch. `sizes`: as typed; None: to be measured. `texts`: of
-    each sample."""
-    for size, rows, what in zip(sizes, (local_batch, local_batch * texts), ("samples", "captions")):
+    """Raise UserError for a chunk larger than the local batch.
+
+    `sizes`: as typed; None: to be measured. `texts`: captions and hard negatives of a sample.
+    """
+    for size, rows, noun in zip(sizes, (local_batch, local_batch * texts), ("samples", "captions")):
         if size is not None and size > rows:
-            raise UserError(f"cache.chunk={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
+            raise UserError(f"cache.chunk={size}: one process holds {rows} {noun} of the batch; choose 1 to {rows}")
 
 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
-    """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
-    Raises UserError for a smaller `size`."""
+    """The chunk size of a tower that trains batch normalisation: the local batch. None for any other tower.
+
+    Raises UserError for a smaller `size`.
+    """
     mixing = batch_norms(tower)
     if not mixing or not trains(tower):
         return None
@@ -57,17 +62,19 @@ def agreed_chunk_sizes(
     texts: int = 1,
     pairs: nn.Module | None = None,
 ) -> ChunkSizes:
-    """The chunk sizes, the same on all ranks. The first of these that exists counts:
+    """The chunk sizes of both towers, the same on all ranks. The first of these that exists counts:
 
-    1. the `typed` size of images or of captions,
-    2. the checkpoint's (`earlier`), on the same kind of device: random numbers are drawn chunk by chunk,
+    1. the `typed` size,
+    2. the checkpoint's size, `earlier`, if it was found on the same kind of device,
     3. a measurement; see `find_chunk` for `keeps_graphs`.
 
-    `texts`: captions and hard negatives of each sample. `pairs`: a captioner's encoder; its chunks are of images and
+    Random numbers are drawn chunk by chunk. So a resumed run needs the checkpoint's size to draw the same ones.
+
+    `texts`: captions and hard negatives of a sample. `pairs`: a captioner's encoder; its chunks are of images and
     captions alike.
     """
-    own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    device = " and ".join(sorted(set(world.all_gather_object(own))))
+    device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    device = " and ".join(sorted(set(world.all_gather_object(device_name))))
     sizes = {}
     towers: list[tuple[str, nn.Module, Draw, int]] = [
         ("image", model.image, random_pixels, 1),
@@ -105,10 +112,12 @@ def random_captions(model: ClipModel, count: int, device: torch.device) -> Tenso
 
 
 def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keep: bool) -> int:
-    """The fastest power of two that fits the device, forward and backward; with `keep`, the smallest nearly as fast,
-    unless the whole batch fits in one chunk, so that all graphs may be kept in chunks of any size.
+    """The fastest power of two that fits the device, forward and backward. On a CPU nothing is measured.
 
-    `rate(n)`: samples per second in chunks of n. On a CPU nothing is measured.
+    With `keep` it is the smallest one that is nearly as fast. If the whole batch fits in one chunk, `keep` changes
+    nothing: all graphs can be kept, whatever the chunk.
+
+    `rate(n)`: samples per second in chunks of n.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -126,7 +135,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    # Not the largest that fits: the features, the loss and the other tower's gradients need memory, too.
+    # The largest one that fits is left out: features, loss and the other tower's gradients need memory, too.
     tried = {n: speed for n, speed in rates.items() if n < max(rates)} or rates
     least = (GOOD_ENOUGH if keep and local_batch not in rates else 1) * max(tried.values())
     return min(n for n, speed in tried.items() if speed >= least)

@@ -31,10 +31,10 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
-    """Compile the blocks of the towers in place, or a whole tower without blocks; returns the compiled towers.
+    """Compile the towers' blocks in place, and all of a tower without blocks. Returns the compiled towers.
 
-    `lengths_vary`: chunks of captions have many widths. The text tower is then not compiled: each width would be a
-    compilation, for a small part of a step.
+    `lengths_vary`: chunks of captions have many widths. Then the text tower is not compiled: each width would take a
+    compilation of its own, and the text tower is a small part of a step.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
@@ -80,5 +80,5 @@ def try_compiled(
 
 
 def no_compilation(is_compiled: bool) -> AbstractContextManager[object]:
-    """Inside, compiled towers run batches of sizes that were not compiled as they are: those of an evaluation."""
+    """Inside, batches of new sizes run without compiled code, and are not compiled: those of an evaluation."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from clipscale.common.phases import Readback
 
-# They are computed in the first step and in every step that is a multiple of this.
+# Statistics are computed in the first step, and in every step that is a multiple of this.
 EVERY = 100
-# They use at most this many pairs.
+# Most pairs that the statistics use.
 SAMPLE = 4096
 
 

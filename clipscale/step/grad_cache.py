@@ -359,7 +359,7 @@ class _Tower:
 
 
 def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
-    """One backward pass from all roots. Of several some may have no graph: a loss of its own may train a part alone."""
+    """One backward pass from all roots that have a graph. A chunk's own loss may train only a part of the encoder."""
     if len(roots) > 1:
         trained = [root.requires_grad for root in roots]
         roots, gradients = [*compress(roots, trained)], [*compress(gradients, trained)]
@@ -367,13 +367,13 @@ def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def _sum(losses: list[Tensor]) -> Tensor:
-    """Their sum, in at least float32."""
+    """The sum of the losses, in at least float32."""
     stacked = torch.stack(losses)
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
 
 
 def keep_of(keep_bytes: float | Keep | None) -> Keep:
-    """What `GradCache` is given as `keep_bytes`."""
+    """The argument `keep_bytes` of `GradCache` as a `Keep`."""
     if isinstance(keep_bytes, Keep):
         return keep_bytes
     return Keep.measure_first() if keep_bytes is None else Keep.at_most(keep_bytes)
@@ -403,14 +403,14 @@ def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
     """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, module in batch_norms(encoder).items():
-        what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
+        problem = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if num_chunks > 1:
             raise ValueError(
-                f"{what}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
+                f"{problem}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
             )
         if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
-                f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "
+                f"{problem}: over {ranks} ranks it would see only a part of them; synchronise it "
                 "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
             )
 
@@ -447,5 +447,6 @@ class _Rows:
 def _with_dicts(tree: object) -> object:
     """The same nesting, with a dict for each mapping that torch takes for a leaf, as it does a BatchEncoding."""
     return tree_map(
-        lambda leaf: {key: _with_dicts(part) for key, part in leaf.items()} if isinstance(leaf, Mapping) else leaf, tree
+        lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
+        tree,
     )

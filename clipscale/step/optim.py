@@ -15,7 +15,7 @@ from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, Schedul
 
 # State values that an optimizer keeps per weight.
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
-# Those of timm's names that are torch's optimizers and have a fused kernel, on a CPU too.
+# timm's names of torch's optimizers that have a fused kernel, also on a CPU.
 FUSED = ("adamw", "adam", "adagrad")
 
 
@@ -65,7 +65,7 @@ class FastMuon(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         fused = [group for group in self.param_groups if group.get("fused")]
-        # Their groups and state are this optimizer's, which loading a checkpoint replaces.
+        # Both share this optimizer's groups and state. Loading a checkpoint replaces these, so they are passed on here.
         self.muon.param_groups = [group for group in self.param_groups if not group.get("fused")]
         self.adamw.param_groups = [
             self.adamw.defaults | group | {"lr": group["lr"] * group["fallback_lr_scale"]} for group in fused
@@ -125,13 +125,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
+        group_number = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
         scale = scales.get(name, 1.0)
         group = split.setdefault(
-            (kind, scale),
-            {"params": [], "lr_scale": scale, "weight_decay": 0.0 if kind >= 2 else config.weight_decay},
+            (group_number, scale),
+            {"params": [], "lr_scale": scale, "weight_decay": 0.0 if group_number >= 2 else config.weight_decay},
         )
-        if kind >= 1:
+        if group_number >= 1:
             group["use_fallback"] = True
         group["params"].append(p)
     return [split[key] for key in sorted(split)]
@@ -191,8 +191,8 @@ class Schedule:
         if self.cosine:
             progress = (position - self.warmup) / max(1, self.total - self.warmup)
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        left = self.total - position
-        return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
+        remaining = self.total - position
+        return self.peak if remaining >= self.cooldown else low + (self.peak - low) * remaining / self.cooldown
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the learning rate of every parameter group for this step; returns it."""

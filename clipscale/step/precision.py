@@ -19,7 +19,7 @@ LEAST_LOSS_SCALE = 1.0
 class Precision:
     """Autocast and the gradient scaler of a run. Trained weights, gradients and optimizer state are float32."""
 
-    # Autocast's.
+    # The type of autocast.
     dtype: torch.dtype
     device: torch.device
     scaler: torch.amp.GradScaler | None = None
@@ -43,8 +43,10 @@ class Precision:
         return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
     def cast_frozen_(self, *towers: nn.Module) -> None:
-        """Cast the frozen towers' weights of matrix products in place. Their features stay the same: autocast rounds
-        those anyway, and no others."""
+        """Cast the frozen towers' weights of matrix products in place.
+
+        Features stay the same: autocast would round these weights anyway.
+        """
         for tower in towers:
             if not trains(tower):
                 fsdp.cast_gathered_(tower, self.dtype)

@@ -1,4 +1,4 @@
-"""What an unfinished step leaves is taken back, so that a resumed run repeats the step bit for bit."""
+"""Undoes an unfinished step, so that a resumed run repeats the step bit for bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -25,10 +25,10 @@ from clipscale.step.train_step import TrainStep
 
 
 def saved_now(run: Saved, step: TrainStep, stream: TrainStream) -> Saved:
-    """`run`, what is known of it without its state, with the state of its step and its stream on all ranks.
+    """The content of a checkpoint: `run`, with the state of its step and its stream on all ranks. A collective.
 
-    The tensors are views, sharded as the weights are: the next step changes them. A collective. Raises UserError, on
-    every rank, where a position is not known.
+    The tensors are views, sharded as the weights are: the next step changes them. Raises UserError on every rank if a
+    position is not known.
     """
     world = step.world
     position = world.on_all(stream.position)
@@ -61,7 +61,7 @@ def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
             "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
             "choose another run=NAME"
         )
-    # These settings, which may have changed. What is in the place of a fused optimizer's state depends on them.
+    # The run's settings may have changed, and count. torch also needs them to place the state, as for fused optimizers.
     for group, settings in zip(saved.optimizer["param_groups"], optimizer.param_groups):
         group.update({key: value for key, value in settings.items() if key != "params"})
     if policy is not OptimizerPolicy.RESUME:

@@ -34,7 +34,7 @@ class Targets(TypedDict):
 
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
-    # Of each teacher (N, 2, D).
+    # For each teacher (N, 2, D).
     teachers: list[Tensor]
 
 
@@ -107,12 +107,12 @@ class TrainStep:
     sort_captions: bool
     # The kind of device of the chunk sizes, which are the cache's.
     chunk_device: str
-    # Of a captioner's mean cross entropy over the tokens of the global batch, beside the contrast; 0: the cache's
-    # encoders are the two towers.
+    # The weight of a captioner's loss beside the contrast: its mean cross entropy over the tokens of the global batch.
+    # 0: the cache's encoders are the two towers.
     caption_weight: float = 0.0
-    # The last step's.
+    # What the ranks agreed on in the last step.
     agreement: Agreement | None = None
-    # An update has begun and not ended: after an error the weights are of no step.
+    # Whether an update has begun and not ended. After an error the weights are then those of no step.
     is_updating: bool = False
 
     def run(
@@ -217,7 +217,10 @@ class TrainStep:
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
     def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
-        """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""
+        """The text tower's input, and the number of its sorted chunks; 0: captions are not sorted.
+
+        Sorting waits for all captions.
+        """
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0

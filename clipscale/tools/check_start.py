@@ -2,11 +2,11 @@
 
 from clipscale.checkpoint import restore_from_copy
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
+from clipscale.common.terminal import print_line
 from clipscale.common.units import counted, run_folder
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, crowded
+from clipscale.config.train import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import chosen_sets
@@ -15,7 +15,7 @@ from clipscale.models.weights import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo import is_missing
 
-# Of the first shard of each source.
+# Samples that are tried of the first shard of each source.
 SAMPLES = 64
 
 
@@ -36,13 +36,13 @@ def main(config: TrainConfig) -> None:
     if not is_missing(sources):  # what the start renders
         shards = sum(check_source(source, config.data) for source in sources)
         epoch = counted_at_once(config.data, local_shards(config.data))
-        for warning in {crowded(stage, epoch) for stage in stages_of(config)} - {""}:
-            say(f"warning: {warning}", error=True)
+        for warning in {batch_exceeds_data(stage, epoch) for stage in stages_of(config)} - {""}:
+            print_line(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))
     if config.checkpoint.copy:
         restore_from_copy(run_folder(config.run), config.checkpoint.copy)
-    found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
-    say(f"checked, and nothing is started: {found}")
+    summary = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
+    print_line(f"checked, and nothing is started: {summary}")
 
 
 def check_source(source: str, config: DataConfig) -> int:

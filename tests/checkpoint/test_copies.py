@@ -17,7 +17,7 @@ from clipscale import checkpoint
 from clipscale.checkpoint import copies
 from clipscale.checkpoint.copies import Limited, copy_checkpoint
 from clipscale.checkpoint.folder import discard
-from clipscale.cli.train import finished
+from clipscale.cli.train import result_if_complete
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
@@ -272,7 +272,7 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint.copy" in line]
     assert len(lines) == 2 - hangs, "and one that waits"
     assert ("not complete" if hangs else "No space left") in lines[-1]
-    assert finished(config) is None, "the same command copies again"
+    assert result_if_complete(config) is None, "the same command copies again"
     monkeypatch.setattr(LocalFileSystem, "find", put)
     monkeypatch.setattr(copies, "ANSWER_S", 0.5)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)

@@ -11,7 +11,7 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.config.parse import ABSENT, MEANT, accepted, misnamed
+from clipscale.config.parse import ABSENT, ALIASES, accepted, unknown_key
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig
@@ -57,7 +57,7 @@ def test_every_flag_of_open_clip_is_answered_by_a_setting_or_by_why_there_is_non
         typed = answer(flag, "1e-3")
         meant = re.search(r"(?:write|did you mean) '?([\w.]+)", typed)
         absent = ABSENT["open_clip"].get(key, "\0")
-        if not (absent in typed or (meant and meant[1] in KNOWN and (key in KNOWN or key in MEANT))):
+        if not (absent in typed or (meant and meant[1] in KNOWN and (key in KNOWN or key in ALIASES))):
             wrong.append(f"{flag}: {typed}")
         if key not in KNOWN and answer(f"{key}=1e-3") not in typed:
             wrong.append(f"{key}: {answer(f'{key}=1e-3')} and {typed}")
@@ -66,8 +66,8 @@ def test_every_flag_of_open_clip_is_answered_by_a_setting_or_by_why_there_is_non
 
 def test_words_of_open_clip_are_flags_that_it_has_and_settings_that_there_are(flags: list[str]) -> None:
     assert not {f"--{word.replace('_', '-')}" for word in ABSENT["open_clip"]} - {*flags}
-    assert {value.partition("=")[0] for key, value in MEANT.items() if "=" not in key} <= KNOWN
-    assert not MEANT.keys() & ABSENT["open_clip"].keys()
+    assert {value.partition("=")[0] for key, value in ALIASES.items() if "=" not in key} <= KNOWN
+    assert not ALIASES.keys() & ABSENT["open_clip"].keys()
 
 
 def test_the_page_names_every_flag_with_its_setting_or_in_the_list_of_what_is_not_here(flags: list[str]) -> None:
@@ -149,7 +149,7 @@ def test_a_removed_name_is_answered_by_what_happened(command: str, expected: str
 
 
 def test_a_setting_of_one_verb_is_removed_of_that_alone() -> None:
-    assert "removed" not in misnamed("format", SETTINGS, "train")
+    assert "removed" not in unknown_key("format", SETTINGS, "train")
 
 
 def test_a_removed_choice_in_a_file_is_answered_alike() -> None:

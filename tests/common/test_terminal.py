@@ -57,18 +57,18 @@ def test_a_table_shows_text_as_it_is(capsys: Cap) -> None:
 
 WORK = """\
 from clipscale.common import terminal
-from clipscale.common.terminal import doing, say, tracked
+from clipscale.common.terminal import show_task, print_line, tracked
 terminal.BAR_AFTER_S = terminal.BAR_EVERY_S = 0
-doing("beginning")
-say("begun")
+show_task("beginning")
+print_line("begun")
 for part in tracked(range(4), "parts [red]" + "x" * 200, 4):
     pass
-say("done")
+print_line("done")
 """
 
 
 def test_a_long_line_of_a_log_is_folded_on_a_terminal_alone(tmp_path: Path) -> None:
-    code = "from clipscale.common.terminal import tell; tell('one word after another ' * 10, error=True)"
+    code = "from clipscale.common.terminal import log_line; log_line('one word after another ' * 10, error=True)"
     status, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
     lines = screen(output)
     assert status == 0 and len(lines) == 4 and max(map(len, lines)) <= 100, lines
@@ -94,7 +94,7 @@ def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(tmp_
 def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Python buffers nothing, Ctrl-C's message or another rank's line could come before its end."""
     monkeypatch.setattr(sys, "stdout", Mock())
-    terminal.say("a")
+    terminal.print_line("a")
     assert sys.stdout.write.mock_calls == [call("a\n")]
 
 

@@ -11,7 +11,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.setting import nested, settings_of, summary
 from clipscale.config.train import TrainConfig
 from tests.support.refused import refused
@@ -21,7 +21,7 @@ VALUES = files.read_yaml(Path(__file__).with_name("values.yaml"))
 
 @pytest.mark.parametrize(("values", "read"), VALUES["read"])
 def test_a_value_becomes_the_type_of_its_setting(values: dict, read: Any) -> None:
-    value = typed(TrainConfig, values)
+    value = dataclass_from(TrainConfig, values)
     while is_dataclass(value):
         (name, values), *_ = values.items()
         value = getattr(value, name)
@@ -32,7 +32,7 @@ def test_a_value_becomes_the_type_of_its_setting(values: dict, read: Any) -> Non
 @pytest.mark.parametrize(("values", "message"), VALUES["refused"])
 def test_a_wrong_value_is_refused_in_one_line(values: dict, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        typed(TrainConfig, values)
+        dataclass_from(TrainConfig, values)
     assert str(caught.value) == message
 
 

@@ -14,7 +14,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.config.expected import bands_of
 from clipscale.config.presets import group_options, header
 from clipscale.config.setting import flat
-from clipscale.config.train import TrainConfig, check, plain, settled
+from clipscale.config.train import TrainConfig, check, plain, with_defaults
 from clipscale.models.towers import build_model
 from clipscale.models.weights import without_weights
 from clipscale.step.optim import build_optimizer
@@ -28,7 +28,7 @@ def composed(*overrides: str) -> TrainConfig:
     _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
     config = compose.settings("train", words)
     check(config)
-    return settled(config)
+    return with_defaults(config)
 
 
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))

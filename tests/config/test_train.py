@@ -10,13 +10,21 @@ import pytest
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import (
     ModelConfig,
     OptimConfig,
     TowerConfig,
 )
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, beyond_published, changes_since, settled, to_yaml, warnings
+from clipscale.config.train import (
+    MAX_SAMPLES,
+    TrainConfig,
+    beyond_published,
+    changes_since,
+    to_yaml,
+    warnings,
+    with_defaults,
+)
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -57,26 +65,26 @@ def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
-    assert re.fullmatch(r"runs/\d{8}-\d{6}-vit-b-32-1M", settled(config(batch=2**20)).run)
-    assert settled(config(run="mine")).run == "runs/mine"
-    assert settled(config(run="/scratch/mine")).run == "/scratch/mine"
+    assert re.fullmatch(r"runs/\d{8}-\d{6}-vit-b-32-1M", with_defaults(config(batch=2**20)).run)
+    assert with_defaults(config(run="mine")).run == "runs/mine"
+    assert with_defaults(config(run="/scratch/mine")).run == "/scratch/mine"
 
 
 def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_SAMPLES, "1k")
-    assert settled(config(samples=4096)).samples == 1024
-    assert settled(config(samples=None, epochs=3.0)).samples == 1024
-    assert settled(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
+    assert with_defaults(config(samples=4096)).samples == 1024
+    assert with_defaults(config(samples=None, epochs=3.0)).samples == 1024
+    assert with_defaults(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
     monkeypatch.setenv(MAX_SAMPLES, "some")
     with pytest.raises(UserError, match=f"{MAX_SAMPLES}: 'some' is not a count"):
-        settled(config())
+        with_defaults(config())
 
 
 def test_the_written_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     """Also a folder whose name is no UTF-8."""
-    original = settled(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
+    original = with_defaults(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
     files.write_text(tmp_path / "config.yaml", to_yaml(original))
-    back = typed(TrainConfig, files.read_record(tmp_path / "config.yaml"))
+    back = dataclass_from(TrainConfig, files.read_record(tmp_path / "config.yaml"))
     assert back == original
 
 

@@ -22,7 +22,7 @@ from clipscale import checkpoint
 from clipscale.checkpoint import Copies
 from clipscale.checkpoint.loading import verify
 from clipscale.cli.main import main as command
-from clipscale.cli.train import finished
+from clipscale.cli.train import result_if_complete
 from clipscale.common.errors import StoppedError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig
@@ -294,7 +294,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
         local.run(config)
     assert time.monotonic() - sent[0] < HEARD_S
     ended.set()
-    assert steps(tmp_path / "run") == [1] and finished(config) is None
+    assert steps(tmp_path / "run") == [1] and result_if_complete(config) is None
 
 
 def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, tmp_path: Path) -> None:

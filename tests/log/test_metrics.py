@@ -206,7 +206,7 @@ def test_wandbs_mode_is_that_of_the_environment(
     monkeypatch.setenv("WANDB_MODE", environment)
     monkeypatch.setattr(sinks, "wandb_module", Client)
     config = SinkConfig(wandb=setting)
-    sinks.tell_wandb_mode(setting, config.wandb_mode)
+    sinks.log_wandb_mode(setting, config.wandb_mode)
     sinks.open_sinks(tmp_path, config.wandb_mode, False, {}).close()
     assert asked == [used] * bool(used)
     assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))

@@ -40,7 +40,7 @@ def test_loss_and_gradients_are_open_clips(weights: str, is_lean: bool) -> None:
     theirs = open_clips(model)
     pixels, tokens = captioned(9)
 
-    out = theirs(model.image.prepared(pixels), tokens)
+    out = theirs(model.image.encoder_inputs(pixels), tokens)
     expected = CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)(**out)
     sum(expected).backward()
 
@@ -71,7 +71,7 @@ def test_nothing_depends_on_padding(is_correct: bool, length: int) -> None:
     pixels, tokens = captioned(6)
     tokens[:, length:] = 0
     tokens[3, length - 2] = 0
-    whole = open_clips(model)(model.image.prepared(pixels), tokens)
+    whole = open_clips(model)(model.image.encoder_inputs(pixels), tokens)
     assert family_of(model.text.encoder).ignores_padding(model.text.encoder)
     for width in (length, length + 1, TOKENS):
         _, text, loss = captioner(pixels, tokens[:, :width])

@@ -50,7 +50,7 @@ def test_weights_go_to_open_clip_and_back_bit_by_bit(tmp_path: Path, capsys: pyt
     assert_equal(theirs.state_dict(), weights(model))
     theirs.text.correct_cls_mask = True
     pixels, tokens = captioned(3)
-    expected = theirs.encode_image(model.image.prepared(pixels)), theirs.encode_text(tokens)
+    expected = theirs.encode_image(model.image.encoder_inputs(pixels)), theirs.encode_text(tokens)
     for value in (str(folder), f"run:{run}"):
         again = build_model(completed_by_weights(ModelConfig("", weights=value)))
         assert_equal(again.state_dict(), model.state_dict())

@@ -192,4 +192,4 @@ def test_pixels_are_normalised_in_the_type_of_the_patch_embedding(dtype: torch.d
     pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     actual = tower.normalised(pixels, dtype)
     assert actual.dtype == dtype
-    torch.testing.assert_close(actual, tower.prepared(pixels).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(actual, tower.encoder_inputs(pixels).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from clipscale.own_machine.limits import explained
+from clipscale.own_machine.limits import as_user_error
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_no_memory_is_one_line_that_names_the_limit(error: Exception) -> None:
-    assert "ulimit" in str(explained(error))
+    assert "ulimit" in str(as_user_error(error))

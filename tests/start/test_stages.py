@@ -14,7 +14,7 @@ from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
 from clipscale.common.optimizer_policy import OptimizerPolicy
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -24,7 +24,7 @@ from clipscale.config.sections import (
     TowerConfig,
 )
 from clipscale.config.stages import StageConfig
-from clipscale.config.train import TrainConfig, settled, to_yaml
+from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.train import train
 from tests.support import runs
@@ -44,7 +44,7 @@ STAGES = [
 def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) -> TrainConfig:
     changes = {
         "samples": None,
-        "stages": [typed(StageConfig, stage) for stage in stages],
+        "stages": [dataclass_from(StageConfig, stage) for stage in stages],
         "data": DataConfig(train=[shards], workers=0, shard_streams=2),
         "checkpoint": CheckpointConfig(every="1", keep=0),
         "ema": 0.9,
@@ -84,7 +84,7 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
     for path in checkpoint.checkpoints_of(tmp_path / "run"):
         position = checkpoint.read_values(path).position
-        assert position and len(position.at) == 2
+        assert position and len(position.by_stream) == 2
 
 
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ def test_stages_that_cannot_be_are_refused_at_the_start(
 def test_stages_on_the_command_line() -> None:
     stages = "stages=[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]"
     _, words = compose.overrides("train", [stages, "data.train=x.tar", "model=tiny"])
-    config = settled(compose.settings("train", words))
+    config = with_defaults(compose.settings("train", words))
     given = {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
     assert config.stages[0] == StageConfig(**given | {"optimizer": OptimizerPolicy.RESTART})
     record = yaml.safe_load(to_yaml(config))
     assert record["stages"] == [given, {"samples": 1024, "final": 0.5}], "config.yaml has what is given alone"
-    assert typed(TrainConfig, record) == config
+    assert dataclass_from(TrainConfig, record) == config
     assert (config.samples, config.epochs) == (3072, None)
 
 

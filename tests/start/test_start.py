@@ -255,7 +255,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
             path.rename(path.with_suffix(".kept"))
     for path in records[:-1]:
         path.with_suffix(".kept").rename(path)
-    assert verb.finished(replace(config, samples=24)) is None
+    assert verb.result_if_complete(replace(config, samples=24)) is None
     results.add("set", {"top1": 1.0}, {})
     assert train(config)["step"] == len(curve(run)) == 4
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}

@@ -13,7 +13,7 @@ from clipscale.config.sections import (
     OptimConfig,
     ScheduleConfig,
 )
-from clipscale.config.train import TrainConfig, check, settled
+from clipscale.config.train import TrainConfig, check, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
@@ -51,7 +51,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     config = replace(base, **changes)
     config = replace(config, data=replace(config.data, shuffle=8))
     check(config)
-    return settled(config)
+    return with_defaults(config)
 
 
 def begun(config: TrainConfig, world: World) -> Run:

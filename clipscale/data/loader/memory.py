@@ -13,7 +13,8 @@ from clipscale.data.loader.host_batch import Layout
 GROUPS = Path("/sys/fs/cgroup")
 # Lines `number:controllers:path`; without controllers in version 2 of control groups.
 OWN_GROUPS = Path("/proc/self/cgroup")
-# The limit's file in versions 2 and 1, and the fields of `memory.stat` that count as used: the page cache does not.
+# File of the limit, in versions 2 and 1 of control groups -> the fields of `memory.stat` that count as used. The page
+# cache does not count.
 LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
 
 
@@ -21,11 +22,11 @@ def free_memory() -> int:
     """Bytes that are free on this machine and in this process's control groups (container, Slurm job, service)."""
     free = int(psutil.virtual_memory().available)
     for folder in control_groups():
-        for name, kinds in LIMITS.items():
+        for name, fields in LIMITS.items():
             limit = folder / name
             if limit.is_file() and (most := limit.read_text().strip()) != "max":
                 used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                free = min(free, int(most) - sum(int(used.get(kind, 0)) for kind in kinds))
+                free = min(free, int(most) - sum(int(used.get(field, 0)) for field in fields))
     return max(0, free)
 
 

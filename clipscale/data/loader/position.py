@@ -6,7 +6,7 @@ from typing import NamedTuple, TypedDict
 
 from clipscale.common.errors import UserError
 
-# `StreamPosition` in a checkpoint: the epoch, the samples, and of each source the epoch and the samples.
+# `StreamPosition` in a checkpoint: the epoch, the samples, and for each source its epoch and samples.
 StreamRecord = tuple[int, int, *tuple[Sequence[int], ...]]
 
 
@@ -16,7 +16,7 @@ class StreamPosition(NamedTuple):
     epoch: int
     # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
     samples: int
-    # With data.weights: the epoch and the samples read of each source.
+    # With data.weights: for each source the epoch, and the samples read in it.
     sources: tuple[tuple[int, int], ...] = ()
 
     def record(self) -> StreamRecord:
@@ -46,11 +46,11 @@ class DataPosition:
     # Shard streams of the run.
     streams: int
     # Each stream's position. Two ranks that read the same stream have the same position of it.
-    at: Mapping[int, StreamPosition] = field(default_factory=dict)
+    by_stream: Mapping[int, StreamPosition] = field(default_factory=dict)
 
     def record(self) -> PositionRecord:
         """The position in a checkpoint: `DataPosition.of` reads it."""
-        at = {str(stream): position.record() for stream, position in self.at.items()}
+        at = {str(stream): position.record() for stream, position in self.by_stream.items()}
         return {"order": self.order, "streams": self.streams, "at": at}
 
     @staticmethod
@@ -62,9 +62,10 @@ class DataPosition:
 def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:
     """The run's position, merged from those of all ranks. Raises UserError if ranks read different shards."""
     first = positions[0]
-    if any(replace(position, at={}) != replace(first, at={}) for position in positions):
+    if any(replace(position, by_stream={}) != replace(first, by_stream={}) for position in positions):
         raise UserError(
             "data.train: the processes see different shards; every node must have the same list, the same counts and "
             "the same clipscale"
         )
-    return replace(first, at={stream: at for position in positions for stream, at in position.at.items()})
+    by_stream = {stream: at for position in positions for stream, at in position.by_stream.items()}
+    return replace(first, by_stream=by_stream)

@@ -28,7 +28,7 @@ class OrderedShards:
     window: int  # samples in a shuffle window
     # A digest of the samples and weights that a file lists, if one does.
     subset_digests: Sequence[str] = ()
-    # Whose features lie beside the samples.
+    # The teachers whose features lie beside the samples.
     teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
@@ -73,15 +73,18 @@ class WindowCursor:
         """Set the number of samples of the current window, which determines its order."""
         segment = self.segment
         order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self.number)
-        last = size if segment.stop is None else min(segment.stop - self.start, size)
+        stop = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
         # The window's samples that belong to the segment, in shuffled order, counted from the window's first.
-        self.order = order[max(segment.start - self.start, 0) : last].tolist()
+        self.order = order[max(segment.start - self.start, 0) : stop].tolist()
         self._needed = set(self.order)
 
     def needs(self, sample: int) -> bool:
-        """Whether a sample must be read. If the shard's count is unknown, the window's order is known only at its end,
-        so all its samples are read, unless the whole window lies before the segment."""
+        """Whether a sample must be read.
+
+        If the shard's count is unknown, the window's order is known only at the window's end. All its samples are then
+        read, unless the whole window lies before the segment.
+        """
         if self.segment.count is None:
             return self.start + self._window > self.segment.start
         return sample - self.start in self._needed
@@ -136,8 +139,8 @@ class ShardReader:
         # The items of the window that is being given out, with their epochs. The next one is last.
         self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
-        # Is read no further: its other samples are lost (`fruitless_shard`).
-        self.left: Segment | None = None
+        # The segment that the caller gives up. Its other samples count as lost, by the reason `fruitless_shard`.
+        self.abandoned: Segment | None = None
         # All items from the position on, with their segments.
         self.items = self._items()
 
@@ -151,23 +154,26 @@ class ShardReader:
             skip = 0
 
     def _read(self, epoch: int, segment: Segment) -> Generator[tuple[Segment, RawSample], None, None]:
-        """Read a segment window by window. Each sample read yields one item of the previous window, which spreads
-        requests evenly, or more while both windows would hold over WINDOW_BYTES."""
+        """Read a segment window by window.
+
+        Each sample that is read yields one item of the previous window, which spreads requests evenly. It yields more
+        while both windows would hold over WINDOW_BYTES.
+        """
         url = self._shards.urls[segment.shard]
         windows = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
         reader = self._open(url, problem, windows)
         try:
-            following = True
-            while following:
+            has_more = True
+            while has_more:
                 raws = []
-                window_bytes = 0  # the window's bytes
+                window_bytes = 0
                 for raw in islice(reader, windows.size):
                     self._store.tick()
                     raws.append(raw)
                     window_bytes += raw.num_bytes
                     yield from self._drain_ready(window_bytes)
-                    if window_bytes > WINDOW_BYTES or segment is self.left:
+                    if window_bytes > WINDOW_BYTES or segment is self.abandoned:
                         break
                 closed = window_bytes > WINDOW_BYTES and len(raws) < windows.size
                 if closed and windows.is_part:  # a smaller window needs other samples: read it again
@@ -182,7 +188,7 @@ class ShardReader:
                     windows.resize(len(raws))
                 lost = RawSample.lost(url, problem.reason or "missing_from_shard", problem.detail or url)
                 items = [raws[i] if i < len(raws) else lost for i in windows.order]
-                following = windows.advance() and not ended
+                has_more = windows.advance() and not ended
                 if ended:
                     items += _damage(windows, problem, url)
                 while self._ready:
@@ -206,7 +212,7 @@ class ShardReader:
             self.epoch = epoch
             self.index = 0
         self.index += 1
-        if segment is self.left:
+        if segment is self.abandoned:
             item = RawSample.lost(item.url, "fruitless_shard", item.url)
         return segment, item
 

@@ -66,11 +66,11 @@ class WorkerSpec:
 class Taken(NamedTuple):
     """What a sample has beside its pixels."""
 
-    # Its captions, and behind them its hard negatives.
+    # The sample's captions, then its hard negatives.
     texts: list[str]
     # Equal for samples that are the same by `data.same`.
     key: int
-    # Of each teacher (2, D).
+    # For each teacher (2, D).
     features: list[np.ndarray]
 
 
@@ -80,7 +80,7 @@ class ShardStream:
     def __init__(
         self, spec: WorkerSpec, stream: int, readers: Sequence[ShardReader], store: Store, set_status: SetStatus
     ) -> None:
-        """`readers`: of each source. `store` counts what is skipped by its reason."""
+        """`readers`: one for each source. `store` counts what is skipped, by its reason."""
         self._spec = spec
         self._stream = stream
         self._readers = readers
@@ -88,10 +88,12 @@ class ShardStream:
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream].samples
-        # What was skipped since the last usable sample: by its reason; visits to shards, with the samples that were
-        # read; visits to shards that could not be reached.
+        # What was skipped since the last usable sample. A visit is an epoch and a shard.
+        # Reason -> broken samples.
         self._reasons: Counter[str] = Counter()
+        # Visit -> broken samples that were read.
         self._visits: Counter[tuple[int, int]] = Counter()
+        # Visits to shards that could not be reached.
         self._unreachable: set[tuple[int, int]] = set()
 
     @property
@@ -127,15 +129,15 @@ class ShardStream:
                 captions = spec.selection.draw(item.members, rng)
                 spec.selection.check(item, [caption for caption, _ in captions])
                 negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *sample))
-                own = item.key if spec.config.sample_weights else item.index  # repeats share it
-                key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own}")
+                own_number = item.key if spec.config.sample_weights else item.index  # repeats share it
+                key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own_number}")
                 features = [teacher.of(item.members) for teacher in spec.shards.teachers]
                 texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
                 if self._skipped(error, segment, item) > MOST_IN_SHARD:
-                    reader.left = segment
+                    reader.abandoned = segment
             else:
                 self._used += 1
                 self._forget_skipped()
@@ -221,7 +223,7 @@ class BatchFiller:
         self._arena = arena
         self._store = store
         self.streams = streams
-        self._left_out = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
+        self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
     def while_waiting(self, tick: Callable[[], None]) -> None:
         """Call it between samples and while the storage is waited for, from now on."""
@@ -243,7 +245,7 @@ class BatchFiller:
             for stream, row in piece:
                 self._store.tick()
                 mine = row in local
-                taken = stream.take(slot["pixels"][row] if mine else self._left_out)
+                taken = stream.take(slot["pixels"][row] if mine else self._discarded_pixels)
                 if mine:
                     texts.update(zip(self._arena.layout.text_rows(row), taken.texts, strict=True))
                     slot["keys"][row] = taken.key

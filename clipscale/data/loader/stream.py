@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
-from clipscale.common.terminal import report
+from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.features import TeacherFeatures
@@ -90,10 +90,10 @@ class TrainStream:
         self._waited_s = 0.0
         self._defers = False
         self._while_waiting: Callable[[], None] = lambda: None
-        # The workers' error, or that of a wait. After it reads return at once, with garbage: discard the batch with
-        # `give_back`.
+        # The error of the workers, or of a wait for them. From then on reads return at once, with garbage. Discard the
+        # batch with `give_back`.
         self.failure: UserError | None = None
-        # Over all ranks; None if shards are drawn with replacement.
+        # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
 
     def request_first(self) -> None:
@@ -180,10 +180,10 @@ class TrainStream:
 
         Raises the `failure` if the positions are unknown because of it.
         """
-        at = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
-        if self.failure and len(at) < self._streams:
+        positions = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
+        if self.failure and len(positions) < self._streams:
             raise self.failure
-        by_stream = {stream: at[stream] for stream in sorted(at)}
+        by_stream = {stream: positions[stream] for stream in sorted(positions)}
         return DataPosition(self._shards.fingerprint, self._shards.order.num_streams, by_stream)
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class TrainStream:
         except Exception as error:  # a bug in there loses no steps either: the run saves, and ends
             failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
             if failure is not error:
-                report("the data loader failed", "".join(traceback.format_exception(error)))
+                print_failure("the data loader failed", "".join(traceback.format_exception(error)))
             self.failure = failure
             if not self._defers:
                 raise failure from error
@@ -256,8 +256,8 @@ def ordered_shards(
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
 
-    `on_main` counts every shard's samples on one rank. `largest_divisor(n)`: of n shard streams, the most that divide
-    the batches of all the run's stages. `teachers`: whose features lie beside the samples. Raises UserError.
+    `on_main` counts every shard's samples on one rank. `largest_divisor(n)`: the largest number of shard streams, up to
+    n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_main)
     order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_main)
@@ -333,7 +333,7 @@ def start_positions(
                 "sample on"
             )
         return {stream: StreamPosition(0, 0) for stream in stream_ids}
-    return {stream: position.at[stream] for stream in stream_ids}
+    return {stream: position.by_stream[stream] for stream in stream_ids}
 
 
 def worker_count(config: DataConfig, num_streams: int) -> int:

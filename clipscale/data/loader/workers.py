@@ -75,9 +75,9 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
         with _ended_if_lost():
             connection.send(message)
 
-    def set_status(what: str) -> None:
+    def set_status(text: str) -> None:
         """Called before each shard and each sample."""
-        status.value = utf8(what).encode()[: STATUS_BYTES - 1]
+        status.value = utf8(text).encode()[: STATUS_BYTES - 1]
 
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
@@ -115,19 +115,18 @@ class Workers:
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
-        """`timeout_s`: longest silence of a worker that is waited for."""
+        """`timeout_s`: longest silence of a worker while its samples are waited for."""
         self._rank = rank
         self.timeout_s = timeout_s
         self._connections: list[Connection] = []
         # The shard or sample that each worker reads, in shared memory.
         self._statuses: list[Array[c_char]] = []
         # When each worker has sent its last message.
-        self._last: list[float] = []
+        self._heard_at: list[float] = []
         self._failure: Exception | None = None
         self.processes: list[BaseProcess] = []
-        # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
-        # ever: it sends children a signal that is blocked in them.
-        # End the processes.
+        # Ends the processes. Also runs if the program ends without `close`. It has to run before multiprocessing's own
+        # exit handler, which would wait for ever: it sends children a signal that is blocked in them.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
 
     def start(self, spec: WorkerSpec, arena: Arena) -> None:
@@ -142,7 +141,7 @@ class Workers:
         self._connections.append(connection)
         self._statuses.append(status)
         self.processes.append(process)
-        self._last.append(time.monotonic())
+        self._heard_at.append(time.monotonic())
 
     def fill(self, step: int) -> None:
         """Let every worker fill its part of batch `step`."""
@@ -154,9 +153,9 @@ class Workers:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
         `tick` every SLICE_S.
 
-        Raises what `tick` raises, UserError if a worker has died, or if one of `needed` is silent for the time-out, and
-        what a worker has sent as its failure; but first it returns the messages that came before, of which a save needs
-        the positions.
+        Raises UserError if a worker has died, or if one of `needed` is silent for the time-out; what a worker has sent
+        as its failure; and what `tick` raises. Before it raises, a call returns the messages that came before the
+        failure: a save needs their positions.
         """
         begun = time.monotonic()
         while True:
@@ -166,16 +165,16 @@ class Workers:
             if messages or not needed:
                 return messages
             # Only a needed worker can be late, and only since the wait began.
-            silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
+            silent = {n: time.monotonic() - max(self._heard_at[n], begun) for n in needed}
             longest = max(silent, key=silent.__getitem__)
-            left = self.timeout_s - silent[longest]
-            if left < 0:
+            remaining_s = self.timeout_s - silent[longest]
+            if remaining_s < 0:
                 raise LoaderError(
                     f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
                     f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
             tick()
-            wait(self._connections, timeout=min(left, SLICE_S))
+            wait(self._connections, timeout=min(remaining_s, SLICE_S))
 
     def _drain(self, number: int) -> Iterator[Report]:
         connection = self._connections[number]
@@ -187,7 +186,7 @@ class Workers:
             except (EOFError, OSError):  # OSError: it has died while it sent a message
                 self._failure = self._failure or self._death(number)
                 return
-            self._last[number] = time.monotonic()
+            self._heard_at[number] = time.monotonic()
             if isinstance(message, Exception):
                 self._failure = message
                 return

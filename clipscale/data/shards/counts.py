@@ -16,14 +16,11 @@ from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
-# Calls a function in one process and returns its result in all, as `World.on_main` does.
-
-
 T = TypeVar("T")
 
 
 class OnMain(Protocol):
-    """Calls something on one rank, and returns its result on all."""
+    """Calls a function on one rank, and returns its result on all, as `World.on_main` does."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
@@ -35,26 +32,26 @@ MAX_COUNTED_BYTES = 2**26
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
-    """Samples of each shard, or those of them in a subset, as `known_shards` knows them; None: unknown."""
+    """The number of samples of each shard, or of its samples in a subset; None: unknown. See `known_shards`."""
     return [entry and entry.samples for entry in known_shards(urls, subset, scan=scan)]
 
 
 def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> list[index.Entry | None]:
     """The entry of each shard, or of its samples in a subset, from the indexes; None: unknown.
 
-    `scan`: read the shards that no index has, if all of these are local; the counts go into an index in the user's
-    cache. Of a damaged shard, the samples before the damage are counted.
+    `scan`: also read the shards that no index has, if all of them are local. Their counts go into an index in the
+    user's cache. In a damaged shard the samples before the damage count.
     """
-    known = index.lookup(urls, subset)
-    if known.stale:
-        what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
-        log.warning(f"{what}: they have changed; run `clipscale data index` again")
-    if known.old:
-        what = f"the index of {len(known.old)} of {len(urls)} shards (first: {known.old[0]}) is an earlier version's"
+    state = index.lookup(urls, subset)
+    if state.stale:
+        problem = f"the index of {len(state.stale)} of {len(urls)} shards is out of date (first: {min(state.stale)})"
+        log.warning(f"{problem}: they have changed; run `clipscale data index` again")
+    if state.old:
+        problem = f"the index of {len(state.old)} of {len(urls)} shards (first: {state.old[0]}) is an earlier version's"
         log.warning(
-            f"{what}, which counts no links and takes repeated members for one; run `clipscale data index` again"
+            f"{problem}, which counts no links and takes repeated members for one; run `clipscale data index` again"
         )
-    entries = known.entries
+    entries = state.entries
     unknown = [url for url in urls if url not in entries]
     if scan and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
@@ -65,16 +62,15 @@ def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: boo
     damaged = [url for url in urls if url in entries and entries[url].reason]
     if damaged:
         first = f"{damaged[0]}, {why_damaged(damaged[0], entries[damaged[0]])}"
-        what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {first})"
-        log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
+        problem = f"{len(damaged)} of {len(urls)} shards are damaged (first: {first})"
+        log.warning(f"{problem}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return [entries.get(url) for url in urls]
 
 
 def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | None:
-    """The samples of an epoch of local shards, if indexes have them or the shards are few and small; else None, as for
-    no shards.
+    """The samples of an epoch of local shards, if indexes have them, or if the shards are few and small; else None.
 
-    Neither writes an index nor logs warnings; the run does both later.
+    Writes no index and logs no warning: the run does both later.
     """
     if not urls or config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
@@ -91,8 +87,8 @@ def why_damaged(url: str, entry: index.Entry) -> str:
 
 
 def _counted(urls: Sequence[str], entries: Sequence[index.Entry | None]) -> tuple[Counts, float, str]:
-    """Each shard's samples, the samples of an average epoch of those that are known, and why the first damaged shard
-    is so."""
+    """Each shard's samples, the samples of an average epoch of the known shards, and the damage of the first damaged
+    one."""
     expected = sum(entry.expected for entry in entries if entry)
     damage = (f"{url}: {why_damaged(url, entry)}" for url, entry in zip(urls, entries) if entry and entry.reason)
     return [entry and entry.samples for entry in entries], expected, next(damage, "")
@@ -126,22 +122,24 @@ def build_order(
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
     counts, expected, damage = on_main(lambda: _counted(urls, known_shards(urls, subset, scan=scan)))
-    known = [count for count in counts if count is not None]
-    unknown = len(urls) - len(known)
-    if not unknown and not sum(known):
+    known_counts = [count for count in counts if count is not None]
+    unknown = len(urls) - len(known_counts)
+    if not unknown and not sum(known_counts):
         listed = f" that {subset.setting} lists" if subset else ""
-        what = f"the {len(urls)} shards hold no sample{listed}; {damage or RULE}"
-        raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
+        problem = f"the {len(urls)} shards hold no sample{listed}; {damage or RULE}"
+        raise UserError(f"data.train={config.train}: {problem}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
-        return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), num_streams), seed, expected)
+        return Epochs(
+            tuple(known_counts), share.batch, _streams(config, share, sum(known_counts), num_streams), seed, expected
+        )
     if epochs:
         listed = f" {subset.setting.removeprefix('data.')}" if subset else ""
-        what = (
+        problem = (
             f"the samples of {unknown} of {len(urls)} shards are not known: run `clipscale data index SHARDS{listed}`"
         )
         if config.order == "epochs":
-            raise UserError(f"data.order=epochs: {what}, or take data.order=resampled")
-        log.warning(f"{what}; shards are drawn with replacement (data.order=resampled)")
+            raise UserError(f"data.order=epochs: {problem}, or take data.order=resampled")
+        log.warning(f"{problem}; shards are drawn with replacement (data.order=resampled)")
     num_streams = _streams(config, share, None, num_streams)
     if source_of is None:
         usable = [shard for shard, count in enumerate(counts) if count != 0]

@@ -47,8 +47,8 @@ THREADS = 16
 MIN_PARALLEL_SHARDS = 16
 
 
-# Behind the version in an entry whose samples are told apart as `reader` does today. Before, a key's repeated members
-# were one sample, and links none.
+# Follows the version in an entry if today's rule told the samples apart. Before, a key's repeated members were one
+# sample, and links were none.
 RULE_MARK = " #2"
 
 
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
     # Why the shard could not be read to its end; `samples` counts what could be read.
     reason: str | None
     detail: str = ""
-    # Of a subset: the sum of the samples' weights, which is their number in an average epoch.
+    # For a subset: the sum of the samples' weights, which is their number in an average epoch.
     weight: float | None = None
     # Its samples' offsets, by `pack`; None for subsets, and in the entries of `lookup`.
     offsets: bytes | None = None
@@ -90,7 +90,7 @@ def folder_of(url: str) -> str:
 
 
 def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
-    """Paths of a folder's index, or of a subset's: with local shards their own folder, then the user's cache."""
+    """Where a folder's index may be, or a subset's: in the folder if it is local, and in the user's cache."""
     suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
@@ -137,9 +137,9 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
         first = next(iter(shards.values()))
         for path in index_paths(folder_of(first), subset):
             rows = [row for row in query(path, f"SELECT {columns} FROM shards") if row[0] in shards]
-            found = [shards[row[0]] for row in rows]
-            states = _states(found) if is_local(first) else [None] * len(found)
-            for url, entry, state in zip(found, starmap(Entry, rows), states, strict=True):
+            indexed = [shards[row[0]] for row in rows]
+            states = _states(indexed) if is_local(first) else [None] * len(indexed)
+            for url, entry, state in zip(indexed, starmap(Entry, rows), states, strict=True):
                 if state == entry.state or not is_local(first):
                     entries.setdefault(url, entry)
                 else:
@@ -148,13 +148,18 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
 
 
 def _states(paths: Sequence[str]) -> list[ObjectState | None]:
-    """The states of files; None: no such file. Uses threads, for network file systems; each takes many files, since on
-    a local disk threads only wait for each other.
+    """The states of files; None: no such file.
+
+    Threads help on network file systems. Each takes many files: on a local disk they only wait for each other.
     """
     size = -(-len(paths) // THREADS) or 1
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPool(THREADS) as pool:  # a signal leaves it at once, also where a file system is silent
-        return [state for states in pool.map(lambda part: [*map(_state, part)], slices) for state in states]
+        return [
+            state
+            for states in pool.map(lambda paths_of_thread: [*map(_state, paths_of_thread)], slices)
+            for state in states
+        ]
 
 
 def _state(path: str) -> ObjectState | None:
@@ -193,13 +198,15 @@ def unpack(packed: bytes) -> np.ndarray:
 
 
 @contextmanager
-def _writing(path: Path, last: str = _OFFSETS) -> Iterator[sqlite3.Connection]:
-    """Opens or creates an index with this last column; each statement is its own transaction. Raises UserError if it
-    cannot be written."""
+def _writing(path: Path, final_column: str = _OFFSETS) -> Iterator[sqlite3.Connection]:
+    """Opens or creates an index with this final column. Each statement is its own transaction.
+
+    Raises UserError if the index cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
-            base.execute(_SCHEMA.format(last=last))
+            base.execute(_SCHEMA.format(last=final_column))
             base.execute(_LOOKUP)
             yield base
     except (OSError, sqlite3.Error) as error:
@@ -210,8 +217,10 @@ def _writing(path: Path, last: str = _OFFSETS) -> Iterator[sqlite3.Connection]:
 
 
 def scan_shard(url: str, subset: Subset | None = None) -> Entry:
-    """The index entry of a shard, or of its samples in a subset, from its headers. A damaged shard's entry has a
-    `reason`. Raises OSError or SourceError if the shard cannot be reached."""
+    """The index entry of a shard, or of its samples in a subset, from its headers.
+
+    A damaged shard's entry has a `reason`. Raises OSError or SourceError if the shard cannot be reached.
+    """
     state = Store().state(url)
     problem = ReadProblem()
     offsets = [0]
@@ -255,8 +264,8 @@ def update_indexes(
         with _writing(path, _WEIGHT if subset else _OFFSETS) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, subset), workers, shards, old)):
                 if isinstance(outcome, Entry):
-                    last = outcome.weight if subset else outcome.offsets
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", (*outcome[:6], last))
+                    value = outcome.weight if subset else outcome.offsets
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", (*outcome[:6], value))
                 yield url, outcome
 
 
@@ -269,8 +278,11 @@ def _scan_changed(subset: Subset | None, url: str, old: list[object] | None) -> 
 
 
 def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[object]) -> Iterator[T]:
-    """The result of `work` on each shard, in order, computed by `workers` processes; for fewer than MIN_PARALLEL_SHARDS
-    shards by this process. `others`: further arguments, one for each shard."""
+    """The result of `work` on each shard, in order, computed by `workers` processes.
+
+    This process computes them if there are fewer than MIN_PARALLEL_SHARDS shards. `others`: further arguments, one for
+    each shard.
+    """
     if workers < 2 or len(urls) < MIN_PARALLEL_SHARDS:
         yield from map(work, urls, *others)
         return

@@ -26,8 +26,8 @@ from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
 
-# Is called with a line for the user.
-Note = Callable[[str], object]
+# A function that gets a line for the user.
+Notify = Callable[[str], object]
 
 TABLES = (".csv", ".tsv", ".parquet")
 # Endings of shards' names.
@@ -40,11 +40,11 @@ MAX_CHECKED_URLS = 256
 LISTING_S = 900.0
 # Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-# Matches an address in a brace list that names several objects: a pattern or a folder.
 # Matches the scheme of a file's URL, up to its path.
 FILE = re.compile(r"file:(?://(?:localhost)?(?=/))?")
 # Matches an address in a shell command.
 ADDRESS = re.compile(rf"\b(?:{'|'.join(SCHEMES)})://[^\s'\"|;]+")
+# Matches, in an address of a brace list, what makes it name several objects: a pattern, or the end of a folder.
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
@@ -56,7 +56,7 @@ def list_shards(config: DataConfig, on_main: OnMain = call) -> tuple[list[str], 
     """
     notes: list[str] = []
     listed = [
-        (url, number) for number, source in enumerate(config.train or []) for url in expand(source, note=notes.append)
+        (url, number) for number, source in enumerate(config.train or []) for url in expand(source, notify=notes.append)
     ]
     gone = {*on_main(lambda: _absent([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
@@ -70,10 +70,10 @@ def local_shards(config: DataConfig) -> list[str] | None:
     """
     shards = []
     for source in config.train or []:
-        parts = [] if source.startswith("@") else parts_of(source)
-        for part in parts:
-            check_address(part, "data.train")
-        shards += expand(source, note=lambda line: None) if all(map(is_local, parts)) else parts
+        names = [] if source.startswith("@") else parts_of(source)
+        for name in names:
+            check_address(name, "data.train")
+        shards += expand(source, notify=lambda line: None) if all(map(is_local, names)) else names
     return shards if all(map(is_local, shards)) else None
 
 
@@ -89,48 +89,50 @@ def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
     failed = look_up(asked)
     missing = [url for url, error in failed.items() if error.reason in ("missing_shard", UNKNOWN_HOST)]
     if missing:
-        what = f"{len(missing)} of {len(asked)} shards do not exist (first: {missing[0]}, {failed[missing[0]]})"
+        problem = f"{len(missing)} of {len(asked)} shards do not exist (first: {missing[0]}, {failed[missing[0]]})"
         if len(missing) == len(asked):
-            raise UserError(f"data.train: {what}")
-        log.warning("data.train: %s; going on without them", what)
+            raise UserError(f"data.train: {problem}")
+        log.warning("data.train: %s; going on without them", problem)
     return missing
 
 
-def expand(source: str, *, setting: str = "data.train", note: Note = log.warning) -> list[str]:
-    """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path per
-    line, or a URL (`::` joins several).
+def expand(source: str, *, setting: str = "data.train", notify: Notify = log.warning) -> list[str]:
+    """The shards that one source names. A source is one of these:
 
-    Leaves out missing local shards, since downloads have gaps, and a folder's other files; `note` is called with a line
-    on them. Raises UserError if no shard is left, and for an address whose scheme is not in SCHEMES.
+    - a brace list, a glob, a folder of shards, or a URL; `::` joins several;
+    - `@FILE`, with an address or a path on each line.
+
+    Leaves out missing local shards, since downloads have gaps, and a folder's other files. Calls `notify` with a line
+    about each of both. Raises UserError if no shard is left, and for an address whose scheme is not in SCHEMES.
     """
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), setting)
     else:
         names = []
-        for part in parts_of(source):
-            names += _local(part, setting, note) if is_local(part) else _remote(part, setting, note)
+        for name in parts_of(source):
+            names += _local(name, setting, notify) if is_local(name) else _remote(name, setting, notify)
     present = _existing(names)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
     missing = set(names).difference(present)
     if missing:
         counts = f"{len(missing)} of {len(names)} shards do not exist"
-        note(f"{setting}: {counts} (first: {min(missing)}); going on without them")
+        notify(f"{setting}: {counts} (first: {min(missing)}); going on without them")
     return present
 
 
 def parts_of(source: str) -> list[str]:
-    """The paths and addresses that `::` joins, with braces and stars in them. What exists is a path by its whole name;
-    so is a file's URL."""
+    """The paths and addresses that `::` joins, still with braces and stars. A source that exists is one path, whatever
+    its name."""
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.exists(source):  # noqa: PTH110
         return [as_path(source)]
-    parts = [FILE.sub("", part, count=1) if part.startswith("file:") else part for part in source.split("::")]
-    return [as_path(part) if os.path.exists(part) else part for part in parts]  # noqa: PTH110
+    names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in source.split("::")]
+    return [as_path(name) if os.path.exists(name) else name for name in names]  # noqa: PTH110
 
 
-def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
-    """The shards among the names in a folder, sorted. `note` names files that only look like shards: indexes,
+def _shards(names: Iterable[str], folder: str, notify: Notify) -> list[str]:
+    """The shards among the names in a folder, sorted. `notify` names files that only look like shards: indexes,
     checksums, unfinished downloads."""
     like = {name for name in names if any(suffix in name.lower() for suffix in SHARDS)}
     shards = {
@@ -139,22 +141,24 @@ def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
         if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like and not basename(name).startswith(".")
     }
     if like > shards:
-        kinds = Counter(PurePath(name).suffix for name in like - shards)
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        note(f"{folder}: {kinds.total()} files beside the shards are not shards, and left out: {counts[:200]}")
+        by_suffix = Counter(PurePath(name).suffix for name in like - shards)
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(by_suffix.items()))
+        notify(f"{folder}: {by_suffix.total()} files beside the shards are not shards, and left out: {counts[:200]}")
     return sorted(shards)
 
 
-def _local(source: str, setting: str, note: Note) -> list[str]:
-    """The local paths that a brace list, glob or folder names, whether they exist or not. A source that exists is taken
-    as it is, with braces and stars in its name. What a folder's listing finds is a path, whatever its name; a brace
-    list's names may be addresses."""
+def _local(source: str, setting: str, notify: Notify) -> list[str]:
+    """The local paths that a brace list, glob or folder names, whether they exist or not.
+
+    A source that exists is taken as it is, even with braces and stars in its name. What a folder's listing finds are
+    paths. The names of a brace list may turn out to be addresses.
+    """
     if source.endswith(TABLES):
         pack = f"clipscale data pack {shlex.quote(source)} out=DIR"
         raise UserError(f"{setting}={source!r}: a table; make shards of it: {pack}")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
-        return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, note)
+        return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, notify)
     if os.path.exists(source):  # noqa: PTH110
         return [source]
     folder = dirname(source)
@@ -163,7 +167,7 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
     names = []
     for name in _braces(source[len(folder) :], f"{setting}={source!r}"):
         if glob.has_magic(name):
-            names += [as_path(folder + found) for found in sorted(glob.glob(name, root_dir=folder or None))]  # noqa: PTH207
+            names += [as_path(folder + match) for match in sorted(glob.glob(name, root_dir=folder or None))]  # noqa: PTH207
         else:
             names.append(folder + name)
             check_address(names[-1], setting)
@@ -184,11 +188,11 @@ def _leaves(folder: str) -> set[str]:
         return set()
 
 
-def _braces(source: str, what: str) -> list[str]:
+def _braces(source: str, subject: str) -> list[str]:
     try:
         return [*braceexpand(source, escape="\\" in source)]  # looking for it takes long
     except ValueError as error:  # unbalanced braces
-        raise UserError(f"{what} cannot be expanded: {error}") from error
+        raise UserError(f"{subject} cannot be expanded: {error}") from error
 
 
 def check_address(url: str, setting: str) -> None:
@@ -201,14 +205,14 @@ def check_address(url: str, setting: str) -> None:
 
 def read_by(command: str) -> str:
     """The address, or else the last path, in a webdataset's command such as `pipe:aws s3 cp s3://b/0.tar -`."""
-    if found := ADDRESS.search(command):
-        return found[0]
+    if address := ADDRESS.search(command):
+        return address[0]
     words = command.removeprefix("pipe:").split()[1:]
     paths = [word.strip("'\"") for word in words if not word.startswith("-") and re.search(r"[./]", word)]
     return paths[-1] if paths else "SHARDS"
 
 
-def _remote(source: str, setting: str, note: Note) -> list[str]:
+def _remote(source: str, setting: str, notify: Notify) -> list[str]:
     """The addresses of a brace list. A pattern (`s3://bucket/*.tar`) or a folder (`s3://bucket/set/`) in it is replaced
     by the objects that it names."""
     check_address(source, setting)
@@ -228,8 +232,8 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
             check_answers(url)
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
             listed = within(partial(system.glob, path), f"the list of {url}", LISTING_S)
-            found = sorted(str(system.unstrip_protocol(name)) for name in listed)
-            names += _shards(found, url, note) if url.endswith("/") else found
+            objects = sorted(str(system.unstrip_protocol(name)) for name in listed)
+            names += _shards(objects, url, notify) if url.endswith("/") else objects
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 

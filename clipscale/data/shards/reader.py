@@ -39,9 +39,9 @@ from clipscale.data.shards.tar import (
 
 # `unusable` looks at this many samples, and at this many members of each.
 MAX_LOOKED_AT = 1000
-# Links are followed so many times from one to the next.
+# Most links that are followed from one to the next.
 MOST_LINKS = 8
-# Names of an archive in which links are looked up.
+# Most names of an archive that are remembered, to look up links.
 MOST_PLACES = 1 << 18
 NO_LINKS = "`tar -h --hard-dereference` stores files in the place of links; this one"
 # Characters of an error's text: it may hold a member's name or a server's answer.
@@ -63,15 +63,15 @@ class Member(NamedTuple):
     extension: str
     name: str
     size: int
-    # Of a link: where its content lies, and why that cannot be read, if so.
-    at: int | None = None
+    # For a link: the offset of its content, and why the content cannot be read, if it cannot.
+    offset: int | None = None
     fault: str = ""
 
 
 class Place(NamedTuple):
     """A file's content in an archive."""
 
-    at: int
+    offset: int
     size: int
 
 
@@ -82,9 +82,9 @@ class Archive:
         """`can_seek`: skip by seeking."""
         self.stream = stream
         # Offset of the current member's first header; at the end, of the zeros that end the archive.
-        self.at = 0
+        self.offset = 0
         # Samples begun, damaged or not.
-        self.begun = 0
+        self.samples_begun = 0
         self._can_seek = can_seek
         self._unread = 0  # unread bytes of the current member, with its padding
 
@@ -99,41 +99,41 @@ class Archive:
 
     def _members(self) -> Iterator[Member]:
         key = first = ""
-        start = self.at
+        start = self.offset
         headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
-            name, size, taken, header_bytes, target = header
+            name, size, bytes_before, header_bytes, target = header
             self._unread = padded(size)
-            next_offset = self.at + taken + self._unread
+            next_offset = self.offset + bytes_before + self._unread
             key_extension = key_and_extension(name)
             if key_extension is not None and (key_extension[0] != key or key_extension[1] == first):
                 key, first = key_extension
-                start = self.at
+                start = self.offset
                 headers = -header_bytes
-                self.begun += 1
+                self.samples_begun += 1
             headers += header_bytes
             span = next_offset - start
             if span > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
                 raise tarfile.ReadError(f"{span} bytes from one sample to the next, {headers} of headers")
             if key_extension is not None and target is None:
-                yield Member(self.begun, *key_extension, name, size)
+                yield Member(self.samples_begun, *key_extension, name, size)
             elif key_extension is not None:
-                yield self._link(Member(self.begun, *key_extension, name, 0), str(target))
+                yield self._link(Member(self.samples_begun, *key_extension, name, 0), str(target))
             skip(self.stream, self._unread, self._can_seek)
-            self.at = next_offset
+            self.offset = next_offset
 
     def read(self, member: Member) -> bytes:
         """The current member's content. Raises tarfile.ReadError if the file ends within it."""
-        if member.at is not None:
-            with self._elsewhere(member.at):
+        if member.offset is not None:
+            with self._elsewhere(member.offset):
                 return read_exactly(self.stream, member.size)
         content = read_exactly(self.stream, member.size)
         self._unread -= member.size
         return content
 
-    def offset(self, member: Member) -> int:
+    def content_offset(self, member: Member) -> int:
         """Where the current member's content lies, of which nothing has been read."""
-        return int(self.stream.tell()) if member.at is None else member.at
+        return int(self.stream.tell()) if member.offset is None else member.offset
 
     def _link(self, member: Member, target: str) -> Member:
         """The member with what it links to."""
@@ -147,40 +147,42 @@ class Archive:
         if not isinstance(place, Place):
             shown = target[:LONGEST_DETAIL]
             return member._replace(fault=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
-        return member._replace(at=place.at, size=place.size)
+        return member._replace(offset=place.offset, size=place.size)
 
     @cached_property
     def _places(self) -> dict[str, "Place | str | None"]:
-        """What members' names stand for: files, the names that links have, None for names that come twice. Up to the
-        archive's end, or its damage; without a file that is cut off."""
+        """Name of a member -> its file, or the name that it links to; None: several members have the name.
+
+        Ends at the archive's end or damage, and leaves out a file that is cut off.
+        """
         places: dict[str, Place | str | None] = {}
         with self._elsewhere(0):
             end = self.stream.seek(0, os.SEEK_END)
-        at = 0
+        offset = 0
         with self._elsewhere(0), suppress(tarfile.TarError, ValueError, EOFError):
             while len(places) < MOST_PLACES and (header := next_member(self.stream)) is not None:
-                at += header.taken
-                is_whole = at + header.size <= end
+                offset += header.bytes_before
+                is_whole = offset + header.size <= end
                 if is_whole and max(len(header.name), len(header.target or "")) <= LONGEST_NAME:
                     name = normalised(header.name)
-                    place = header.target or Place(at, header.size)
+                    place = header.target or Place(offset, header.size)
                     places[name] = None if name in places else place
                 skip(self.stream, padded(header.size), True)
-                at += padded(header.size)
+                offset += padded(header.size)
         return places
 
     @contextmanager
-    def _elsewhere(self, at: int) -> Iterator[None]:
+    def _elsewhere(self, offset: int) -> Iterator[None]:
         """Reads at this offset, and then goes back."""
         here = self.stream.tell()
-        self.stream.seek(at)
+        self.stream.seek(offset)
         yield
         self.stream.seek(here)
 
-    def seek(self, at: int) -> None:
+    def seek(self, offset: int) -> None:
         """Continue at the member whose first header is at this offset."""
-        self.stream.seek(at)
-        self.at = at
+        self.stream.seek(offset)
+        self.offset = offset
 
 
 @dataclass
@@ -206,9 +208,9 @@ class OpenShard:
     url: str
     archive: Archive
     store: Store
-    # Of the members to read; None: all.
+    # Extension of a member to read -> its size limit; None: read all members.
     size_limits: Mapping[str, int] | None
-    # The offset up to which bytes count to the samples so far.
+    # The offset up to which bytes have been counted, in `num_bytes` of earlier samples.
     counted: int = 0
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
@@ -216,10 +218,10 @@ class OpenShard:
         samples = self.archive.samples()
         while True:
             self.store.begin_sample()
-            found = next(samples, None)
-            if found is None:
+            sample = next(samples, None)
+            if sample is None:
                 return
-            yield found
+            yield sample
 
     def seek(self, offset: int) -> None:
         """Go on with the sample that begins at this offset; for new `samples`."""
@@ -234,7 +236,7 @@ class OpenShard:
         size_limits = self.size_limits if wanted else {}
         json_bytes = b""
         for member in members:
-            sample.linked += 0 if member.at is None else padded(member.size)
+            sample.linked += 0 if member.offset is None else padded(member.size)
             accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.fault)
             wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
             wants_json = wants_json and not member.fault
@@ -243,8 +245,8 @@ class OpenShard:
                 json_bytes = content if wants_json else json_bytes
                 if accepted:
                     sample.members[member.extension] = content
-        sample.num_bytes = self.archive.at - self.counted + sample.linked
-        self.counted = self.archive.at
+        sample.num_bytes = self.archive.offset - self.counted + sample.linked
+        self.counted = self.archive.offset
         return json_bytes
 
 
@@ -266,24 +268,25 @@ def indexed_samples(shard: OpenShard, want: Callable[[int], bool], offsets: Sequ
         if not want(number):
             yield RawSample(shard.url, "", number, {}, num_bytes=stop - start)
             continue
-        if shard.archive.at != start:
+        if shard.archive.offset != start:
             shard.seek(start)
             samples = shard.samples()
-        found = next(samples, None)
-        if found is None:
+        sample_members = next(samples, None)
+        if sample_members is None:
             return
-        key, members = found
+        key, members = sample_members
         sample = RawSample(shard.url, key, number, {})
         shard.read(sample, members, wanted=True)
-        if sample.linked or shard.archive.at != stop:
+        if sample.linked or shard.archive.offset != stop:
             sample.spoil("outdated_index", "it is an earlier version's; run `clipscale data index` again")
         yield sample
 
 
 def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset) -> Iterator[RawSample]:
-    """The samples that a subset lists, each once for each time that it may come in an epoch; its bytes count once.
+    """The samples that a subset lists. A sample comes once for each time that it may be in an epoch.
 
-    One that comes more than once is always read, since its later copies may be those of another window.
+    Its bytes count once. A sample that comes several times is always read, since its later copies may belong to another
+    window.
     """
     number = 0
     for key, members in shard.samples():
@@ -314,14 +317,20 @@ def read_shard(
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
 
-    A member that repeats begins a sample if it is the first of its sample; else the sample has the damage
-    `repeated_member`. Links give what they stand for in the same tar; else the damage is `link`. Members' names are
-    never used as paths. Content is read for samples whose index `want` accepts, and of these for members in
-    `size_limits` (see `sample.limits`; None: all). A sample with such a member over its size limit has the damage
-    `too_large`. A damaged sample has no members.
+    Args:
+        want: content is read for the samples whose index it accepts.
+        size_limits: content is read for these members (see `sample.limits`); None: for all.
+        subset: the shard then has only the samples that it lists. One of weight 2.5 comes as three copies, the third
+            with a probability of 0.5.
+        offsets: returns the samples' offsets (see `index.sample_offsets`). Unwanted samples are then skipped.
 
-    With a `subset` the shard has only the samples that it lists, one of weight 2.5 as three copies. `offsets` returns
-    the samples' offsets (see `index.sample_offsets`): unwanted samples are then skipped.
+    A damaged sample has no members, and one of these reasons:
+
+    - `repeated_member`: an extension comes twice. If it is the first member's, it begins another sample instead.
+    - `link`: a link leads out of the tar. Other links give what they stand for.
+    - `too_large`: a member to read is over its size limit.
+
+    Members' names are never used as paths.
     """
     archive: Archive | None = None
     store = store or Store()
@@ -331,20 +340,20 @@ def read_shard(
             stream, can_seek = unpacked(source, basename(url))
             archive = Archive(stream, can_seek)
             shard = OpenShard(url, archive, store, size_limits)
-            known = offsets(url, state) if can_seek and subset is None else None
-            starts = [] if known is None else known.tolist()
+            indexed_offsets = offsets(url, state) if can_seek and subset is None else None
+            starts = [] if indexed_offsets is None else indexed_offsets.tolist()
             if subset is not None:
                 yield from listed_samples(shard, want, subset)
             elif starts:
                 yield from indexed_samples(shard, want, starts)
             else:
                 yield from all_samples(shard, want)
-            if can_seek and archive.at >= state[0]:  # skipped content shows no other sign of a file that is cut off
+            if can_seek and archive.offset >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:
                 check_end(stream)
     except (SourceError, *DAMAGE) as error:
-        problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
+        problem.note(url, error, "truncated_shard" if archive and archive.samples_begun else "unreadable_shard")
 
 
 def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.remote import NO_CREDENTIALS, SAID_S, check_credentials, no_credentials
-from clipscale.common.terminal import main_rank, tell
+from clipscale.common.terminal import log_line, main_rank
 from clipscale.data.shards.addresses import EVENT, SourceError, bucket_of, is_local, scheme_of
 
 # A shard is given up after this many failed retries in a row: about a minute.
@@ -33,10 +33,10 @@ RETRIES = 8
 WAIT_S = 30.0
 # Bytes of a request.
 REQUEST_BYTES = 4 << 20
-# Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader.
-LEAST = 1 << 14
-# Bytes a second by which the time limit of a request grows.
-SLOWEST = 1 << 16
+# Least bytes of a cut-off answer that count as progress. A server that sends a byte a request must not hold a reader.
+MIN_PROGRESS_BYTES = 1 << 14
+# The time limit of a request allows for at least this speed.
+MIN_BYTES_PER_S = 1 << 16
 # Bound on the random wait between two attempts, and on what a server adds to it by Retry-After.
 LONGEST_WAIT_S = 30.0
 # Interval at which a reader that waits for a request calls `tick`.
@@ -45,7 +45,7 @@ TICK_S = 0.1
 NO_ANSWER = "no_answer"
 # Counter of requests to a server that cannot be found.
 UNKNOWN_HOST = "unknown_host"
-# What aiohttp and botocore raise for such a server.
+# What aiohttp and botocore raise for a server that cannot be found.
 _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
 # HTTP statuses that may pass.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
@@ -53,7 +53,7 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _MOVED = {301, 302, 303, 307, 308}
 # Most redirects that are followed.
 REDIRECTS = 10
-# Settings of fsspec's http that only the server in the user's address gets.
+# Settings of fsspec's http that are sent only to the server in the user's address.
 _SECRETS = ("headers", "auth", "cookies", "params")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 # Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted.
@@ -118,7 +118,7 @@ def local_state(path: str) -> ObjectState:
 class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
-    # The header of that name.
+    # The answer's header Retry-After.
     retry_after = ""
 
 
@@ -147,7 +147,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         except TransientError as error:
             store.count(error.reason)
             failures += 1
-            told_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # it may be a date
+            retry_after_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # it may be a date
             if failures > RETRIES:
                 raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
         finally:
@@ -155,23 +155,23 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         request = None
         # a random wait, so that readers do not all return at once
         random_s = random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S))
-        again = time.monotonic() + min(told_s, LONGEST_WAIT_S) + random_s
-        while (left := again - time.monotonic()) > 0:
+        again = time.monotonic() + min(retry_after_s, LONGEST_WAIT_S) + random_s
+        while (remaining_s := again - time.monotonic()) > 0:
             store.tick()
-            time.sleep(min(left, TICK_S))
+            time.sleep(min(remaining_s, TICK_S))
 
 
-def look_up(urls: Sequence[str], what: str = "") -> dict[str, SourceError]:
-    """Request a byte of each object, all at once; returns the errors of those that cannot be read.
+def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
+    """Request a byte of each object, all at once. Returns the errors of those that cannot be read.
 
-    After SAID_S a line says `what` is waited for. Raises LoaderError if none has an answer, UserError without
-    credentials.
+    After SAID_S a line says that `awaited` is waited for. Raises LoaderError if no request is answered, and UserError
+    without credentials.
     """
     requests = {url: start_request(url, 0, 1) for url in urls}
     late = futures.wait(requests.values(), SAID_S).not_done
     if late and main_rank():
         asked = f"an answer about {len(late)} of {len(urls)} shards (first: {urls[0]})"
-        tell(f"waiting for {what or asked}", error=True)
+        log_line(f"waiting for {awaited or asked}", error=True)
     futures.wait(requests.values())  # each has its limit
     errors = {url: error for url, request in requests.items() if (error := request.exception())}
     for error in errors.values():
@@ -193,7 +193,7 @@ class RemoteFile(io.RawIOBase):
         """`block`: the first one. `state`: the object's."""
         self._url = url
         self._store = store
-        self._at = self._start = 0
+        self._position = self._start = 0
         # The request for the next block.
         self._ahead: Request | None = None
         self._block = block
@@ -207,20 +207,20 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.size)[whence])
-        return self._at
+        self._position = max(0, offset + (0, self._position, self.size)[whence])
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Write the next bytes of the current block, at its end of the next one, and return their number."""
-        if self._at >= self.size:
+        if self._position >= self.size:
             return 0
-        if not self._start <= self._at < self._start + len(self._block):
+        if not self._start <= self._position < self._start + len(self._block):
             self._load()
-        first = self._at - self._start
-        part = self._block[first : first + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        first = self._position - self._start
+        piece = self._block[first : first + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
 
     def close(self) -> None:
         self._forget_ahead()
@@ -233,15 +233,15 @@ class RemoteFile(io.RawIOBase):
 
     def _load(self) -> None:
         """Load the block at the current position, and prefetch the next one if the reader reads sequentially."""
-        sequential = self._at == self._start + len(self._block)
+        sequential = self._position == self._start + len(self._block)
         if not sequential:
             self._forget_ahead()
-        stop = min(self._at + REQUEST_BYTES, self.size)
+        stop = min(self._position + REQUEST_BYTES, self.size)
         request = self._ahead
         self._ahead = None
         self._block = b""
-        self._start = self._at
-        self._block, state = fetch(self._store, self._url, self._at, stop, request)
+        self._start = self._position
+        self._block, state = fetch(self._store, self._url, self._position, stop, request)
         if state != self.state:
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
@@ -264,7 +264,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
     Raises TransientError, SourceError for what does not pass, and UserError without credentials.
     """
     begun = time.monotonic()
-    limit = WAIT_S + (stop - start) / SLOWEST
+    limit = WAIT_S + (stop - start) / MIN_BYTES_PER_S
     try:
         if scheme_of(url) in ("http", "https"):
             data, state = await _from_web(url, start, stop, limit)
@@ -288,14 +288,14 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
         reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"
         raise TransientError(reason, f"{type(error).__name__}: {error}") from error
     missing = min(stop, state[0]) - start - len(data)
-    if missing > 0 and len(data) < LEAST:
+    if missing > 0 and len(data) < MIN_PROGRESS_BYTES:
         came = f"{len(data)} of {len(data) + missing} bytes came in {time.monotonic() - begun:.3g} s"
         raise TransientError("short_answer", came)
     return data, state
 
 
 async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]:
-    """By fsspec's file system for the address, with that library's credentials and settings."""
+    """Bytes start..stop and the object's state, by fsspec's file system, with its credentials and settings."""
     from fsspec.core import url_to_fs
 
     await asyncio.to_thread(check_credentials, scheme_of(url), f"data.train: {bucket_of(url)}")
@@ -308,11 +308,12 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
 
 @asynccontextmanager
 async def _answer(
-    url: str, limit: float, headers: Mapping[str, str] | None, span: Mapping[str, str], left: int = REDIRECTS
+    url: str, limit: float, headers: Mapping[str, str] | None, span: Mapping[str, str], redirects: int = REDIRECTS
 ) -> AsyncIterator[Any]:
-    """The answer to a request by fsspec's http session, with its settings, of `limit` seconds. Follows at most `left`
-    redirects. `span`: a header. If `headers` is None, as it is after a redirect to another server, none of the user's
-    _SECRETS is sent.
+    """The answer to a request of at most `limit` seconds, by fsspec's http session with its settings.
+
+    Follows at most `redirects` redirects. `span`: the header that names a range. `headers`: None after a redirect to
+    another server, which then gets none of the user's _SECRETS.
     """
     import aiohttp
     from fsspec import filesystem
@@ -330,12 +331,12 @@ async def _answer(
     timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
     address = URL(quote(url, safe=_IN_ADDRESSES), encoded=True)
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
-        if not (answer.status in _MOVED and left and "Location" in answer.headers):
+        if not (answer.status in _MOVED and redirects and "Location" in answer.headers):
             yield answer
             return
         target = answer.url.join(URL(answer.headers["Location"], encoded=True))
         own = headers if target.origin() == answer.url.origin() else None
-    async with _answer(str(target), limit, own, span, left - 1) as answer:
+    async with _answer(str(target), limit, own, span, redirects - 1) as answer:
         yield answer
 
 
@@ -346,9 +347,11 @@ async def _receive(answer: Any, data: bytearray, size: int) -> None:
 
 
 def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
-    """The first bytes of an object of the web, by a request that any server answers, within two minutes. `secrets`:
-    send the headers that the user has set for fsspec's http, but to no other server. Raises TimeoutError, OSError for
-    another status than 200, and what aiohttp raises."""
+    """The first bytes of an object of the web, by a request that any server answers, within two minutes.
+
+    `secrets`: send the headers that the user has set for fsspec's http, to this server alone. Raises TimeoutError,
+    OSError for another status than 200, and what aiohttp raises.
+    """
     from fsspec.asyn import get_loop
 
     async def request() -> bytes:
@@ -366,10 +369,10 @@ def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
 async def _from_web(
     url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] = {}
 ) -> tuple[bytes, ObjectState]:
-    """What arrives within `limit` seconds.
+    """Bytes start..stop that arrive within `limit` seconds, and the object's state.
 
-    fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
-    version of the bytes nor those that came before a fault.
+    fsspec's own `_cat_file` does not serve. It reads all of an answer, however long a hostile server makes it. It
+    returns neither the version of the bytes, nor the bytes that came before a fault.
     """
     from aiohttp import ClientError
 

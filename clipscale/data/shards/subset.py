@@ -44,7 +44,7 @@ class Table(NamedTuple):
     max_copies: int = 1
 
     def digest(self) -> str:
-        """Of the rows: the same for every file that lists the same. 10^7 rows take half a second."""
+        """A digest of the rows: the same for every file that lists the same. 10^7 rows take half a second."""
         return hashlib.blake2b(self.rows.view("u1").data).hexdigest()
 
 
@@ -58,10 +58,10 @@ class Subset:
     # A digest of the file's path, size and time of change, and of what its index holds.
     name: str
     # The arguments of `open_subset`.
-    given: tuple[str, str]
+    arguments: tuple[str, str]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return open_subset, self.given
+        return open_subset, self.arguments
 
     @property
     def table(self) -> Table:
@@ -82,10 +82,10 @@ class Subset:
             halves = int(uid[:16], 16), int(uid[16:], 16)
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return 0.0
-        at = bisect_left(rows, halves, key=lambda row: row.item()[:2])
-        if at == len(rows) or rows[at].item()[:2] != halves:
+        row = bisect_left(rows, halves, key=lambda row: row.item()[:2])
+        if row == len(rows) or rows[row].item()[:2] != halves:
             return 0.0
-        return float(rows[at]["weight"]) if rows.dtype == ROW else 1.0
+        return float(rows[row]["weight"]) if rows.dtype == ROW else 1.0
 
 
 def open_subset(name: str, path: str) -> Subset:
@@ -142,8 +142,8 @@ def _weights(setting: str, file: Path, name: str) -> Table:
         twice = halves[1:] == halves[:-1]
         if bad.any() or twice.any():
             wrong = f"{bad.sum()} weights are no numbers from 0 to {MOST_TIMES:,}"
-            what = wrong if bad.any() else f"{twice.sum()} samples come twice"
-            raise UserError(f"{setting}: {what}; give each sample one weight")
+            problem = wrong if bad.any() else f"{twice.sum()} samples come twice"
+            raise UserError(f"{setting}: {problem}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(cached) as new:  # several processes may write: the last one wins
             np.save(new, rows)
@@ -171,10 +171,10 @@ def parquet_file(file: str | Path) -> "ParquetFile":
 
 def _rows_of(table: "ParquetFile", column: str) -> Iterator[np.ndarray]:
     """The rows of a Parquet file, ROWS at a time."""
-    whole = bytes.fromhex if column == "uid" else _digest
+    to_digest = bytes.fromhex if column == "uid" else _digest
     for batch in table.iter_batches(ROWS, columns=[column, "weight"]):
         rows = np.empty(len(batch), ROW)
-        halves = np.frombuffer(b"".join(map(whole, batch[column].to_pylist())), ">u8").reshape(-1, 2)
+        halves = np.frombuffer(b"".join(map(to_digest, batch[column].to_pylist())), ">u8").reshape(-1, 2)
         rows["f0"] = halves[:, 0]
         rows["f1"] = halves[:, 1]
         rows["weight"] = batch["weight"].cast("float32")

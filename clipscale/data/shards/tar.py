@@ -24,7 +24,7 @@ DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib
 LARGEST_MEMBER = 1 << 28
 # Most bytes of extended headers up to a file, which are held in memory.
 LARGEST_HEADER = 1 << 20
-# Most bytes of headers up to a file, and in a sample behind its first file: a million of them take seconds.
+# Most bytes of headers up to a file, and in a sample after its first file. A million headers take seconds.
 MOST_HEADERS = 1 << 23
 # Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end.
 MAX_SAMPLE_SPAN = 1 << 30
@@ -61,35 +61,35 @@ class Stream(Protocol):
 def unpacked(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, bool]:
     """A stream of the archive, and whether it can seek.
 
-    Raises tarfile.ReadError for an empty source, and for one that is no tar, with what it is and the line that makes
-    one of a file with this `name`.
+    Raises tarfile.ReadError for an empty source, and for one that is no tar. The message says what it is, and which
+    command makes a tar of a file with this `name`.
     """
     first = source.peek(BLOCK_BYTES)
     if not first:
         raise tarfile.ReadError("empty")
     if first[:2] != b"\x1f\x8b":
-        check_kind(first, name)
+        check_is_tar(first, name)
         return source, True
     stream = Unpacked(source)
-    check_kind(stream.peek(BLOCK_BYTES), name, "a gzip of ")
+    check_is_tar(stream.peek(BLOCK_BYTES), name, "a gzip of ")
     return stream, False
 
 
-def check_kind(first: bytes, name: str, wrapped: str = "") -> None:
-    """Raise tarfile.ReadError for bytes that begin no tar, if their kind is known. `wrapped`: what they were in."""
+def check_is_tar(first: bytes, name: str, wrapped: str = "") -> None:
+    """Raise tarfile.ReadError for bytes that begin no tar, if it is known what they are. `wrapped`: what held them."""
     with suppress(tarfile.ReadError):
         _check_header(first[:BLOCK_BYTES])
         return
-    kind = "" if wrapped and len(first) < BLOCK_BYTES else content_of(first)  # a peek into a gzip may be short
-    if not kind or not any(first):
+    content = "" if wrapped and len(first) < BLOCK_BYTES else content_of(first)  # a peek into a gzip may be short
+    if not content or not any(first):
         return
     file = shlex.quote(utf8(name))
     new = shlex.quote(f"{name.partition('.tar')[0]}-plain.tar")
-    if kind in UNPACKERS:
-        packed = f"{UNPACKERS['gzip']} {file} | {UNPACKERS[kind]}" if wrapped else f"{UNPACKERS[kind]} {file}"
-        raise tarfile.ReadError(f"{wrapped}{kind}, which is not read: `{packed} > {new}` makes a tar of it")
-    remedy = REMEDIES.get(kind, "").format(file=file)
-    raise tarfile.ReadError(f"{wrapped}{kind}, no tar{remedy and f'; {remedy}'}")
+    if content in UNPACKERS:
+        packed = f"{UNPACKERS['gzip']} {file} | {UNPACKERS[content]}" if wrapped else f"{UNPACKERS[content]} {file}"
+        raise tarfile.ReadError(f"{wrapped}{content}, which is not read: `{packed} > {new}` makes a tar of it")
+    remedy = REMEDIES.get(content, "").format(file=file)
+    raise tarfile.ReadError(f"{wrapped}{content}, no tar{remedy and f'; {remedy}'}")
 
 
 class Unpacked(gzip.GzipFile):
@@ -112,10 +112,11 @@ class Header(NamedTuple):
     name: str
     # Bytes of the content; 0 for a link.
     size: int
-    # Bytes up to the content, with members skipped before it, and how many of these are headers.
-    taken: int
+    # Bytes up to the content. Members that were skipped before it count too.
+    bytes_before: int
+    # How many of these bytes are headers.
     headers: int
-    # Of a link: the name of the file that it stands for, by `normalised`.
+    # For a link: the name of the file that it stands for, by `normalised`.
     target: str | None = None
 
 
@@ -126,38 +127,38 @@ def next_member(stream: Stream) -> Header | None:
     or MOST_HEADERS of headers, without a file.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
-    left = LARGEST_HEADER
+    header_budget = LARGEST_HEADER
     headers = 0
-    taken = 0
+    bytes_before = 0
     while (block := _header(stream)) is not None:
         size = _number(block[124:136])
-        kind = block[156:157]
+        type_flag = block[156:157]
         headers += BLOCK_BYTES
-        taken += BLOCK_BYTES
-        if taken > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
-            raise tarfile.ReadError(f"{taken} bytes without a file")
-        if kind in b"LxK":
-            extended |= _extended(kind, read_exactly(stream, size, left))
+        bytes_before += BLOCK_BYTES
+        if bytes_before > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
+            raise tarfile.ReadError(f"{bytes_before} bytes without a file")
+        if type_flag in b"LxK":
+            extended |= _extended(type_flag, read_exactly(stream, size, header_budget))
             read_exactly(stream, -size % BLOCK_BYTES)
-            left -= size
+            header_budget -= size
             headers += padded(size)
-            taken += padded(size)
+            bytes_before += padded(size)
             continue
         name = extended.get("path", _name(block))
-        if kind in b"123456":  # links, devices and folders have no content, whatever their size field says
-            if kind in b"12":
+        if type_flag in b"123456":  # links, devices and folders have no content, whatever their size field says
+            if type_flag in b"12":
                 link = extended.get("linkpath", _text(block[157:257]))
-                return Header(name, 0, taken, headers, target_of(name, link, is_symbolic=kind == b"2"))
+                return Header(name, 0, bytes_before, headers, target_of(name, link, is_symbolic=type_flag == b"2"))
             size = 0
         else:
             size = int(extended.get("size", size))
             if not 0 <= size <= LARGEST_MEMBER:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
-            if kind in b"0\x007" and not name.endswith("/"):
-                return Header(name, size, taken, headers)
+            if type_flag in b"0\x007" and not name.endswith("/"):
+                return Header(name, size, bytes_before, headers)
             skip(stream, padded(size), False)
         extended = {}
-        taken += padded(size)
+        bytes_before += padded(size)
     return None
 
 
@@ -193,11 +194,11 @@ def _check_header(block: bytes) -> None:
         raise tarfile.ReadError("bad checksum in a header")
 
 
-def _extended(kind: bytes, content: bytes) -> dict[str, str]:
-    """The fields of an extended header; a long name (`L`) as `path`, and of a link's target (`K`) as `linkpath`."""
-    if kind == b"x":
+def _extended(type_flag: bytes, content: bytes) -> dict[str, str]:
+    """The fields of an extended header. A long name (`L`) is `path`, a link's long target (`K`) `linkpath`."""
+    if type_flag == b"x":
         return _pax(content)
-    return {"path" if kind == b"L" else "linkpath": _text(content)}
+    return {"path" if type_flag == b"L" else "linkpath": _text(content)}
 
 
 def _name(block: bytes) -> str:
@@ -228,15 +229,15 @@ def _text(field: bytes) -> str:
 def _pax(content: bytes) -> dict[str, str]:
     """Records of the form `LENGTH KEY=VALUE\\n`."""
     fields = {}
-    at = 0
-    while at < len(content):
-        space = content.find(b" ", at, at + 20)
-        length = int(content[at:space]) if space >= 0 else 0
-        if length <= 0 or not space < at + length <= len(content):
+    start = 0
+    while start < len(content):
+        space = content.find(b" ", start, start + 20)
+        length = int(content[start:space]) if space >= 0 else 0
+        if length <= 0 or not space < start + length <= len(content):
             raise tarfile.ReadError("bad record in an extended header")
-        key, _, value = content[space + 1 : at + length - 1].partition(b"=")
+        key, _, value = content[space + 1 : start + length - 1].partition(b"=")
         fields[_text(key)] = value.decode("utf-8", "surrogateescape")
-        at += length
+        start += length
     return fields
 
 
@@ -251,8 +252,10 @@ def read_exactly(stream: Stream, size: int, most: int = LARGEST_MEMBER) -> bytes
 
 
 def skip(stream: Stream, size: int, can_seek: bool) -> None:
-    """Skip `size` bytes. Raises tarfile.ReadError at the end of the stream, unless the stream can seek: then the end
-    goes unnoticed."""
+    """Skip `size` bytes. Raises tarfile.ReadError at the end of a stream that cannot seek.
+
+    In a stream that can seek the end goes unnoticed.
+    """
     if can_seek and size >= LEAST_SEEK:
         stream.seek(size, os.SEEK_CUR)
         return

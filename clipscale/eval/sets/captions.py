@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     name: str
     captions: Sequence[str]
-    # Of Karpathy's; empty: the file has no splits.
+    # Karpathy's split; empty: the file has no splits.
     split: str = ""
 
 
@@ -42,13 +42,13 @@ def entries(file: Path) -> list[Entry]:
     """What a caption file says of every image. Raises UserError for another JSON."""
     try:
         record = files.read_json(file)
-        found = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
-        return [entry._replace(captions=stripped(entry.captions)) for entry in found]
+        listed = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
+        return [entry._replace(captions=stripped(entry.captions)) for entry in listed]
     except (AttributeError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
 
 
-def found(folder: Path) -> dict[Path, Captions]:
+def caption_files(folder: Path) -> dict[Path, Captions]:
     """The caption files of a folder, among its JSON files."""
     captions = {}
     for file in files.visible(folder):
@@ -88,8 +88,18 @@ def _coco(record: Record) -> Iterator[Entry]:
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
-    """The places of the images that a caption file names: in its folder, or in one below or beside that; of these, in
-    the one that has most of them. Raises UserError if none has one, or two have as many."""
+    """The places of the images that a caption file names.
+
+    They are looked for in `folder`, if that is given. Otherwise the first of these that has any of them counts:
+
+    1. the file's folder,
+    2. the folders in it,
+    3. the folder above,
+    4. the folders in that one.
+
+    Of several folders the one with the most images counts. Raises UserError if no folder has any, or if two have as
+    many.
+    """
     for name in names:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
@@ -114,7 +124,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
 
 
 def _present(folder: Path, names: Sequence[str]) -> tuple[int, list[Path]]:
-    """How many of the images a folder has, by their names or by the last part of these, and their places."""
-    whole = [folder / name for name in names]
-    leaves = [folder / path.name for path in whole]
-    return max(((sum(map(os.path.isfile, paths)), paths) for paths in (whole, leaves)), key=itemgetter(0))
+    """How many of the images a folder has, and their places: by their names, or by the names' last segments."""
+    full_paths = [folder / name for name in names]
+    leaves = [folder / path.name for path in full_paths]
+    return max(((sum(map(os.path.isfile, paths)), paths) for paths in (full_paths, leaves)), key=itemgetter(0))

@@ -45,8 +45,11 @@ class ImageRef(NamedTuple):
     frame: int = 0
 
     def read(self) -> bytes:
-        """The image's bytes, without its frame. Raises BrokenSampleError: its `fault`, `too_large`, with a frame
-        also as a decoder; OSError; and ValueError for a name that no file can have."""
+        """The image's bytes, without its frame.
+
+        Raises BrokenSampleError (its `fault`; `too_large`; with a frame what a decoder finds), OSError, and ValueError
+        for a name that no file can have.
+        """
         if self.fault:
             raise BrokenSampleError(self.fault)
         with self.path.open("rb") as file:
@@ -58,8 +61,10 @@ class ImageRef(NamedTuple):
 
 
 def without_frame(data: bytes, width: int) -> bytes:
-    """The picture without a red frame of so many pixels, uncompressed; where its corners are not red, as it is. Raises
-    BrokenSampleError."""
+    """The picture without a red frame of so many pixels, uncompressed. Without red corners it is returned as it is.
+
+    Raises BrokenSampleError.
+    """
     with broken_pictures():
         image = open_picture(data).convert("RGB")
         corners = np.asarray(image)[[0, 0, -1, -1], [0, -1, 0, -1]]
@@ -81,7 +86,7 @@ class EvalSet(ABC):
     name: str
     path: Path
     images: Sequence[ImageRef]
-    # Of each image: its class, or its captions, one or more.
+    # For each image: its class, or its captions, one or more.
     answers: Sequence[Any]
     # The set's main metric: the mean of these. Empty: the set is of no suite.
     metric: tuple[str, ...] = ()
@@ -110,8 +115,10 @@ class EvalSet(ABC):
         read: Callable[[int], bytes] | None = None,
         take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
     ) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """As `Encoder.images`; `read`: in the place of the set's own. A line counts what is not usable. Raises
-        UserError, on every rank, if nothing is."""
+        """As `Encoder.images`. `read`: used instead of the set's own.
+
+        A line counts the pictures that are not usable. Raises UserError on every rank if none is usable.
+        """
         yield from encoder.images(len(self), read or self.read, self.label, take_tokens)
         total = encoder.broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"

@@ -47,8 +47,8 @@ class KnownSet:
 
 def frame_of(path: Path) -> int:
     """Width of the frame around the pictures of a folder, by the name of a published set; 0 for none."""
-    framed = [known for known in known_sets().values() if known.frame]
-    return max((known.frame for known in framed if path.as_posix().lower().endswith(known.ends)), default=0)
+    framed = [each for each in known_sets().values() if each.frame]
+    return max((each.frame for each in framed if path.as_posix().lower().endswith(each.ends)), default=0)
 
 
 @cache

@@ -18,7 +18,7 @@ from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 from clipscale.eval.sets.known import frame_of
 
-# Names of the part of a set on which one evaluates.
+# Names of folders with the part of a set on which one evaluates.
 HELD_OUT = ("val", "valid", "validation", "test")
 # Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets.
 NO_NAMES = {"data", "dev", "eval", "images", "train", *HELD_OUT}
@@ -30,8 +30,8 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
     sets = []
-    for given in paths:
-        path = Path(given).expanduser().absolute()
+    for name in paths:
+        path = Path(name).expanduser().absolute()
         loaded = load_set(path)
         sets.append(replace(loaded, name=_name(loaded.path if loaded.path.is_dir() else path)))
     return sets
@@ -62,13 +62,17 @@ def load_set(path: Path) -> EvalSet:
 
 
 def _load_folder(path: Path) -> EvalSet:
-    """A caption file decides over folders that may be classes; so do shards, which have json files beside them."""
+    """Recognise the layout of a folder.
+
+    Caption files count before folders that may be classes. Shards count before caption files, since they have json
+    files beside them.
+    """
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path)
     inside = files.visible(path)
     below = {file.name for file in inside if file.is_dir()}
     tars = [file for file in inside if file.name.endswith(SHARDS)]
-    captioned = {} if tars else captions.found(path)
+    captioned = {} if tars else captions.caption_files(path)
     if len(captioned) > 1:
         one, other, *_ = captioned
         raise UserError(
@@ -83,7 +87,7 @@ def _load_folder(path: Path) -> EvalSet:
         return folders.load(path)
     if tars:
         return shards.load_pairs(path, tars)
-    if any(map(folders.is_image, inside)) and len(above := captions.found(path.parent)) == 1:
+    if any(map(folders.is_image, inside)) and len(above := captions.caption_files(path.parent)) == 1:
         return captions.with_images(*above.popitem(), folder=path)
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "

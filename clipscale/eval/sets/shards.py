@@ -61,8 +61,11 @@ def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
 
 
 def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[list[ImageRef], list[Any]]:
-    """The images of all samples, and their answers: `answer` of the texts, and of a name for messages. A sample without
-    an image, or for which that raises BrokenSampleError, has an image with a fault."""
+    """The images of all samples, and their answers.
+
+    `answer(texts, name)`: the answer that a sample's texts give; `name` is for messages. The sample's image has a fault
+    if this raises BrokenSampleError, or if there is no image.
+    """
     images = []
     answers = []
     for shard in shards:
@@ -78,10 +81,10 @@ def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[
 
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
-    kind = prompts.read(file).strip().lower() if file.is_file() else ClassificationSet.kind
-    if kind not in (ClassificationSet.kind, RetrievalSet.kind):
-        raise UserError(f"eval.sets: {file} says {kind[:40]!r}; only classification and retrieval sets are evaluated")
-    return kind
+    text = prompts.read(file).strip().lower() if file.is_file() else ClassificationSet.kind
+    if text not in (ClassificationSet.kind, RetrievalSet.kind):
+        raise UserError(f"eval.sets: {file} says {text[:40]!r}; only classification and retrieval sets are evaluated")
+    return text
 
 
 def _shard_paths(root: Path) -> Iterator[Path]:
@@ -116,14 +119,14 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
                     elif member.fault:
                         fault = "link"
                     elif member.extension in IMAGE_TYPES:
-                        pictures[member.extension] = ImageRef(shard, archive.offset(member), member.size)
+                        pictures[member.extension] = ImageRef(shard, archive.content_offset(member), member.size)
                     elif member.size <= MAX_TEXT_BYTES:
                         texts[member.extension] = archive.read(member)
                 if pictures or texts or fault:
                     first = min(pictures, key=IMAGE_TYPES.index, default="")
                     image = pictures.get(first, ImageRef(shard, fault="no_image"))
                     yield key, image._replace(fault=fault or image.fault), texts
-            if archive.at > tar.seek(0, os.SEEK_END):
+            if archive.offset > tar.seek(0, os.SEEK_END):
                 raise tarfile.ReadError("ends within a member")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
@@ -143,5 +146,5 @@ def _label(texts: Texts, name: str) -> int:
     try:
         return int(text or b"")
     except ValueError:
-        what = "no .cls member" if text is None else f"the label {text[:20]!r}"
-        raise UserError(f"eval.sets: {name} has {what}; give a whole number in its .cls") from None
+        problem = "no .cls member" if text is None else f"the label {text[:20]!r}"
+        raise UserError(f"eval.sets: {name} has {problem}; give a whole number in its .cls") from None

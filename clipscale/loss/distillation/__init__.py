@@ -40,7 +40,7 @@ class Distillation(Objective):
     pairwise: bool = False
     # The feature width and the logit scale t of each teacher, whose features are side by side in FeatureBlock.teachers.
     teachers: tuple[tuple[int, float], ...] = ()
-    # Of the teachers in the targets; the rest is the pairs'.
+    # The teachers' share of the targets. The rest is the pairs'.
     share: float = 1.0
 
     def prepared(self, inputs: Inputs, exchange: Exchange, machine: Machine) -> Inputs:

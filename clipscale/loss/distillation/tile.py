@@ -27,8 +27,8 @@ class DistillationTile(SoftmaxTile):
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         if tile.rows.target is not None:
             weights = self._targets(tile, scores)
-            left_out = tile.masked_pairs()
-            counted = scores if left_out is None else scores.masked_fill(left_out, 0)
+            masked = tile.masked_pairs()
+            counted = scores if masked is None else scores.masked_fill(masked, 0)
             tile.rows.target += (weights * counted).sum(1, dtype=torch.float64)
         super().forward(scores, replace(tile, positive=None), bound, scratch)
 
@@ -39,14 +39,14 @@ class DistillationTile(SoftmaxTile):
     def _targets(self, tile: Block, like: Tensor) -> Tensor:
         """W (n, m), in the type of `like`."""
         weights = torch.zeros_like(like)
-        left_out = tile.masked_pairs()
+        masked = tile.masked_pairs()
         widths = [width for width, _ in self.teachers]
         scores = torch.empty_like(like)
         for k, (_, scale) in enumerate(self.teachers):
             images, texts = (_present(side.teachers).split(widths, 1)[k] for side in (tile.rows, tile.cols))
             product(images, texts.T, scores, scale)
-            if left_out is not None:
-                scores.masked_fill_(left_out, -torch.inf)
+            if masked is not None:
+                scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):
                 if side.weight is not None:
                     weight = side.weight * (self.share / len(self.teachers))

@@ -94,10 +94,10 @@ def lse_kernel(
 @triton.jit
 def store_line(partials, tops, sums, line, first, size):
     """Write references (or one for all) and sums from number `first` on to a line of partials (lines, 2, size)."""
-    at = first + tl.arange(0, sums.shape[0])
-    pointer = partials + 2 * line.to(tl.int64) * size + at
-    tl.store(pointer, tops, mask=at < size)
-    tl.store(pointer + size, sums, mask=at < size)
+    indices = first + tl.arange(0, sums.shape[0])
+    pointer = partials + 2 * line.to(tl.int64) * size + indices
+    tl.store(pointer, tops, mask=indices < size)
+    tl.store(pointer + size, sums, mask=indices < size)
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
@@ -148,16 +148,16 @@ def join_kernel(partials, lse, lines, n, BLOCK: tl.constexpr):
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """
-    at = tl.minimum(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), n - 1)
-    top = tl.load(partials + at)
+    indices = tl.minimum(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), n - 1)
+    top = tl.load(partials + indices)
     total = tl.zeros((BLOCK,), tl.float64)
     for line in tl.range(lines, num_stages=4):
-        pointer = partials + 2 * line * n + at
+        pointer = partials + 2 * line * n + indices
         reference, terms = tl.load(pointer), tl.load(pointer + n)
         largest = tl.maximum(top, reference)
         total = total * tl.exp2(top - largest) + terms * tl.exp2(reference - largest)
         top = largest
-    tl.store(lse + at, tl.log2(total) + top)
+    tl.store(lse + indices, tl.log2(total) + top)
 
 
 def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ FLOAT32 = TileShape(64, 64, 32, warps=4, stages=3)
 # Small, so that small shapes have many tiles.
 INTERPRETER = TileShape(16, 32, 32, warps=1, stages=1)
 
-# By the first digits of the compute capability.
+# First digits of the compute capability -> the tiles.
 SHAPES = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
 
 

@@ -29,7 +29,7 @@ class Findings:
     """What is wrong with a shard."""
 
     samples: int = 0
-    # Of its samples, by `data.sample_weights`.
+    # Sum of the samples' weights, by `data.sample_weights`.
     weight: float = 0.0
     bytes: int = 0
     # Reason -> samples.
@@ -41,8 +41,10 @@ class Findings:
 
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
-    """Print the table. Status 1 where something is broken, apart from what the filters leave out, or nothing is there.
-    Raises UserError."""
+    """Print the table. Returns 1 if there is no sample, if a shard is damaged, or if a sample is broken.
+
+    A sample that a filter leaves out is not broken. Raises UserError.
+    """
     urls = expanded(sources)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     shards = list(tracked(checked, "checking shards", len(urls)))
@@ -64,7 +66,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:
-    """Decode its samples, at `most` so many of the first, as training does."""
+    """Decode the shard's samples as training does; only the first `most`, if that is given."""
     findings = Findings()
     problem = ReadProblem()
     chosen = selection(config)

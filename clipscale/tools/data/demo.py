@@ -16,14 +16,14 @@ from random import Random
 
 from clipscale.common import files
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import say, tracked
+from clipscale.common.terminal import print_line, tracked
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data import scenes
 
 # A sample as `shard_writer` takes it: `__key__`, and bytes by extension.
 Sample = dict[str, str | bytes]
 
-# Goes up with every change of pictures, captions or layout.
+# Version of the set. Raise it with every change of pictures, captions or layout.
 RECIPE_VERSION = 3
 TRAIN_SHARDS = 16
 TRAIN_MIX = {"one": 0.6, "across": 0.15, "down": 0.15, "row": 0.1}
@@ -58,7 +58,7 @@ def main(_: object = None) -> None:
     root = user_folder()
     if not root.exists():
         render_demo(root, processes=cores())
-    say(f"the demo set is in {root}; data=demo takes it")
+    print_line(f"the demo set is in {root}; data=demo takes it")
 
 
 def render_demo(root: Path, train_samples: int = 20_000, processes: int = 1) -> None:
@@ -131,10 +131,10 @@ def _train(index: int) -> Sample:
     return {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
 
 
-def _objects(split: str, kinds: Sequence[scenes.Kind]) -> Iterator[Sample]:
-    for index, kind in enumerate(kinds):
-        picture = _encode(scenes.Scene("one", (kind,)), Random(f"{split}/{index}"), "PNG")
-        yield {"__key__": f"{index:06d}", "png": picture, "cls": str(scenes.CLASSES.index(kind)).encode()}
+def _objects(split: str, classes: Sequence[scenes.ShapeClass]) -> Iterator[Sample]:
+    for index, shown_class in enumerate(classes):
+        picture = _encode(scenes.Scene("one", (shown_class,)), Random(f"{split}/{index}"), "PNG")
+        yield {"__key__": f"{index:06d}", "png": picture, "cls": str(scenes.CLASSES.index(shown_class)).encode()}
 
 
 def _retrieval() -> Iterator[Sample]:
@@ -152,7 +152,7 @@ def _retrieval() -> Iterator[Sample]:
         yield {"__key__": f"{index:06d}", "png": _encode(scene, rng, "PNG"), "txt": text}
 
 
-def _encode(scene: scenes.Scene, rng: Random, kind: str, **options: int) -> bytes:
+def _encode(scene: scenes.Scene, rng: Random, image_format: str, **options: int) -> bytes:
     out = io.BytesIO()
-    scenes.render(scene, rng).save(out, kind, **options)
+    scenes.render(scene, rng).save(out, image_format, **options)
     return out.getvalue()

@@ -2,7 +2,7 @@
 
 import re
 
-# By the suffix of a kind, how its files begin.
+# Suffix of a kind of file -> how such files begin.
 BEGINNINGS = {
     ".tif": re.compile(rb"II[*+]\0|MM\0[*+]", re.I | re.S),
     ".avif": re.compile(rb"....ftyp(avi[fs]|mif1.{0,32}avif)", re.I | re.S),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import say, tracked
+from clipscale.common.terminal import print_line, tracked
 from clipscale.common.units import counted, format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.data.shards import index, listing
@@ -28,9 +28,9 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     entries = index.lookup(urls, subset).entries.values()
     samples = sum(entry.samples for entry in entries)
     size = sum(entry.size for entry in entries)
-    say(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")
+    print_line(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries if e.reason]
     for line in damage:
-        say(line)
+        print_line(line)
     return 1 if damage else 0

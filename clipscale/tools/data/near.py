@@ -17,7 +17,7 @@ Load = Callable[[Tensor], Tensor]
 CELLS = 1 << 24
 # Most samples from which the clusters are found.
 TRAINED = 1 << 17
-# Of k-means.
+# Rounds of k-means.
 ROUNDS = 10
 # Clusters of a sample in which its near-duplicates are looked for: some lie across a border.
 PROBES = 2
@@ -29,17 +29,19 @@ def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:
     centres = trained[:count]
     step = max(1, CELLS // count)
     for _ in range(ROUNDS):
-        own = torch.cat([(rows @ centres.T).argmax(1) for rows in trained.split(step)])
-        centres = normalize(torch.zeros_like(centres).index_add_(0, own, trained))
+        nearest_centre = torch.cat([(rows @ centres.T).argmax(1) for rows in trained.split(step)])
+        centres = normalize(torch.zeros_like(centres).index_add_(0, nearest_centre, trained))
     blocks = tracked(samples.split(step), "assigning clusters", -(-len(samples) // step))
     return torch.cat([(load(block) @ centres.T).topk(min(PROBES, len(centres))).indices.cpu() for block in blocks])
 
 
 def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float) -> tuple[Tensor, Tensor]:
-    """By number the largest cosine of a sample with an earlier one that is kept, or 0, and the number of that one.
+    """For each sample, by its number: its largest cosine with an earlier kept sample, and that sample's number.
 
-    samples: the preferred ones first. clusters: their `nearest_clusters`. One with a cosine of at least `cosine` is a
-    duplicate, and is not kept: of samples that are all near each other the first stays.
+    The cosine is 0 if no earlier kept sample is in its clusters. A sample with a cosine of at least `cosine` is a
+    duplicate, and not kept. Of samples that are all near each other the first stays.
+
+    samples: numbers, the preferred ones first. clusters: their `nearest_clusters`.
     """
     largest = torch.zeros(int(samples.max()) + 1)
     nearest = torch.arange(len(largest))
@@ -51,16 +53,16 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
         kept = torch.ones(len(group), dtype=torch.bool, device=features.device)
         step = max(1, CELLS // max(1, len(group)))
         for first in range(0, len(group), step):
-            last = first + step
-            cosines = (features[first:last] @ features[:last].T).tril(first - 1)
+            stop = first + step
+            cosines = (features[first:stop] @ features[:stop].T).tril(first - 1)
             settled = False
-            while not settled:  # one more of the block is right each time, and nearly always all at once
-                stays = ((cosines < cosine) | ~kept[:last]).all(1)
-                settled = torch.equal(stays, kept[first:last])
-                kept[first:last] = stays
-            values, at = (found.cpu() for found in (cosines * kept[:last]).max(1))
-            nearer = values > largest[group[first:last]]
-            changed = group[first:last][nearer]
+            while not settled:  # each round settles at least one more sample of the block, usually all
+                stays = ((cosines < cosine) | ~kept[:stop]).all(1)
+                settled = torch.equal(stays, kept[first:stop])
+                kept[first:stop] = stays
+            values, indices = (tensor.cpu() for tensor in (cosines * kept[:stop]).max(1))
+            nearer = values > largest[group[first:stop]]
+            changed = group[first:stop][nearer]
             largest[changed] = values[nearer]
-            nearest[changed] = group[at[nearer]]
+            nearest[changed] = group[indices[nearer]]
     return largest, nearest

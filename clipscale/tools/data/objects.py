@@ -21,7 +21,7 @@ CAPTIONS = {
     "messages": '["messages"][-1]["content"]',
     "sentences": '["sentences"][0]["raw"]',
 }
-# The same of the picture's name.
+# Columns of nested rows, and how Python gets from there to the picture's name.
 IMAGES = {"image": '["image"]', "images": '["images"][0]', "filename": '["filename"]', "file_name": '["file_name"]'}
 
 
@@ -29,9 +29,9 @@ def json_rows(file: Path) -> Iterator[tuple[int, Row | None]]:
     """Each row with its number; None for what is no row."""
     lines = lines_of(file)
     first = next(lines, "")
-    whole = json_object(file)
-    if whole is not None or first.lstrip().startswith("["):
-        rows = json.loads(first + "".join(lines)) if whole is None else rows_of(whole)
+    document = json_object(file)
+    if document is not None or first.lstrip().startswith("["):
+        rows = json.loads(first + "".join(lines)) if document is None else rows_of(document)
         yield from enumerate((row if isinstance(row, dict) else None for row in rows), 1)
         return
     for number, line in enumerate(chain([first], lines), 1):
@@ -51,24 +51,24 @@ def json_object(file: Path) -> Row | None:
     try:
         row = json_fields(first)
     except BrokenSampleError:
-        whole: Row = json.loads(first + "".join(lines))
-        return whole
+        document: Row = json.loads(first + "".join(lines))
+        return document
     return None if any(line.strip() for line in lines) else row
 
 
-def rows_of(whole: Row) -> Sequence[object]:
+def rows_of(document: Row) -> Sequence[object]:
     """The rows that an object holds; or itself as the only one."""
-    if whole and all(map(PICTURE.fullmatch, whole)):  # pictures and their captions, or what else is known of each
+    if document and all(map(PICTURE.fullmatch, document)):  # pictures and their captions, or what else is known of each
         return [
             {"image": name} | (value if isinstance(value, dict) else {"caption": value})
-            for name, value in whole.items()
+            for name, value in document.items()
         ]
-    columns = [[*value.values()] if isinstance(value, dict) else value for value in whole.values()]  # SBU, pandas
+    columns = [[*value.values()] if isinstance(value, dict) else value for value in document.values()]  # SBU, pandas
     listed = [column for column in columns if isinstance(column, list)]
     if len(listed) == len(columns) > 1 and len(set(map(len, listed))) == 1:
-        return [dict(zip(whole, row)) for row in zip(*listed)]
-    lists = [value for value in whole.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return lists[0] if len(lists) == 1 else [whole]
+        return [dict(zip(document, row)) for row in zip(*listed)]
+    lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 else [document]
 
 
 def nested(rows: Sequence[Row], name: str) -> bool:
@@ -80,8 +80,8 @@ def nested(rows: Sequence[Row], name: str) -> bool:
 
 def flattening(file: Path, names: Sequence[str]) -> str:
     """The line of shell that makes a table of a file whose rows are of a known nested form; empty for others."""
-    captions = [way for name, way in CAPTIONS.items() if name in names]
-    images = [way for name, way in IMAGES.items() if name in names]
+    captions = [path for name, path in CAPTIONS.items() if name in names]
+    images = [path for name, path in IMAGES.items() if name in names]
     if not (captions and images):
         return ""
     with file.open("rb") as start:

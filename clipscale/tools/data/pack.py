@@ -23,7 +23,7 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import doing, say, tracked
+from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.units import counted, format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
@@ -38,13 +38,13 @@ from clipscale.tools.data.tables import TABLES, conversion
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
-# The folders of the shards in DIR, by what is in them.
+# What shards hold -> their folder in DIR.
 PARTS = {"pairs": "", "held-out pairs": "holdout"}
 # Folders of sets that are kept apart.
 SPLITS = {"train", "val", "valid", "validation", "test"}
-# Of JPEGs that are resized.
+# JPEG quality of resized pictures.
 QUALITY = 95
-# What helps, by the reason.
+# Reason why something is left out -> what helps.
 REMEDIES = {
     "unreadable_file": "paths are relative to the table, or else to root=DIR",
     "bad_json": "a line is one object of JSON, {...}",
@@ -64,8 +64,9 @@ NOTHING = re.compile(
 )
 # What no letter is: spaces of all kinds, and marks of no width.
 BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
-# Of a part: `read`: its pairs; for each folder its shards and their samples; `left_out`: for each reason the pictures.
-Note = dict[str, Any]
+# The note of a part. `read`: the number of its pairs. `pairs`, `held-out pairs`: shard -> its samples. `left_out`:
+# reason -> names of pictures.
+PartNote = dict[str, Any]
 
 
 def main(words: Sequence[str], settings: PackSettings) -> int:
@@ -81,23 +82,25 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         tables = tables_of(path, settings.columns, settings.holdout.by)
     splits = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
     if len(splits) > 1:
-        say(f"{', '.join(splits)} become one set; pack each of them by itself to keep them apart")
+        print_line(f"{', '.join(splits)} become one set; pack each of them by itself to keep them apart")
     if tables:
-        say(f"columns: {', '.join(tables[0].columns)}")
+        print_line(f"columns: {', '.join(tables[0].columns)}")
     for remark in dict.fromkeys(remark for table in tables for remark in table.remarks):
-        say(remark)
+        print_line(remark)
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
-    out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
+    out = prepare_folder(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     notes = packed(pairs_of(path, tables, root, settings.splits), settings, out)
     pictures = "files" if path.is_dir() else "images"
     report(path, out, notes, "rows" if tables else pictures)
     return 0
 
 
-def report(source: Path, out: Path, notes: Sequence[Note], what: str) -> None:
-    """Index the shards, and print what was read, packed and left out. `what`: was read. Raises UserError if there is no
-    pair to train on."""
+def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) -> None:
+    """Index the shards, and print what was read, packed and left out. `read_units`: the noun for what was read.
+
+    Raises UserError if there is no pair to train on.
+    """
     left_out: dict[str, list[str]] = {}
     for note in notes:
         for reason, names in note["left_out"].items():
@@ -106,25 +109,25 @@ def report(source: Path, out: Path, notes: Sequence[Note], what: str) -> None:
         f"{len(names):,} {reason} (such as {names[0][:80]}{remedy(reason, left_out, source)})"
         for reason, names in left_out.items()
     )
-    counts = [f"read {sum(note['read'] for note in notes):,} {what}: "]
-    for side, part in PARTS.items():
+    counts = [f"read {sum(note['read'] for note in notes):,} {read_units}: "]
+    for side, folder in PARTS.items():
         sizes = {name: samples for note in notes for name, samples in note[side].items()}
-        if not sizes and not part:
+        if not sizes and not folder:
             raise UserError(f"{source}: no pair could be packed: {reasons or 'it is empty'}")
         if sizes:
-            files.write_json(out / part / "sizes.json", sizes)
-            shards = [str(out / part / name) for name in sizes]
+            files.write_json(out / folder / "sizes.json", sizes)
+            shards = [str(out / folder / name) for name in sizes]
             list(index.update_indexes(shards, workers=cores()))
             size = format_bytes(sum(Path(shard).stat().st_size for shard in shards))
-            say(f"{sum(sizes.values()):,} {side} in {counted(len(shards), 'shard')} of {out / part}, {size}")
-            counts.append(f"{sum(sizes.values()):,} {'held out' if part else 'packed'}, ")
+            print_line(f"{sum(sizes.values()):,} {side} in {counted(len(shards), 'shard')} of {out / folder}, {size}")
+            counts.append(f"{sum(sizes.values()):,} {'held out' if folder else 'packed'}, ")
     if reasons:
-        say(f"left out: {reasons}; {out}/parts/*.json lists them")
-    say(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
+        print_line(f"left out: {reasons}; {out}/parts/*.json lists them")
+    print_line(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
 
 
 def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
-    """What helps where pairs or files were left out for this reason. `left_out`: those of each reason."""
+    """What helps where pairs or files were left out for this reason. `left_out`: reason -> names."""
     if reason.startswith(SPLIT):
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
     if reason in TEXTS:
@@ -134,7 +137,7 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
 
 
 def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> str:
-    """How texts in a folder of their own come beside the pictures of their names; empty if there are none."""
+    """A command that puts texts from a folder of their own beside the pictures of their names; empty if none fits."""
     without = {PurePath(name).stem: PurePath(name).parent for name in pictures}
     for text in map(PurePath, texts):
         target = without.get(text.stem)
@@ -148,7 +151,7 @@ def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> st
     return ""
 
 
-def prepared(source: Path, folder: str, settings: Mapping[str, object]) -> Path:
+def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) -> Path:
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
     out = Path(folder).expanduser()
     note = out / "pack.json"
@@ -159,8 +162,8 @@ def prepared(source: Path, folder: str, settings: Mapping[str, object]) -> Path:
             empty = not any(out.rglob("*.tar"))
             if not empty and files.read_json(note) != begun:
                 raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
-            for part in out.glob("parts/*.json") if empty else ():  # the files of the source may be others now
-                part.unlink()
+            for note_of_part in out.glob("parts/*.json") if empty else ():  # the files of the source may be others now
+                note_of_part.unlink()
         elif any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
@@ -171,15 +174,15 @@ def prepared(source: Path, folder: str, settings: Mapping[str, object]) -> Path:
     return out
 
 
-def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[Note]:
+def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[PartNote]:
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
     futures: dict[int, Future[None]] = {}
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        while part := list(islice(pairs, SHARD_SAMPLES)):
+        while chunk := list(islice(pairs, SHARD_SAMPLES)):
             number = len(futures)
-            doing(f"packing, with pair {number * SHARD_SAMPLES + len(part):,} read")
-            futures[number] = pool.submit(pack_part, number * SHARD_SAMPLES, part, settings, note_file(out, number))
+            show_task(f"packing, with pair {number * SHARD_SAMPLES + len(chunk):,} read")
+            futures[number] = pool.submit(pack_part, number * SHARD_SAMPLES, chunk, settings, note_file(out, number))
             if number >= 2 * cores():
                 wait([futures[number - 2 * cores()]])
         for future in tracked(futures.values(), f"packing parts of {SHARD_SAMPLES:,} pairs", len(futures)):
@@ -198,7 +201,7 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
     left_out: dict[str, list[str]] = {}
     out = file.parent.parent
     with ExitStack() as stack:
-        kept, held = (stack.enter_context(Shards(out / part, file.stem)) for part in PARTS.values())
+        kept, held = (stack.enter_context(Shards(out / folder, file.stem)) for folder in PARTS.values())
         for number, pair in enumerate(pairs, first):
             try:
                 captions = captions_of(pair)
@@ -213,8 +216,10 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
 
 
 def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
-    """By a hash of the pair's group, or else of the picture's bytes: equal ones are on one side, whatever else the
-    source holds."""
+    """Whether a pair is held out, by a hash of its group, or else of the picture's bytes.
+
+    So equal ones are on one side, whatever else the source holds.
+    """
     return hash64(pair.group or data) < fraction * 2**64
 
 
@@ -239,7 +244,7 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         pixels = picture.decode()
     except BrokenSampleError as error:
         raise BrokenSampleError(kind_of(data) or error.reason, str(error)) from error
-    kind = picture.type
+    extension = picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:
         scale = side / min(width, height)
@@ -248,12 +253,12 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         encoded = io.BytesIO()
         Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
         data = encoded.getvalue()
-        kind = "jpg"
+        extension = "jpg"
     fields = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
     text = json.dumps(fields, default=str).encode()
-    return {"__key__": f"{number:09d}", kind: data, "txt": captions[0].encode(), "json": text}
+    return {"__key__": f"{number:09d}", extension: data, "txt": captions[0].encode(), "json": text}
 
 
 def is_text(text: str) -> bool:
@@ -269,7 +274,7 @@ class Shards:
         self._name = name
         self._open = ExitStack()
         self._bytes = 0
-        # The samples of each.
+        # Shard -> its samples.
         self.sizes: dict[str, int] = {}
 
     def __enter__(self) -> "Shards":

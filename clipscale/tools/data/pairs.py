@@ -17,7 +17,7 @@ from clipscale.tools.data.tables import TABLES, Table, conversion, open_table
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Suffixes of a picture's text; of several the first is taken.
 TEXTS = (".txt", ".caption")
-# Begins the reason why an image of another split is left out.
+# Beginning of the reason why an image of another split is left out.
 SPLIT = "split_"
 
 
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     text: Place | None = None
     # Why it cannot be used, where that is known.
     broken: str = ""
-    # What its side of the holdout is chosen by; empty: the picture's bytes.
+    # Decides whether the pair is held out; empty: the picture's bytes do.
     group: str = ""
 
 
@@ -47,25 +47,25 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
     if path.is_dir():
         listed = visible(path)
         # one of each folder, which may have the same pairs in several forms
-        found = [*{file.parent: file for file in listed if file.name in METADATA}.values()]
-        found = found or [file for file in listed if file.suffix == ".parquet"]
+        tables = [*{file.parent: file for file in listed if file.name in METADATA}.values()]
+        tables = tables or [file for file in listed if file.suffix == ".parquet"]
     elif path.suffix.lower() in TABLES:
-        found = [] if path.suffix == ".json" and is_coco(path) else [path]
+        tables = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
         shard = "; shards are trained on as they are, data.train=FOLDER" if ".tar" in path.name else ""
         help = shard or f"; {conversion(path.suffix.lower(), path)}".rstrip("; ")
         raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){help}")
-    if by and not found:
+    if by and not tables:
         raise UserError(
             f"holdout.by={by}: {path} has no columns; leave it out, and pictures of the same bytes stay together"
         )
-    return [open_table(file, columns, by) for file in found]
+    return [open_table(file, columns, by) for file in tables]
 
 
 def is_coco(file: Path) -> bool:
     """Whether this is one object in JSON with COCO's keys or Karpathy's."""
-    whole = json_object(file)
-    return whole is not None and "images" in whole and not {"annotations", "dataset"}.isdisjoint(whole)
+    document = json_object(file)
+    return document is not None and "images" in document and not {"annotations", "dataset"}.isdisjoint(document)
 
 
 def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
@@ -83,19 +83,19 @@ def of_folder(folder: Path, root: str) -> Iterator[Pair]:
     pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
     texts = [path for path in listed if path.suffix.lower() in TEXTS]
     beside = {path.with_suffix(""): path for path in sorted(texts, key=lambda path: -TEXTS.index(path.suffix.lower()))}
-    named = Place("", "", root or str(folder.resolve()))
+    base = Place("", "", root or str(folder.resolve()))
     used: set[Path] = set()
     for path in pictures:
         text = beside.get(path.with_suffix("")) or beside.get(path)  # NAME.txt, NAME.jpg.txt
-        caption = named._replace(name=str(text)) if text else None
+        caption = base._replace(name=str(text)) if text else None
         used.update([text] if text else [])
-        yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, caption)
+        yield Pair(str(path.relative_to(folder)), base._replace(name=str(path)), [], {}, caption)
     others = set(listed).difference(pictures, used)
     described = {name for path in others.difference(texts) for name in (path, path.with_suffix(""))}
     for path in sorted(others):
         reason = "linked_folder" if path.is_dir() else path.suffix.lower() or "no_suffix"
         if reason not in TEXTS or path.with_suffix("") not in described:
-            yield Pair(str(path.relative_to(folder)), named, [], {}, broken=reason)
+            yield Pair(str(path.relative_to(folder)), base, [], {}, broken=reason)
 
 
 def of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
@@ -157,5 +157,5 @@ def is_plain(value: object, levels: int = 3) -> bool:
 def visible(folder: Path) -> list[Path]:
     """The files in a folder and those below it, and the links to folders, which are not followed. Names that begin with
     a dot are left out."""
-    found = (path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
-    return sorted(path for path in found if path.is_symlink() or not path.is_dir())
+    paths = (path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
+    return sorted(path for path in paths if path.is_symlink() or not path.is_dir())

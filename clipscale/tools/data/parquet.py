@@ -33,38 +33,38 @@ def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
     return unread
 
 
-def bytes_type(kind: "DataType", wanted: bool = False) -> "DataType | None":
+def bytes_type(given: "DataType", wanted: bool = False) -> "DataType | None":
     """The type as which a column is read, with bytes in the place of texts; None if it is not. `wanted`: its bytes are
     texts."""
     from pyarrow import binary, binary_view, large_binary, large_list, list_, types
 
-    if types.is_dictionary(kind):
-        return bytes_type(kind.value_type, wanted)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = bytes_type(kind.value_type, wanted)
-        return inner and (large_list if types.is_large_list(kind) else list_)(inner)
-    if wanted and is_bytes(kind):
-        return kind
+    if types.is_dictionary(given):
+        return bytes_type(given.value_type, wanted)
+    if types.is_list(given) or types.is_large_list(given) or types.is_fixed_size_list(given):
+        inner = bytes_type(given.value_type, wanted)
+        return inner and (large_list if types.is_large_list(given) else list_)(inner)
+    if wanted and is_bytes(given):
+        return given
     texts = {types.is_string: binary, types.is_large_string: large_binary, types.is_string_view: binary_view}
     for is_text, as_bytes in texts.items():
-        if is_text(kind):
+        if is_text(given):
             return as_bytes()
-    return kind if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) else None
+    return given if types.is_integer(given) or types.is_floating(given) or types.is_boolean(given) else None
 
 
-def is_bytes(kind: "DataType") -> bool:
+def is_bytes(column_type: "DataType") -> bool:
     from pyarrow import types
 
     forms = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
-    return any(is_form(kind) for is_form in forms)
+    return any(is_form(column_type) for is_form in forms)
 
 
-def is_picture(kind: "DataType") -> bool:
+def is_picture(column_type: "DataType") -> bool:
     """Whether cells of this type hold pictures: as bytes, or as Hugging Face's struct of bytes and path."""
     from pyarrow import types
 
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return is_bytes(kind) or bool(types.is_struct(kind))
+    column_type = column_type.value_type if types.is_dictionary(column_type) else column_type
+    return is_bytes(column_type) or bool(types.is_struct(column_type))
 
 
 def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]:
@@ -74,19 +74,21 @@ def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]
     types = {field.name: field.type for field in table.schema_arrow}
     image = chosen[0]
     inside = is_picture(types[image])
-    kinds = {name: bytes_type(kind, name in chosen) for name, kind in types.items() if not (inside and name == image)}
-    names = [name for name, kind in kinds.items() if kind is not None]
+    read_as = {
+        name: bytes_type(given, name in chosen) for name, given in types.items() if not (inside and name == image)
+    }
+    names = [name for name, given in read_as.items() if given is not None]
     number = 0
     for group in range(table.num_row_groups):
         batches = table.iter_batches(BATCH, row_groups=[group], columns=names)
-        for row, values in enumerate(chain.from_iterable(records(batch, kinds) for batch in batches)):
+        for row, values in enumerate(chain.from_iterable(records(batch, read_as) for batch in batches)):
             yield number, values | ({image: Cell(str(file), group, row, image)} if inside else {})
             number += 1
 
 
-def records(batch: "RecordBatch", kinds: Mapping[str, "DataType | None"]) -> list[Row]:
+def records(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> list[Row]:
     """A batch of rows."""
-    columns = [column.cast(kinds[name]).to_pylist() for name, column in zip(batch.schema.names, batch.columns)]
+    columns = [column.cast(read_as[name]).to_pylist() for name, column in zip(batch.schema.names, batch.columns)]
     if not columns:
         return [{}] * batch.num_rows
     return [dict(zip(batch.schema.names, map(decoded, row))) for row in zip(*columns)]

@@ -43,7 +43,7 @@ class Cell(NamedTuple):
     # The row in it.
     row: int
     column: str
-    # Where a path that stands there leads from.
+    # What a path in the cell is relative to.
     base: Place | None = None
 
 

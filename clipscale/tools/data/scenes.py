@@ -20,7 +20,7 @@ TEMPLATES: list[str] = TABLES["templates"]
 # Side of a picture in pixels.
 SIDE = 30
 # The class of an object: colour and shape.
-Kind = tuple[str, str]
+ShapeClass = tuple[str, str]
 CLASSES = tuple((colour, shape) for colour in TABLES["colours"] for shape in TABLES["shapes"])
 # Combinations that no training scene shows.
 UNSEEN = tuple(TABLES["unseen"].items())
@@ -32,7 +32,7 @@ class Scene:
     """Objects as the layout's spots take them. Captions tell two scenes apart unless these are equal."""
 
     layout: str
-    objects: Sequence[Kind]
+    objects: Sequence[ShapeClass]
 
 
 def compose(rng: Random, layout: str) -> Scene:
@@ -43,15 +43,15 @@ def compose(rng: Random, layout: str) -> Scene:
 def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
     text = rng.choice(TABLES["layouts"][scene.layout]["captions"])
-    text = rng.choice(TABLES["frames"]).format(text).format(*(_phrase(rng, kind) for kind in scene.objects))
+    text = rng.choice(TABLES["frames"]).format(text).format(*(_phrase(rng, each) for each in scene.objects))
     if rng.random() < 0.3:
         text = text.capitalize()
     return text + "." * (rng.random() < 0.4)
 
 
-def _phrase(rng: Random, kind: Kind) -> str:
+def _phrase(rng: Random, shown_class: ShapeClass) -> str:
     """`a red circle`, `one scarlet disc`, `the red circle` ..."""
-    words = [TABLES["other_words"].get(word, word) if rng.random() < 0.15 else word for word in kind]
+    words = [TABLES["other_words"].get(word, word) if rng.random() < 0.15 else word for word in shown_class]
     article = rng.choice(TABLES["articles"])
     if article == "a" and words[0][0] in "aeiou":
         article = "an"

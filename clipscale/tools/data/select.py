@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
+from clipscale.common.terminal import print_line
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 from clipscale.distributed.world import init_world
@@ -27,7 +27,7 @@ from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE, TEXT
 
-# On each side of a threshold.
+# Examples on each side of a threshold.
 EXAMPLES = 16
 # Pixels of the longer side of a picture on the page.
 SIDE = 128
@@ -36,16 +36,16 @@ SIDE = 128
 def main(words: Sequence[str], settings: SelectSettings) -> None:
     """Write the weights and the page. Raises UserError."""
     out = Path(settings.out).expanduser()
-    look = out.with_suffix(".html")
-    if out.exists() or look.exists():
-        raise UserError(f"out={out}: it, or {look}, exists; remove both, or choose another file")
+    page_file = out.with_suffix(".html")
+    if out.exists() or page_file.exists():
+        raise UserError(f"out={out}: it, or {page_file}, exists; remove both, or choose another file")
     embedded = open_embedded_set(Path(*words).expanduser())
     weights, shown = choose(embedded, settings, out.parent)
     with embedded.reading():
         text = page(embedded, **shown)
     write_weights(out, embedded, weights)
-    files.write_text(look, text)
-    say(f"{out}: look at {look}, then train with data.sample_weights={out}")
+    files.write_text(page_file, text)
+    print_line(f"{out}: look at {page_file}, then train with data.sample_weights={out}")
 
 
 def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,58 +54,58 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
     Raises UserError if no sample can be used."""
     cosines = torch.from_numpy(np.concatenate([*map(products, embedded.features(IMAGE), embedded.features(TEXT))]))
     cosines[~cosines.isfinite()] = torch.nan
-    left = cosines.argsort(descending=True, stable=True)[int(cosines.isnan().sum()) :]  # NaN comes first
-    say(f"{len(cosines):,} samples, {len(left):,} with a usable picture and text")
-    if not len(left):
+    kept = cosines.argsort(descending=True, stable=True)[int(cosines.isnan().sum()) :]  # NaN comes first
+    print_line(f"{len(cosines):,} samples, {len(kept):,} with a usable picture and text")
+    if not len(kept):
         raise UserError(f"{embedded.folder}: no sample can be used; embed other shards")
     shown = {"cosines": cosines}
     if settings.best is not None:
-        count = max(1, round(settings.best * len(left)))
-        shown |= {"unfit": left[count:][:EXAMPLES], "fit": left[:count][-EXAMPLES:]}
-        left = left[:count]
-        say(
-            f"best={settings.best:g}: {count:,} stay, whose picture and text have a cosine of {cosines[left].min():.4f}"
+        count = max(1, round(settings.best * len(kept)))
+        shown |= {"unfit": kept[count:][:EXAMPLES], "fit": kept[:count][-EXAMPLES:]}
+        kept = kept[:count]
+        print_line(
+            f"best={settings.best:g}: {count:,} stay, whose picture and text have a cosine of {cosines[kept].min():.4f}"
         )
     weights = torch.zeros(len(cosines))
-    weights[left] = 1
+    weights[kept] = 1
     if settings.duplicates is not None or settings.power < 1:
         load = loader(embedded, folder, init_world(settings.device).device)
-        clusters = nearest_clusters(load, left, settings.clusters or round(len(left) ** 0.5))
+        clusters = nearest_clusters(load, kept, settings.clusters or round(len(kept) ** 0.5))
     if settings.duplicates is not None:
-        largest, nearest = near_duplicates(load, left, clusters, settings.duplicates)
-        before = len(left)
-        order = left[largest[left].argsort()]
-        stays = largest[left] < settings.duplicates
-        weights[left[~stays]] = 0
-        left = left[stays]
+        largest, nearest = near_duplicates(load, kept, clusters, settings.duplicates)
+        before = len(kept)
+        order = kept[largest[kept].argsort()]
+        stays = largest[kept] < settings.duplicates
+        weights[kept[~stays]] = 0
+        kept = kept[stays]
         clusters = clusters[stays]
         shown |= {"largest": largest, "nearest": nearest}
-        shown |= {"copies": order[len(left) :][:EXAMPLES], "different": order[: len(left)][-EXAMPLES:]}
-        say(f"duplicates={settings.duplicates:g}: {len(left):,} stay")
-        if 2 * len(left) < before:
-            say(
-                f"duplicates={settings.duplicates:g} drops more than half, {before - len(left):,} of {before:,}: look "
+        shown |= {"copies": order[len(kept) :][:EXAMPLES], "different": order[: len(kept)][-EXAMPLES:]}
+        print_line(f"duplicates={settings.duplicates:g}: {len(kept):,} stay")
+        if 2 * len(kept) < before:
+            print_line(
+                f"duplicates={settings.duplicates:g} drops more than half, {before - len(kept):,} of {before:,}: look "
                 "at the page, whether those that go are copies; a larger cosine drops fewer"
             )
     if settings.power < 1:
         sizes = clusters[:, 0].bincount()
-        weights[left] = sizes[clusters[:, 0]] ** (settings.power - 1)
-        weights *= len(left) / weights.sum()
-        span = f"weights from {weights[left].min():.3g} to {weights.max():.3g}"
-        say(f"power={settings.power:g}: {span} in {int(sizes.count_nonzero()):,} clusters")
+        weights[kept] = sizes[clusters[:, 0]] ** (settings.power - 1)
+        weights *= len(kept) / weights.sum()
+        span = f"weights from {weights[kept].min():.3g} to {weights.max():.3g}"
+        print_line(f"power={settings.power:g}: {span} in {int(sizes.count_nonzero()):,} clusters")
     return weights, shown
 
 
 def products(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """Of the rows of one part, without a copy of them."""
+    """The dot product of each row of images with its row of texts, without a copy of them."""
     return np.einsum("nd,nd->n", images, texts, dtype=np.float32)
 
 
 def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
     """Reads features of pictures from one array on the disk, which is gone with this process."""
     with TemporaryFile(dir=folder) as file:
-        for part in embedded.features(IMAGE):
-            part.tofile(file)
+        for array in embedded.features(IMAGE):
+            array.tofile(file)
         file.flush()
         rows = np.memmap(file, embedded.note["dtype"], "r").reshape(len(embedded), -1)
     return lambda numbers: torch.from_numpy(rows[numbers.numpy()]).to(device, torch.float32)
@@ -124,11 +124,11 @@ def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
 
 
 def page(embedded: EmbeddedSet, **shown: Tensor) -> str:
-    """All in one file. What comes from the set is escaped, and the page runs no script."""
+    """The page, in one file. What comes from the set is escaped, and the page runs no script."""
     from jinja2 import Environment, FileSystemLoader
 
     def sample(number: Tensor) -> Sample:
-        """With its picture as a small JPEG in base64, if it can be read."""
+        """A sample, with its picture as a small JPEG in base64 if that can be read."""
         sample = embedded.sample(int(number))
         with suppress(BrokenSampleError):
             jpeg = thumbnail(stored_picture(embedded, sample), SIDE)

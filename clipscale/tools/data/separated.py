@@ -30,7 +30,7 @@ class Lines:
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = iter(lines)
         self._again: deque[str] = deque()
-        # Of the line that was read last.
+        # Number of the line that was read last.
         self.number = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -41,12 +41,12 @@ class Lines:
         self.number += 1
         return line
 
-    def until(self, last: Callable[[str], bool], taken: list[str]) -> Iterator[str]:
-        """The following lines, at most MOST_LINES, up to the `last`. They are added to `taken`."""
+    def until(self, is_end: Callable[[str], bool], taken: list[str]) -> Iterator[str]:
+        """The following lines, at most MOST_LINES, up to the first that `is_end` accepts. They are added to `taken`."""
         for line in self:
             taken.append(line)
             yield line
-            if last(line) or len(taken) == MOST_LINES:
+            if is_end(line) or len(taken) == MOST_LINES:
                 return
 
     def put_back(self, lines: list[str]) -> None:
@@ -91,7 +91,7 @@ class Separated:
         self.separator = separator
         self.names = names
         self.image = names.index(image)
-        # Whether the table's first lines have names that end as those of pictures do. Then others name no picture.
+        # Whether names in the table's first lines end as names of pictures do. Then other values name no picture.
         self.suffixed = False
 
     def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Row | None]]:
@@ -110,8 +110,10 @@ class Separated:
                 yield number, dict(zip(self.names, values)) if self.fits(values) else None
 
     def repaired(self, line: str, source: Lines) -> list[str]:
-        """The values of a row with broken quotes, which may go on in the next lines. They are not as many as the names
-        if it cannot be told what it says."""
+        """The values of a row with broken quotes, which may go on in the next lines.
+
+        There are fewer values than names, or more, if the row cannot be understood.
+        """
         more: list[str] = []
         values = quoted(chain([line], source.until(self.is_row, more)), self.separator)
         swallows = self.is_row(line) and any(map(self.is_row, more[-1:]))
@@ -130,5 +132,5 @@ class Separated:
     def is_row(self, line: str) -> bool:
         """Whether a line alone is a row with a picture, if quotes are letters."""
         values = literal(line, self.separator)
-        named = PICTURE.fullmatch if self.suffixed else bool
-        return self.fits(values) and bool(named(values[self.image]))
+        names_picture = PICTURE.fullmatch if self.suffixed else bool
+        return self.fits(values) and bool(names_picture(values[self.image]))

@@ -20,7 +20,7 @@ from clipscale.tools.data.objects import flattening, json_rows, nested
 from clipscale.tools.data.parquet import parquet_rows, unread_columns
 from clipscale.tools.data.separated import PICTURE, Row, Separated, header_values
 
-# Names of the column of pictures and of that of captions.
+# The usual names of the pictures' column, and of the captions' column.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 # What converts a file that is no table, by its suffix.
 CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
@@ -45,12 +45,12 @@ Rows = Iterator[tuple[int, Row | None]]
 
 class Table(NamedTuple):
     file: Path
-    # The picture's, and those of captions.
+    # The picture's column, then those of captions.
     columns: list[str]
     rows: Callable[[], Rows]
     # The column whose values stay on one side of the holdout; empty: none.
     by: str = ""
-    # What is to be said of its columns.
+    # Lines for the user about its columns.
     remarks: Sequence[str] = ()
 
 
@@ -94,9 +94,9 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
             f"{file.name}: column {nests!r} holds objects, and no captions; write a table with one of texts"
         )
     if missing:
-        given = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
+        there = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
         remedy = "give one of them, holdout.by=COLUMN" if missing == by else "give 'columns=[IMAGE,CAPTION]'"
-        raise UserError(f"{file.name} has no column {missing!r}; it has {given}: {remedy}")
+        raise UserError(f"{file.name} has no column {missing!r}; it has {there}: {remedy}")
 
 
 def check_content(file: Path) -> None:
@@ -126,16 +126,19 @@ def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]
 
 
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
-    """The separator and the first line's values: those by which the most columns are known, or a picture is named, and
-    then the most values."""
+    """The separator, and the first line's values.
+
+    The separator is the one that gives the most columns with usual names. Of several, it is one by which the line names
+    a picture, then the one that gives the most values.
+    """
     line = next(lines_of(file), "")
     split = [(mark, header_values(line, mark)) for mark in SEPARATORS]
 
-    def known(values: list[str]) -> tuple[int, bool, int]:
+    def score(values: list[str]) -> tuple[int, bool, int]:
         names = named_columns(values)
         return len({*names}.intersection(chosen_columns(names, columns))), names != values, len(values)
 
-    return max(split, key=lambda each: known(each[1]))
+    return max(split, key=lambda each: score(each[1]))
 
 
 def named_columns(first: list[str]) -> list[str]:

@@ -19,9 +19,9 @@ from clipscale.common import files
 from clipscale.common.errors import library
 from clipscale.data.features import NOTE
 from clipscale.data.shards.listing import check_address
-from clipscale.tools.embed.settings import KINDS
+from clipscale.tools.embed.settings import SIDES
 
-# The file of a folder that says where the samples of each of its files come from.
+# A file beside the arrays. It says from which shard the samples of each array come.
 SHARDS = "shards.json"
 
 
@@ -42,7 +42,7 @@ class FeaturesNote(TypedDict):
     interpolation: str
     # Where captions come from.
     captions: list[str]
-    # Of a teacher: its logit scale.
+    # The logit scale of a teacher.
     scale: NotRequired[float]
 
 
@@ -53,7 +53,7 @@ class Sample(TypedDict):
     row: int
     key: str
     caption: str
-    # Of all parts.
+    # The sample's number over all parts.
     number: NotRequired[int]
     # Its similarity to a query.
     score: NotRequired[float]
@@ -68,8 +68,8 @@ class ShardEntry(TypedDict):
     samples: int
 
 
-def array_path(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
+def array_path(path: Path, side: str) -> Path:
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{side}.npy")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class EmbeddedSet:
     sources: dict[str, str]
     # The list of samples of each part.
     paths: list[Path]
-    # The number of each part's first sample; at the end that of all samples.
+    # The number of each part's first sample. The last entry is the number of all samples.
     firsts: list[int]
 
     def reading(self) -> AbstractContextManager[None]:
@@ -93,21 +93,21 @@ class EmbeddedSet:
     def __len__(self) -> int:
         return self.firsts[-1]
 
-    def features(self, kind: str) -> Iterator[np.ndarray]:
-        """Of each part, (rows, D), mapped. Raises ValueError, and what numpy raises."""
-        for path, (first, last) in zip(self.paths, itertools.pairwise(self.firsts)):
-            array = np.lib.format.open_memmap(array_path(path, kind), mode="r")
-            form = f"{self.note['dtype']} {(last - first, self.note['width'])}"
-            found = f"{array.dtype} {array.shape}"
-            if (last - first or len(array)) and (array.dtype.kind != "f" or found != form):
-                raise ValueError(f"{array_path(path, kind).name}: {found}, not {form}")
+    def features(self, side: str) -> Iterator[np.ndarray]:
+        """The features of each part, (rows, D), mapped into memory. Raises ValueError, and what numpy raises."""
+        for path, (first, stop) in zip(self.paths, itertools.pairwise(self.firsts)):
+            array = np.lib.format.open_memmap(array_path(path, side), mode="r")
+            form = f"{self.note['dtype']} {(stop - first, self.note['width'])}"
+            actual = f"{array.dtype} {array.shape}"
+            if (stop - first or len(array)) and (array.dtype.kind != "f" or actual != form):
+                raise ValueError(f"{array_path(path, side).name}: {actual}, not {form}")
             yield array
 
     def sample(self, number: int) -> Sample:
         """The row of that number, counted through all parts, as the page names and shows it."""
-        part = bisect_right(self.firsts, number) - 1
-        path = self.paths[part]
-        row = number - self.firsts[part]
+        number_of_part = bisect_right(self.firsts, number) - 1
+        path = self.paths[number_of_part]
+        row = number - self.firsts[number_of_part]
         entry = json.loads(linecache.getline(str(path), row + 1))
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}
 
@@ -127,7 +127,7 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
         paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
         firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
         embedded = EmbeddedSet(folder, note, sources, paths, firsts)
-        for kind in KINDS:
-            for _ in embedded.features(kind):  # each mapped file takes a descriptor: one at a time
+        for side in SIDES:
+            for _ in embedded.features(side):  # each mapped file takes a descriptor: one at a time
                 pass
     return embedded

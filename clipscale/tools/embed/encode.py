@@ -21,9 +21,9 @@ from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 
-# That decode the pictures of a process.
+# Threads that decode the pictures of a process.
 THREADS = 4
-# Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte.
+# A group ends once its samples have this many bytes: 128 pictures of a megabyte. Two groups are in memory at once.
 GROUP_BYTES = 128 << 20
 
 
@@ -41,7 +41,7 @@ class Group:
 class FeatureEncoder:
     """Computes unit features on one device. `feature_encoder` makes it."""
 
-    # On the device.
+    # The model, on the device.
     model: ClipModel
     device: torch.device
     precision: Precision
@@ -58,13 +58,13 @@ class FeatureEncoder:
                 texts = self.encode(self.model.text, self.model.tokenizer, captions)
                 yield Group(group, captions, np.stack([images, texts], 1).astype(dtype))
 
-    def encode(self, tower: nn.Module, prepared: Callable[[list[Any]], Tensor], inputs: Sequence[Any]) -> np.ndarray:
+    def encode(self, tower: nn.Module, prepare: Callable[[list[Any]], Tensor], inputs: Sequence[Any]) -> np.ndarray:
         """A float32 feature row (n, D) for each picture's pixels, or each text; NaN for None."""
         rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
         usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():
-                features = tower(prepared(usable).to(self.device))
+                features = tower(prepare(usable).to(self.device))
             rows[[x is not None for x in inputs]] = features.float().cpu().numpy()
         return rows
 
@@ -82,7 +82,7 @@ class FeatureEncoder:
 
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
-    """Consecutive samples, at most `most` together, and no more once they have GROUP_BYTES."""
+    """Groups of consecutive samples, each of at most `most`. A group also ends once it has GROUP_BYTES."""
     batch = []
     size = 0
     for raw in raws:

@@ -28,7 +28,7 @@ def stored_picture(embedded: EmbeddedSet, sample: Sample) -> bytes:
 
 @cache
 def make_index(url: str) -> None:
-    """Of a local shard: a sample is then found without reading those before it."""
+    """Index a local shard: a sample is then found without reading those before it."""
     if is_local(url):
         count_samples([url])
 

@@ -18,7 +18,7 @@ import torch
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say, tracked
+from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
@@ -36,11 +36,11 @@ from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
-from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
+from clipscale.tools.embed.settings import SIDES, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
-# The note of arrays; others are of teachers.
+# The format of plain arrays. Any other format is the name of a teacher.
 ARRAYS = "features"
 # Reasons that lie in the shard itself, and stay. The others lie in the network or the server.
 DAMAGED = ("truncated_shard", "unreadable_shard")
@@ -66,7 +66,7 @@ def work(config: EmbedConfig) -> Embedded:
         torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_any(run, config.which, config.weights, config.model, world.on_main)
-        sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
+        sources = world.on_main(lambda: prepare_folder(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
@@ -80,7 +80,7 @@ def work(config: EmbedConfig) -> Embedded:
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
         train = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
-        say(f"features of {samples} samples: {out}{none}{train}")
+        print_line(f"features of {samples} samples: {out}{none}{train}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -107,7 +107,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     return note
 
 
-def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
+def prepare_folder(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
     """Write the note. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
@@ -123,14 +123,14 @@ def prepared(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, st
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
     notes = read(out / NOTE)
-    kind = config.teacher or ARRAYS
-    earlier = notes.get(kind, {}) if notes else note
+    format_name = config.teacher or ARRAYS
+    earlier = notes.get(format_name, {}) if notes else note
     for name, (before, now) in differing(earlier, note).items():
-        what = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
-        raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
+        difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
+        raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     others = notes_beside(next(iter(shards.values()))) if config.teacher else {}
-    files.write_json(out / NOTE, {**others, kind: note})
+    files.write_json(out / NOTE, {**others, format_name: note})
     return shards
 
 
@@ -185,21 +185,21 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
 
 
 def write_npy(path: Path, groups: Iterable[Group]) -> None:
-    """The arrays first: NAME.jsonl says that they are complete."""
+    """Write the arrays, then NAME.jsonl, which says that they are complete."""
     rows = []
     lines = []
     for group in groups:
         rows.append(group.rows)
         for raw, caption in zip(group.raws, group.captions):
             lines.append(json.dumps({"key": raw.key, "caption": caption}) + "\n")
-    for number, kind in enumerate(KINDS):
-        with files.replacing(array_path(path, kind)) as file:
-            np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
+    for number, side in enumerate(SIDES):
+        with files.replacing(array_path(path, side)) as file:
+            np.save(file, np.concatenate([array[:, number] for array in rows]) if rows else np.empty((0, 0)))
     files.write_text(path, "".join(lines))
 
 
 def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
-    """All samples with their members. One without a picture's or a text's features keeps its place, without both."""
+    """Write all samples with their members. One without features of its picture or text is written without both."""
     member = f"{teacher}.npy"
     with shard_writer(path) as writer:
         for group in groups:

@@ -12,7 +12,7 @@ from clipscale.config.eval import MODEL, AnyModel, model_run
 from clipscale.config.setting import setting
 
 # The features of a sample, in the order of a row.
-IMAGE, TEXT = KINDS = ("image", "text")
+IMAGE, TEXT = SIDES = ("image", "text")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The page's connections: those that do not ask make room for those that do."""
+"""The page's connections. One that sends no request is closed, so that others find room."""
 
 from typing import Any, ClassVar
 
@@ -6,9 +6,9 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Connections, and requests at a time; further ones are answered with status 503.
+# Most connections, and most requests at a time. Further ones are answered with status 503.
 MOST = 128
-# Of these, connections that have not asked yet. A browser opens some in advance.
+# Most connections that have not asked yet. A browser opens some in advance.
 MOST_SILENT = 64
 # Seconds that a connection has for its first request.
 ASK_S = 10.0
@@ -17,7 +17,7 @@ ASK_S = 10.0
 class Connection(H11Protocol):
     """A connection that is closed when it has not asked after ASK_S, or is the oldest of too many that have not."""
 
-    # In order of their age.
+    # Connections that have not asked yet, the oldest first.
     silent: ClassVar[dict["Connection", None]] = {}
 
     def connection_made(self, transport: Any) -> None:

@@ -26,9 +26,10 @@ SIDE = 320  # pixels of the longer side of a picture on the page
 
 
 def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
-    """The `count` rows with the largest dot products, and these, best first. Rows that are not finite are left out.
+    """The `count` rows with the largest dot products, and the products, best first. Rows that are not finite are left
+    out.
 
-    parts: arrays (rows, D) of any float type; their rows are numbered through. One part at a time is in memory.
+    arrays: (rows, D) each, of any float type. Their rows are numbered through. One array at a time is in memory.
     """
     products = [array.astype(np.float32) @ query_D for array in arrays if len(array)]
     scores = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *products])).nan_to_num(-torch.inf, -torch.inf)
@@ -38,10 +39,12 @@ def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> li
 
 @dataclass(frozen=True)
 class Explorer:
-    """A model, a set that it has embedded, and the set's pictures. Queries come from several threads: a lock lets one
-    picture be decoded at a time, since a large one takes 268 MB. `open_explorer` makes it."""
+    """A model, a set that it has embedded, and the set's pictures. `open_explorer` makes it.
 
-    # Names the model.
+    Queries come from several threads. A lock lets one picture be decoded at a time, since a large one takes 268 MB.
+    """
+
+    # The model's name on the page.
     title: str
     embedded: EmbeddedSet
     encoder: FeatureEncoder
@@ -53,7 +56,7 @@ class Explorer:
             return self.encoder.encode(self.encoder.model.text, self.encoder.model.tokenizer, [text])[0]
 
     def picture_feature(self, number: int) -> np.ndarray:
-        """That of a picture of the set, as it is stored. Raises BrokenSampleError for no such one."""
+        """The stored feature of a picture of the set. Raises BrokenSampleError if there is no such picture."""
         sample = self.sample(number)
         arrays = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
         return arrays[sample["part"]][sample["row"]].astype(np.float32)
@@ -63,9 +66,9 @@ class Explorer:
             raise BrokenSampleError("no_such_sample", str(number))
         return {**self.embedded.sample(number), "number": number}
 
-    def matches(self, query_D: np.ndarray, kind: str, count: int) -> list[Sample]:
+    def matches(self, query_D: np.ndarray, side: str, count: int) -> list[Sample]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
-        matches = nearest(self.embedded.features(kind), query_D, count)
+        matches = nearest(self.embedded.features(side), query_D, count)
         return [{**self.sample(number), "score": score} for number, score in matches]
 
     def small(self, number: int) -> bytes:

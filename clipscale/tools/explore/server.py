@@ -19,7 +19,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Explorer
 
-# Of a question. The page shows as many of them as its reader has chosen.
+# Results of a query. The page shows as many of them as its reader has chosen.
 RESULTS = 96
 # Sec-Fetch-Site of this page's requests; older browsers send none.
 OWN = ("same-origin", "none", None)
@@ -54,7 +54,7 @@ def application(explorer: Explorer) -> Starlette:
         """A picture of the set, and the captions and pictures nearest to it."""
         number = request.path_params["number"]
         query = explorer.picture_feature(number)
-        matches = {f"{kind}s": explorer.matches(query, kind, RESULTS) for kind in (TEXT, IMAGE)}
+        matches = {f"{side}s": explorer.matches(query, side, RESULTS) for side in (TEXT, IMAGE)}
         return answer({"sample": explorer.sample(number), **matches})
 
     routes = [

@@ -5,7 +5,7 @@ import socket
 from contextlib import suppress
 
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import doing, say
+from clipscale.common.terminal import print_line, show_task
 from clipscale.tools.explore.search import open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
 
@@ -17,7 +17,7 @@ def main(config: ExploreConfig) -> None:
         from clipscale.tools.explore.server import application
     except ImportError as error:
         raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
-    doing("loading the model and the features")
+    show_task("loading the model and the features")
     explorer = open_explorer(config)
     try:
         listening = socket.create_server(("127.0.0.1", config.port))
@@ -26,5 +26,5 @@ def main(config: ExploreConfig) -> None:
         raise UserError(f"port={config.port}: {reason}; give another, or port=0 for a free one") from error
     with listening, suppress(KeyboardInterrupt):
         port = listening.getsockname()[1]
-        say(f"http://127.0.0.1:{port} searches {len(explorer.embedded)} pictures; Ctrl-C ends it")
+        print_line(f"http://127.0.0.1:{port} searches {len(explorer.embedded)} pictures; Ctrl-C ends it")
         server(application(explorer)).run(sockets=[listening])

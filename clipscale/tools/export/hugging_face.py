@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import print_line
 from clipscale.config.sections import ModelConfig
 from clipscale.models import hugging_face
 from clipscale.models.renamed import Weights, of_transformers, to_transformers
@@ -30,15 +30,15 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     """
     try:
         description = configuration(model)
-        kind = description["model_type"]
-        state = to_transformers(weights(model), kind)
-        pixels = preprocessing(model, kind)
+        model_type = description["model_type"]
+        state = to_transformers(weights(model), model_type)
+        pixels = preprocessing(model, model_type)
         check_same(model, description, state)
     except (ValueError, AttributeError, LookupError, RuntimeError) as error:  # what its towers lack
         raise UserError(
             f"format=hf: transformers has no such model ({one_line(error)}); take format=open_clip"
         ) from error
-    if kind == "siglip":
+    if model_type == "siglip":
         for name in ("logit_scale", "logit_bias"):
             state[name] = state.get(name, torch.zeros(1)).reshape(1)
     with files.replacing(out / "model.safetensors") as file:
@@ -48,10 +48,10 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     files.write_json(out / "config.json", description)
     files.write_json(out / "preprocessor_config.json", pixels)
     if isinstance(model.tokenizer.inner, open_clip.SimpleTokenizer):
-        if kind == "clip":
+        if model_type == "clip":
             write_tokenizer(out, model.context_length)
         else:  # it reads what captions are padded with
-            say(f"{out}: without a tokenizer: transformers' CLIPTokenizer pads captions with another token")
+            print_line(f"{out}: without a tokenizer: transformers' CLIPTokenizer pads captions with another token")
     return "transformers.AutoModel.from_pretrained('{}')"
 
 
@@ -59,37 +59,37 @@ def configuration(model: ClipModel) -> Record:
     """config.json. Raises ValueError, LookupError and AttributeError for what is not part of CLIP or SigLIP."""
     visual: Any = model.image.encoder
     text: Any = model.text.encoder
-    words = part(text.transformer.resblocks, text.ln_final)
+    words = transformer_config(text.transformer.resblocks, text.ln_final)
     words |= {"max_position_embeddings": text.context_length, "vocab_size": text.vocab_size}
     if hasattr(visual, "trunk"):
-        kind = "siglip"
-        vision = part(visual.trunk.blocks, visual.trunk.norm)
+        model_type = "siglip"
+        vision = transformer_config(visual.trunk.blocks, visual.trunk.norm)
         patch = visual.trunk.patch_embed.patch_size
         words["projection_size"] = model.width
     else:
-        kind = "clip"
-        vision = part(visual.transformer.resblocks, visual.ln_post)
+        model_type = "clip"
+        vision = transformer_config(visual.transformer.resblocks, visual.ln_post)
         patch = visual.patch_size
         words["eos_token_id"] = {"argmax": 2, "eos": text.eos_id}[text.pool_type]  # 2: the largest token
         if model.logit_bias is not None:
             raise ValueError("CLIP has no logit bias")
     # CLIP's classes of one tower read their own part alone, and take 512 where it does not say.
-    projection = {"projection_dim": model.width} if kind == "clip" else {}
+    projection = {"projection_dim": model.width} if model_type == "clip" else {}
     return {
-        "architectures": [f"{CLASSES[kind]}Model"],
-        "model_type": kind,
+        "architectures": [f"{CLASSES[model_type]}Model"],
+        "model_type": model_type,
         "projection_dim": model.width,
         "vision_config": vision | projection | {"image_size": model.image_size, "patch_size": patch[0]},
         "text_config": words | projection,
     }
 
 
-def part(blocks: Any, norm: Any) -> Record:
+def transformer_config(blocks: Any, norm: Any) -> Record:
     """A transformer in the words of transformers."""
     block = blocks[0]
     first, activation, *_ = block.mlp.children()
     x = torch.linspace(-3, 3, 9)
-    known = {
+    activations = {
         "gelu": F.gelu(x),
         hugging_face.TANH: F.gelu(x, approximate="tanh"),
         "quick_gelu": x * (1.702 * x).sigmoid(),
@@ -99,7 +99,7 @@ def part(blocks: Any, norm: Any) -> Record:
         "intermediate_size": first.out_features,
         "num_hidden_layers": len(blocks),
         "num_attention_heads": block.attn.num_heads,
-        "hidden_act": min(known, key=lambda name: (activation(x) - known[name]).abs().max()),
+        "hidden_act": min(activations, key=lambda name: (activation(x) - activations[name]).abs().max()),
         "layer_norm_eps": norm.eps,
     }
 
@@ -120,7 +120,7 @@ def check_same(model: ClipModel, config: Record, state: Weights) -> None:
             raise ValueError(f"its {name} tower would have other features")
 
 
-def preprocessing(model: ClipModel, kind: str) -> Record:
+def preprocessing(model: ClipModel, model_type: str) -> Record:
     """preprocessor_config.json, without the defaults. Raises ValueError for pictures that it cannot describe."""
     pixels = model.pixels
     side = {"height": model.image_size, "width": model.image_size}
@@ -129,7 +129,7 @@ def preprocessing(model: ClipModel, kind: str) -> Record:
         raise ValueError(f"model.preprocess.resize_mode={pixels.resize_mode}")
     numbers = {name: number for number, name in hugging_face.INTERPOLATIONS.items()}
     return {
-        "image_processor_type": f"{CLASSES[kind]}ImageProcessor",
+        "image_processor_type": f"{CLASSES[model_type]}ImageProcessor",
         "do_convert_rgb": True,
         "size": sizes[pixels.resize_mode],
         "crop_size": side,

@@ -8,7 +8,7 @@ from open_clip.tokenizer import HFTokenizer
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
+from clipscale.common.terminal import print_line
 from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
 from clipscale.config.setting import flat
@@ -23,7 +23,7 @@ from clipscale.tools.export.settings import ExportSettings
 # Settings of the run in the card, as far as they are set.
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
          "schedule.warmup", "precision", "seed")  # fmt: skip
-# In every card: the folder is ours to write again.
+# In every model card. A folder whose card has it may be written again.
 MADE = "exported with clipscale"
 STARTS = ("model.weights", "model.image.weights", "model.text.weights")
 
@@ -56,7 +56,7 @@ def main(settings: ExportSettings) -> Path:
         model.tokenizer.inner.save_pretrained(str(out))
     # The card goes where the folder goes: it names no path of this machine.
     files.write_text(readme, card(run, model, config, note, call.format(out.name)))
-    say(f"{out}: step {step}; {call.format(out.resolve())}")
+    print_line(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 
 

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 # How many of the identical blocks are run.
 BLOCKS = 2
 # Most ranks in the ring of the loss: more hops take no more memory.
-LAPS = 4
+MAX_RING_RANKS = 4
 
 
 class Row(NamedTuple):
@@ -81,11 +81,11 @@ class ChunkMemory:
 class GatheredWeights:
     """Weights of a tower that FSDP2 has gathered, in the type in which it gathers them."""
 
-    # Held from the first chunk to the last.
+    # Bytes that are held from the first chunk to the last.
     held: int = 0
-    # More in the first pass.
+    # Further bytes in the first pass.
     encode: int = 0
-    # More in the second pass, with gradients that are not yet summed.
+    # Further bytes in the second pass, with gradients that are not yet summed.
     replay: int = 0
 
     @classmethod
@@ -108,7 +108,7 @@ class GatheredWeights:
 
 @dataclass(frozen=True)
 class StateMemory:
-    """What a rank holds beside a step's passes. Lists: of each tower."""
+    """What a rank holds beside a step's passes. Lists have an entry for each tower."""
 
     # Bytes between steps.
     state: int
@@ -120,7 +120,7 @@ class StateMemory:
     summed: list[int]
     # Gradient bytes to add to a tower's replay if it has only one chunk.
     at_once: list[int]
-    whole: list[GatheredWeights]
+    gathered: list[GatheredWeights]
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Meter:
 
     tracker: MemoryTracker
     # The number of blocks that are left out.
-    left_out: int
+    omitted: int
     # Live bytes at the pass's start, its peak beyond them, and what the blocks that are left out would add.
     base: int = 0
     peak: float = 0.0
@@ -146,7 +146,7 @@ class Meter:
         self.is_backward = False
         self.tracker.take_peak()
 
-    def left(self) -> float:
+    def live(self) -> float:
         """Bytes of the pass that are still live."""
         return self.tracker.live - self.base + self.added
 
@@ -163,14 +163,14 @@ class Meter:
         if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: self._mark(not is_first))
 
-    def _mark(self, starts: bool) -> None:
-        """The first block begins (`starts`) or ends, forward or backward."""
+    def _mark(self, first_begins: bool) -> None:
+        """The first block begins (`first_begins`) or ends, forward or backward."""
         peak = self.tracker.take_peak() - self.base
         self.peak = max(self.peak, peak + self.added)
         if self.entered is not None:  # as often as blocks are left out
-            self.added += self.left_out * (self.tracker.live - self.entered)
+            self.added += self.omitted * (self.tracker.live - self.entered)
             self.peak = max(self.peak, peak + self.added)
-        self.entered = self.tracker.live if starts else None
+        self.entered = self.tracker.live if first_begins else None
 
 
 def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> Meter:
@@ -191,12 +191,12 @@ class DryRun:
     config: TrainConfig
     tracker: MemoryTracker
     step: TrainStep
-    # Operations of a picture, and of a caption as long as the context.
+    # FLOPs of a picture, and of a caption as long as the context.
     flops: tuple[PassFlops, PassFlops]
     memory: StateMemory
-    # Of each tower's passes.
+    # The meter of each tower's passes.
     meters: list[Meter]
-    # Also of blocks that are left out.
+    # The model's parameters, with those of blocks that are left out.
     parameters: Parameters
     # Whether there is no other rank.
     is_alone: bool
@@ -216,7 +216,7 @@ class DryRun:
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
-        """Those of the distillation."""
+        """The teachers of the distillation."""
         return teachers_of(self.config, self.model)
 
     @property
@@ -264,7 +264,7 @@ class DryRun:
         for p in self.towers[tower].parameters():
             p.grad = torch.empty_like(p) if p.requires_grad and not fresh else None
         out = encoded()
-        graph = meter.left()
+        graph = meter.live()
         meter.is_backward = True
         out.backward(torch.empty_like(out))
         replay = meter.end()
@@ -323,9 +323,9 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, int]]:
-    """The parameters of which an update has to be seen, and how many others are alike.
+    """The parameters that a dry update has to include, each with the number of others that are like it.
 
-    What an optimizer updates one by one takes no more memory for several of a shape.
+    Parameters of one shape that are updated one by one take no more memory than one of them.
     """
     alike: dict[Any, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -336,8 +336,10 @@ def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, in
 
 
 def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
-    """Peak of an update beyond what is live before it, in a step that has made its optimizer's state; and the state of
-    the parameters that were left out."""
+    """The peak of an update beyond what is live before it, and the bytes of state of the parameters that are left out.
+
+    The peak is that of a second update: the first one makes the optimizer's state.
+    """
     updated = one_of_each(step.optimizer)
     for _ in range(2):  # the first makes the state
         tracker.take_peak()
@@ -347,13 +349,13 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
     peak = tracker.take_peak() - tracker.live
     step.optimizer.zero_grad()
     state = step.optimizer.state
-    left_out = sum(
+    omitted = sum(
         others * rounded(x.untyped_storage().nbytes())
         for p, others in updated
         for x in state[p].values()
         if isinstance(x, Tensor)
     )
-    return peak, left_out
+    return peak, omitted
 
 
 def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
@@ -361,16 +363,19 @@ def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
 
 
 def state_memory(step: TrainStep, tracker: MemoryTracker, before: int) -> StateMemory:
-    """Of a rank that is alone. `before`: live bytes before the step was built. Makes the optimizer's state."""
-    update, left_out = update_memory(step, tracker)
+    """The memory of a rank that is alone. Makes the optimizer's state.
+
+    `before`: live bytes before the step was built.
+    """
+    update, omitted = update_memory(step, tracker)
     gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in towers_of(step)]
     return StateMemory(
-        state=tracker.live - before + left_out,
+        state=tracker.live - before + omitted,
         update=update,
         gradients=gradients,
         summed=gradients,
         at_once=[0, 0],
-        whole=[GatheredWeights(), GatheredWeights()],
+        gathered=[GatheredWeights(), GatheredWeights()],
     )
 
 
@@ -383,10 +388,10 @@ def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> 
         return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
     dtype = step.precision.dtype
     undivided = 0
-    whole = [GatheredWeights(), GatheredWeights()]
+    gathered = [GatheredWeights(), GatheredWeights()]
     for i, tower in enumerate(towers_of(step)):
         if step.cache.trained[i]:
-            whole[i] = GatheredWeights.of(tower, parallel, dtype)
+            gathered[i] = GatheredWeights.of(tower, parallel, dtype)
             fsdp.cast_gathered_(tower, dtype)
         else:
             undivided += sum(p.nbytes for p in tower.parameters())
@@ -397,7 +402,7 @@ def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> 
         gradients=share,
         summed=share,
         at_once=share,
-        whole=whole,
+        gathered=gathered,
     )
 
 
@@ -422,7 +427,7 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
                 for block in blocks
             ]
             for _, alike in groupby(range(len(looks) - 1), looks.__getitem__):
-                best = max(best, (blocks, list(alike)), key=lambda found: len(found[1]))
+                best = max(best, (blocks, list(alike)), key=lambda candidate: len(candidate[1]))
     return best
 
 
@@ -439,13 +444,13 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         texts = config.batch * config.data.texts_per_step
         exchange = exchange_of(nodes, texts * model.width, itemsize, capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
-    laps = {"ring": LAPS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
+    ring_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
         parameters = Parameters.of(model)
-        step = build_dry_step(config, model, DryMachine(capability, min(ranks, laps), ranks_of_node))
+        step = build_dry_step(config, model, DryMachine(capability, min(ranks, ring_ranks), ranks_of_node))
         memory = state_memory(step, tracker, before)
         if ranks > 1:
             memory = divided(memory, step, ranks, config.launch.parallel)

@@ -16,7 +16,7 @@ from clipscale.tools.plan.settings import PlanConfig
 
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
-# Bytes of a number of a feature row.
+# Bytes of each number of a feature.
 FEATURE = 4
 # One number for the image and one for the text tower: rows, chunk sizes, or kept graphs.
 PerTower = tuple[int, int]
@@ -48,7 +48,7 @@ class StepModel:
         self.batch = batch
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
-        # Pictures, and texts.
+        # Rows of pictures, and of texts.
         self.rows = batch, batch * dry_run.texts
         # Rows of a chunk.
         self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
@@ -57,7 +57,7 @@ class StepModel:
 
     @cached_property
     def passes(self) -> list[ChunkMemory]:
-        """Of each tower, measured."""
+        """The measured memory of each tower's chunks."""
         is_fresh = [self.dry_run.is_alone and is_one for is_one in self.is_one]
         return [self.dry_run.passes(i, self.sizes[i], is_fresh[i]) for i in (0, 1)]
 
@@ -75,7 +75,7 @@ class StepModel:
         stays = [
             features[i]
             + self.resident * self.rows[i] * dry_run.inputs[i].nbytes
-            + dry_run.memory.whole[i].held
+            + dry_run.memory.gathered[i].held
             + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]
@@ -84,7 +84,7 @@ class StepModel:
         peak = {}
         for i, name in enumerate(TOWERS):
             live += stays[i]
-            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.memory.whole[i].encode
+            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.memory.gathered[i].encode
         before["loss"] = live
         peak["loss"] = live + dry_run.loss(self.batch)
         live += sum(gradients)
@@ -94,7 +94,7 @@ class StepModel:
                 added = dry_run.memory.at_once if self.is_one[i] else dry_run.memory.gradients
                 # Kept graphs are used up before the first chunk is encoded again.
                 replay = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
-                peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.whole[i].replay
+                peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay
             live += dry_run.memory.summed[i] - stays[i] - gradients[i]
         before["optim"] = live
         peak["optim"] = live + dry_run.memory.update
@@ -109,7 +109,7 @@ class StepModel:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image, text = (each.graph for each in self.passes)
         first = min(self.counts[0], int(budget // image)) if image else 0
-        # A tower that keeps none builds one graph at a time, beside the other's kept graphs.
+        # A tower that keeps no graph still builds one at a time, beside the other tower's kept graphs.
         rest = max(0, budget - max(1, first) * image)
         return first, min(self.counts[1], int(rest // text)) if text else 0
 
@@ -117,7 +117,7 @@ class StepModel:
 class HostMemory(TypedDict):
     """Host memory of a node."""
 
-    # Of one process with its loader workers, by what holds it.
+    # What holds memory in one process and its loader workers -> bytes.
     process_bytes: dict[str, int]
     processes: int
     node_bytes: int

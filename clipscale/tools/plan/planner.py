@@ -9,7 +9,7 @@ from functools import cached_property
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
-from clipscale.common.terminal import doing
+from clipscale.common.terminal import show_task
 from clipscale.config.stages import changed
 from clipscale.config.train import beyond_published
 from clipscale.data.loader.memory import free_memory
@@ -49,7 +49,7 @@ class Prediction:
     @cached_property
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
-        given = [
+        fixed = [
             ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local * of_sample) else size
             for name, tower, size, of_sample in zip(
                 TOWERS, self.dry_run.towers, self.config.cache.sizes, (1, self.dry_run.texts)
@@ -57,9 +57,9 @@ class Prediction:
         ]
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
-            sizes = given[0] or size, given[1] or size
+            sizes = fixed[0] or size, fixed[1] or size
             memory = StepModel(self.dry_run, self.local, sizes).memory()
-            if all(given) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
+            if all(fixed) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return sizes
             size //= 2
 
@@ -88,8 +88,8 @@ class Prediction:
         """The largest batch that fits with these chunks: the set one, or a power of two on each rank; 0: none."""
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
-        found = bisect(sizes, False, key=lambda size: not self.fits(size))
-        return sizes[found - 1] * self.config.ranks if found else 0
+        count = bisect(sizes, False, key=lambda size: not self.fits(size))
+        return sizes[count - 1] * self.config.ranks if count else 0
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
@@ -148,7 +148,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu = target_gpu(config)
     check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
-    doing(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
+    show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     with dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes) as dry:
         prediction = Prediction(config, gpu, dry)
         result = prediction.result()

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from clipscale.common.terminal import clear, say
+from clipscale.common.terminal import clear, print_line
 from clipscale.config.stages import stages_of
 from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan import without_unused
@@ -36,5 +36,5 @@ def main(config: PlanConfig) -> int:
             render("page", **result, config=stage, here=here, parts=PARTS) for result, stage in zip(results, stages)
         ]
         for line in "\n".join(pages).splitlines():
-            say(line)
+            print_line(line)
     return 0 if all(result["fits"] for result in results) else 1

@@ -12,7 +12,7 @@ from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
 
-def before(config: TrainConfig) -> Record:
+def start_plan(config: TrainConfig) -> Record:
     """The plan of the most demanding stage: `fits`, and the `lines` to print (none for an unknown GPU). Raises
     UserError, and any error of the dry run.
     """
@@ -25,7 +25,7 @@ def before(config: TrainConfig) -> Record:
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render
 
-    known = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
-    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | known))]
+    machine = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
+    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
     return {"fits": result["fits"], "lines": render("start", **result).splitlines()}

@@ -17,7 +17,8 @@ PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 # Models of about the same size: the logarithm of their operations' ratio.
 SAME_SIZE = math.log(1.6)
 
-# Operations of a sample's forward pass, a tenth of the smallest known model's. Launches bound smaller models.
+# The estimate needs a model with this many operations in a sample's forward pass: a tenth of the smallest known
+# model's. A smaller one waits for the launches of its kernels.
 SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 
 
@@ -73,13 +74,13 @@ def step_time(
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
     if gpu is None or forward < SMALLEST:
         return min_seconds, None
-    what, low, high = plain_share(config.model.name, gpu, forward)
+    evidence, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
     if in_chunks:
         low *= PLAIN_STEPS["in_chunks"]
     rate = config.batch * share / min_seconds
     return min_seconds, {
-        "what": what,
+        "what": evidence,
         "share": share,
         "step_s": min_seconds / share,
         "samples_per_s": rate,
@@ -90,8 +91,11 @@ def step_time(
 
 
 def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, float]:
-    """The evidence, and the lowest and the highest share of the peak of the plain steps that are nearest: in kind, in
-    size, by the newest software, and in the chip's speed. `forward`: operations of a sample."""
+    """The share of the GPU's peak that the most similar plain step has reached: the evidence, the lowest, the highest.
+
+    These make a step similar, in this order: the kind of its model, its size, new software, the chip's speed.
+    `forward`: operations of a sample.
+    """
     speeds = PLAIN_STEPS["chips"]
     least, most = speeds.get(gpu.words[0], [gpu.half / HARDWARE["a100-80g"].half] * 2)
 
@@ -104,6 +108,6 @@ def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, 
     slow, fast = speeds[row["chip"]]
     factors = (1, 1) if [least, most] == [slow, fast] else (least / fast, most / slow)
     low, high = row["rates"]
-    what = f"known, {low} to {high} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
+    evidence = f"known, {low} to {high} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
     peak_rate = gpu.half * 1e3 / (3 * row["gflop"])
-    return f"{what} ({row['source']})", low * factors[0] / peak_rate, high * factors[1] / peak_rate
+    return f"{evidence} ({row['source']})", low * factors[0] / peak_rate, high * factors[1] / peak_rate

@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results
-from clipscale.common.terminal import say
+from clipscale.common.terminal import print_line
 from clipscale.common.units import format_bytes
 from clipscale.log.table import FIGURES, result_tables, with_start
 from clipscale.tools.report.runs import Run, read_runs
@@ -41,10 +41,10 @@ class Chart(TypedDict, total=False):
     per: float
     zero: bool
     gaps: bool
-    # Of an evaluation; and whether it stands behind a button.
+    # Whether it shows an evaluation, and whether it stands behind a button.
     evaluation: bool
     more: bool
-    # By run; and whether there is more than one point.
+    # The curve of each run, and whether any has more than one point.
     runs: list[Curve]
     drawn: bool
 
@@ -55,13 +55,13 @@ class Drawing(TypedDict):
     colours: list[str]
     dashes: list[str]
     charts: list[Chart]
-    # Of the runs.
+    # The names of the runs.
     names: list[str]
 
 
 # The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
-# Of all curves in one chart, about.
+# Points of a chart, about, over all its curves.
 POINTS = 3000
 # Charts of evaluations that stand next to the loss.
 FIRST = 4
@@ -72,7 +72,7 @@ def main(words: list[str], settings: ReportSettings) -> None:
     names = [*settings.run, *words]
     if not names:
         raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
-    say(write_report(names, settings.out))
+    print_line(write_report(names, settings.out))
 
 
 def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
@@ -104,14 +104,14 @@ def page(runs: Sequence[Run]) -> str:
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
-    named = "{1}" if len(runs) == 1 else "{0}, {1}"
+    label_form = "{1}" if len(runs) == 1 else "{0}, {1}"
     newest: Results = {}
     start: Results = {}
     for run in runs:
         for evaluation in run.evaluations:
             for name, metrics in evaluation["results"].items():
-                (newest if evaluation["step"] else start)[named.format(run.name, name)] = metrics
-    texts = {kind: Markup((folder / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
+                (newest if evaluation["step"] else start)[label_form.format(run.name, name)] = metrics
+    texts = {suffix: Markup((folder / f"page.{suffix}").read_text(encoding="utf-8")) for suffix in ("css", "js")}
     scripts = {"plotly": Markup(get_plotlyjs()), "js": texts["js"]}
     digests = [b64encode(sha256(text.encode()).digest()).decode() for text in scripts.values()]
     return templates.get_template("page.html").render(
@@ -119,7 +119,7 @@ def page(runs: Sequence[Run]) -> str:
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
         typical=typical,
-        written={named.format(run.name, name): rows for run in runs for name, rows in written_of(run).items()},
+        written={label_form.format(run.name, name): rows for run in runs for name, rows in written_of(run).items()},
         compared=compared,
         short_paths=short_paths,
         card_note=card_note,
@@ -139,8 +139,12 @@ def typical(run: Run, key: str) -> float | None:
 def compared(
     scores: dict[str, list[str]], others: dict[str, list[str]]
 ) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
-    """Columns of a table of runs, by their titles: those that tell the runs apart; the value of each that is the same
-    in all; and the titles of scores that few runs have, by half of those that most have."""
+    """A table of runs, by the titles of its columns, in three parts:
+
+    - the columns that tell the runs apart;
+    - the value of each column that is the same for all runs;
+    - the titles of scores that few runs have: at most half as many as have the most frequent score.
+    """
     filled = {title: sum(map(bool, cells)) for title, cells in scores.items()}
     few = [title for title, count in filled.items() if 2 * count <= max(filled.values())]
     columns = {title: cells for title, cells in {**scores, **others}.items() if title not in few and any(cells)}
@@ -168,8 +172,8 @@ def short_paths(values: Sequence[str]) -> Sequence[str]:
 def card_note(run: Run, chart: Chart) -> str:
     """What a score's card says beside it: how many captions differ, where some repeat."""
     name = chart["key"].rpartition("/")[0]
-    found = [row for row in run.rows if f"{name}/distinct" in row]
-    return f"{found[-1][f'{name}/captions']:,} captions, {found[-1][f'{name}/distinct']:,} distinct" if found else ""
+    rows = [row for row in run.rows if f"{name}/distinct" in row]
+    return f"{rows[-1][f'{name}/captions']:,} captions, {rows[-1][f'{name}/distinct']:,} distinct" if rows else ""
 
 
 def curves(runs: Sequence[Run]) -> Drawing:
@@ -207,8 +211,9 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def loss_title(batches: Set[int], objectives: Set[str]) -> str:
-    """The title of losses that stand side by side. Of different batches a softmax's compare less ln(batch), which is
-    what a guess costs; a sigmoid's do not compare, and get no title.
+    """The title of a chart of losses; empty: the losses cannot be compared.
+
+    Softmax losses of different batches can be compared less ln(batch), the loss of a guess. Sigmoid losses cannot.
     """
     if len(batches) == 1:
         return "loss"
@@ -238,7 +243,7 @@ def points(run: Run, chart: Chart) -> np.ndarray:
 
 
 def thinned(table: np.ndarray, bins: int) -> np.ndarray:
-    """The first and the last row, and of each of so many bins the lowest, the highest and one gap: peaks stay."""
+    """The first and the last row, and the lowest, the highest and one gap of each bin, so that peaks stay."""
     if len(table) <= 2 * bins:
         return table
     kept = {0, len(table) - 1}

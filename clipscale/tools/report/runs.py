@@ -30,9 +30,9 @@ class Run:
     records: list[StepRecord]
     evaluations: list[EvalRecord]
     rows: list[Record]
-    # As one types them.
+    # Setting -> its value as one types it.
     settings: dict[str, str]
-    # Its newest scores beside the published ones; empty: there are none.
+    # A line with the newest scores and the published ones; empty: there are none.
     expected: str
     environment: Mapping[str, object]
 
@@ -46,9 +46,9 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
     runs = [run for run in map(_read, folders) if run.records]
     if not runs:
         raise UserError(f"run={','.join(map(str, names))}: metrics.jsonl holds no step to report on")
-    known = [run.name for run in runs]
+    names_of_runs = [run.name for run in runs]
     for run in runs:
-        run.name = printable(run.name if known.count(run.name) == 1 else run.folder)
+        run.name = printable(run.name if names_of_runs.count(run.name) == 1 else run.folder)
     return runs
 
 
@@ -59,11 +59,11 @@ def _read(folder: Path) -> Run:
         records = read_metrics(folder / "metrics.jsonl")
         seconds = accumulate(record["batch"] / (record.get("samples_per_s_wall") or inf) for record in records)
         rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
-        at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
-        at[0] = {"step": 0, "samples": 0, "hours": 0.0}
-        evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
+        row_of_step = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
+        row_of_step[0] = {"step": 0, "samples": 0, "hours": 0.0}
+        evaluations = [e for e in read_evaluations(folder) if e["step"] in row_of_step]
         for evaluation in evaluations:
-            row = dict(at[evaluation["step"]])
+            row = dict(row_of_step[evaluation["step"]])
             for name, metrics in evaluation["results"].items():
                 row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
             rows.append(row)

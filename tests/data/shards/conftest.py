@@ -14,7 +14,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shards take many requests, and retries hardly wait."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(store, "REQUEST_BYTES", 4096)
-    monkeypatch.setattr(store, "LEAST", 1024)
+    monkeypatch.setattr(store, "MIN_PROGRESS_BYTES", 1024)
     monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.002)
 
 

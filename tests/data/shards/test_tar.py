@@ -44,10 +44,10 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
     out.seek(0)
     read, at = [], 0
     while (header := next_member(out)) is not None:
-        assert out.tell() == at + header.taken
+        assert out.tell() == at + header.bytes_before
         content = out.read(padded(header.size))[: header.size]
         read.append((header.name, content if header.target is None else header.target))
-        at += header.taken + padded(header.size)
+        at += header.bytes_before + padded(header.size)
     assert read == [each for name, data in members for each in ((name, data), (name, normalised(f"/etc/{name[:20]}")))]
 
 

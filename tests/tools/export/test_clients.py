@@ -95,7 +95,7 @@ class Exported:
         return torch.stack([torch.from_numpy(np.array(resized(image))).permute(2, 0, 1) for image in self.pictures])
 
     def normalised(self) -> Tensor:
-        return self.model.image.prepared(self.pixels())
+        return self.model.image.encoder_inputs(self.pixels())
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_the_cut_of_transformers_is_a_pixel_off_on_odd_sizes(exports: Callable[[
     wide = Image.open(BytesIO(picture(1, (79, 64)))).convert("RGB")  # resized to 39 x 32
     theirs = processor(images=wide, return_tensors="pt")["pixel_values"][0]
     pixels = torch.from_numpy(np.array(export.model.eval_transform().resized(wide))).permute(2, 0, 1)
-    ours = export.model.image.prepared(pixels[None])[0]
+    ours = export.model.image.encoder_inputs(pixels[None])[0]
     torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], atol=1 / 32, rtol=0)
 
 

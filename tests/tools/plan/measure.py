@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipscale.common.keep import Keep
-from clipscale.config.parse import typed
+from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
@@ -56,7 +56,7 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
         for part in path:
             node = node.setdefault(part, {})
         node[leaf] = value
-    return typed(TrainConfig, values)
+    return dataclass_from(TrainConfig, values)
 
 
 def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
