@@ -71,9 +71,11 @@ class Run:
         self.trainer = begun.parts.step
         self.stream = begun.parts.stream
         self.schedule = begun.parts.schedule
-        # Completed steps, those of the whole run, and the last one's loss.
+        # Completed steps.
         self.step = begun.step
+        # Steps at the end of the run, or of the stage.
         self.total = begun.parts.schedule.end
+        # The last completed step's loss.
         self.loss = begun.loss
         self.stop = Stop(world)
         self.saved_at = time.monotonic()
@@ -82,9 +84,8 @@ class Run:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
         begun = self.begun
-        parts = self.stream, begun.saver
         self.stream.while_waiting(self.stop.check_alone)
-        with closing(begun.records), self.stop, closing(*parts), saving_what_is_done(self):
+        with closing(begun.records), self.stop, closing(self.stream, begun.saver), saving_what_is_done(self):
             if self.step == 0 < self.total and begun.evaluates_start:
                 self.evaluate()
             while self.step < self.total:

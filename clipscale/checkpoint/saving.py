@@ -77,9 +77,8 @@ class Saver:
             self._stager = self._new_stager()
         step = saved.step
         values, tensors = split_tensors(saved.tree())
-        owners = assign_writers(
-            {n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size
-        )
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
@@ -197,8 +196,10 @@ class Writer(dcp.FileSystemWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
-                ChecksummedWrite(r.index, r.size_in_bytes, r.storage_data, file_sum(r.storage_data.relative_path))
-                for r in results
+                ChecksummedWrite(
+                    each.index, each.size_in_bytes, each.storage_data, file_sum(each.storage_data.relative_path)
+                )
+                for each in results
             ]
         )
         return future

@@ -278,7 +278,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
         raise one_line_error(error) from error
     jobs = [*product(*choices)]
     common = set.intersection(*map(set, jobs))
-    return [([w for w in job if w not in common], settings("train", job, config_dir)) for job in jobs]
+    return [([word for word in job if word not in common], settings("train", job, config_dir)) for job in jobs]
 
 
 def demo_folder() -> str:

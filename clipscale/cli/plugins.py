@@ -111,7 +111,8 @@ def composed_runs(line: Namespace) -> tuple[Any, Path, list[TrainConfig]]:
     of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
     chosen = settings_of_plugins(of_hydra)
     check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
-    _, line.words = compose.overrides("train", [w for w in line.words if w not in of_hydra], sweep=True)
+    others = [word for word in line.words if word not in of_hydra]
+    _, line.words = compose.overrides("train", others, sweep=True)
     all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
     return chosen, *(sweep.runs_of(line) if all_known else first_run(line))
 

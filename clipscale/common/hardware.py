@@ -102,5 +102,7 @@ def hardware_of(device_name: str) -> str | None:
     If `device_name` does not contain the memory, this is the first entry with that chip.
     """
     words = set(re.split(r"[\s-]+", device_name))
-    same_chip = [name for name, entry in HARDWARE.items() if all(w in words or w.endswith("GB") for w in entry.words)]
+    same_chip = [
+        name for name, entry in HARDWARE.items() if all(word in words or word.endswith("GB") for word in entry.words)
+    ]
     return max(same_chip, key=lambda name: len(words.intersection(HARDWARE[name].words)), default=None)

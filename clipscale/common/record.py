@@ -25,8 +25,9 @@ class RunResult(TypedDict):
 
     # The run's folder.
     run: str
-    # Steps done, and the last one's loss.
+    # Completed steps.
     step: int
+    # The last step's loss.
     loss: float
     # The results of the last evaluation.
     eval: Results

@@ -27,9 +27,11 @@ CLEAR = "\r\x1b[K"
 FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
 # Seconds between lines about the progress of long work, where there is no terminal.
 LINE_S = 60.0
-# Seconds until a bar appears, seconds between its updates, and its width in characters.
+# Seconds until a bar appears.
 BAR_AFTER_S = 2.0
+# Seconds between its updates.
 BAR_EVERY_S = 0.2
+# Its width in characters.
 BAR_WIDTH = 20
 
 

@@ -26,8 +26,9 @@ class Selection:
     same: str | None = None
     # Captions of a sample in a step.
     count: int = 1
-    # The source of hard negatives, empty if there are none, and their number in a step.
+    # The source of hard negatives; empty: there are none.
     negatives: str = ""
+    # Hard negatives of a sample in a step.
     negatives_count: int = 0
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
     takes_first: bool = False

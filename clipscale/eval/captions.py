@@ -17,9 +17,9 @@ from clipscale.common.record import Metrics, Written
 from clipscale.eval.encode import Encoder, gather_batches
 from clipscale.models.captioner import LENGTH, PAD, caption_losses, write_captions
 
-# Pairs whose logits are in memory: of 76 tokens and CLIP's vocabulary, half a GB.
-PART = 32
-# Pictures that a report shows, of a set's first ones.
+# Pairs whose logits are in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
+PAIRS_AT_ONCE = 32
+# A report shows this many pictures, the first ones of a set.
 SHOWN = 8
 
 
@@ -28,22 +28,23 @@ class CaptionMeter:
     """Collects what a captioner makes of a set's pictures, each with its first caption, while they are encoded."""
 
     encoder: Encoder
-    # Of each picture.
+    # The captions of each picture.
     captions: Sequence[Sequence[str]]
-    # Of this rank's batches, (n, 2): the sum of the cross entropies, and the number of tokens.
+    # For each batch of this rank (n, 2): a caption's sum of cross entropies, and its number of tokens.
     batches: list[Tensor] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
 
     @torch.no_grad()
     def add(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
-        """A batch: the indices of its pictures, none of an idle rank; these, and their tokens."""
+        """Add a batch: its pictures' indices, the pictures, and their tokens. A rank without work has no index."""
         texts = [*(self.first(index) for index in span), *([] if span else [""])]
         tokens_nT = self.encoder.model.tokenizer(texts).to(pixels.device)
-        parts = []
-        for start in range(0, min(self.encoder.batch, len(self.captions)), PART):  # equally many on each rank
-            part = slice(start, start + PART) if start < len(texts) else slice(1)
-            parts.append(self.losses(image_nPW[part], tokens_nT[part]))
-        self.batches.append(torch.cat(parts)[: len(span)])
+        losses = []
+        # Equally many passes on each rank: one without work repeats a pair.
+        for start in range(0, min(self.encoder.batch, len(self.captions)), PAIRS_AT_ONCE):
+            pairs = slice(start, start + PAIRS_AT_ONCE) if start < len(texts) else slice(1)
+            losses.append(self.losses(image_nPW[pairs], tokens_nT[pairs]))
+        self.batches.append(torch.cat(losses)[: len(span)])
         if len(self.batches) == 1:
             self.write(span, pixels, image_nPW)
 
@@ -57,7 +58,7 @@ class CaptionMeter:
         return next(iter(self.captions[index]), "")
 
     def losses(self, image_nPW: Tensor, tokens_nT: Tensor) -> Tensor:
-        """Sums and counts, (n, 2) float64. Columns of padding alone are left out."""
+        """The rows of `batches`, (n, 2) float64. Columns of tokens that are all padding are left out."""
         tokens_nT = tokens_nT[:, : int((tokens_nT != PAD).any(0).nonzero().max()) + 1]
         with self.encoder.autocast():
             _, text_nTW = self.encoder.model.text(tokens_nT, with_tokens=True)
@@ -65,7 +66,7 @@ class CaptionMeter:
         return torch.stack([sums_n.double(), (tokens_nT[:, 1:] != PAD).sum(1).double()], dim=1)
 
     def write(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
-        """Captions of the first pictures. On every rank: sharded weights are gathered by all."""
+        """Write captions of the first pictures. Every rank does: all of them gather sharded weights."""
         model = self.encoder.model
         with self.encoder.autocast():
             length = min(LENGTH, model.context_length)

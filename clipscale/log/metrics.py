@@ -81,7 +81,10 @@ class MetricLog:
 
         JSON knows no NaN and no infinity: the file has null for them.
         """
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         self._lines.append(json.dumps(finite) + "\n")
         now = time.monotonic()
         time_left = None

@@ -36,7 +36,10 @@ class Sinks:
 
     def eval(self, step: int, results: Results) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`."""
-        self.write(step, {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()})
+        self.write(
+            step,
+            {f"eval/{name}/{metric}": value for name, metrics in results.items() for metric, value in metrics.items()},
+        )
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""

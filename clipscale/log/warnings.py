@@ -20,14 +20,14 @@ def warnings_of(records: Sequence[StepRecord]) -> dict[str, str]:
         return {}
     warnings = {}
     newest = records[-1]
-    losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [newest["loss"]]
+    losses = [record["loss"] for record in records if math.isfinite(record["loss"])] or [newest["loss"]]
     middle = median(losses)
     if newest["loss"] > middle + max(0.1 * abs(middle), 10 * median(abs(loss - middle) for loss in losses)):
         warnings["spike"] = (
             f"the loss jumped from {middle:.3f} to {newest['loss']:.3f}; likely causes: odd samples, too high an "
             "optim.lr, or with AdamW too high a beta2 (optim.betas)"
         )
-    share = mean(r["data_wait_frac"] for r in records) if len(records) == WINDOW else 0
+    share = mean(record["data_wait_frac"] for record in records) if len(records) == WINDOW else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
     uniformity = max(newest.get("uniformity_image", -4), newest.get("uniformity_text", -4))

@@ -59,15 +59,18 @@ def contrastive_loss(
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
-        similarity: None (or "dot") for the dot product, or a module from image features and text features to
-            similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
-            their gradient too.
-        exchange: replicated (CLIP: gather both sides, the whole loss on every rank; with a module or hard negatives it
-            is gather) | local (OpenCLIP: two one-sided losses of this rank's rows; with a module, hard negatives or
-            another objective than softmax it is gather) | gather (all-gather of the texts, reduce-scatter of their
-            gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes (gather within a node, a ring between
-            nodes) | auto (gather where that is small; else ring in one node, nodes across them). In a group of one they
-            are the same.
+        similarity: None (or "dot") for the dot product. Or a module from image features and text features to
+            similarities (n, m), pair by pair. It is called with one tile at a time, twice. Its parameters get their
+            gradient too.
+        exchange: how the ranks share their rows. In a group of one all are the same.
+            auto: gather where that is small; else ring in one node, nodes across them.
+            replicated: CLIP's. Gather both sides; the whole loss on every rank.
+            local: OpenCLIP's. Two one-sided losses of this rank's rows.
+            gather: all-gather of the texts, reduce-scatter of their gradients (DisCo-CLIP).
+            ring: the texts travel. Takes the least memory.
+            nodes: gather within a node, a ring between nodes.
+            With a module or hard negatives replicated and local are gather. With another objective than softmax local
+            is gather.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);

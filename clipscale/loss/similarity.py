@@ -83,9 +83,9 @@ class ModuleSimilarity:
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
         parameters = tile.parameters
         scale_grad = torch.zeros_like(parameters.scale, dtype=torch.float64) if parameters.trains_scale else None
-        given = (tile.rows.features, tile.cols.features, parameters.scale)
+        inputs = (tile.rows.features, tile.cols.features, parameters.scale)
         totals = (tile.rows.grad, tile.cols.grad, scale_grad, *parameters.module_grads)
-        u, v, scale = (x.detach().requires_grad_(total is not None) for x, total in zip(given, totals))
+        u, v, scale = (x.detach().requires_grad_(total is not None) for x, total in zip(inputs, totals))
         leaves = [(x, total) for x, total in zip((u, v, scale, *self.parameters), totals) if total is not None]
         with torch.set_grad_enabled(bool(leaves)):
             scores = scale * self._similarities(u, v, scale.dtype)

@@ -62,7 +62,10 @@ def merged_run(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
     """
     if not any(map(is_adapter, state)):
         return state
-    return {re.sub(r"\.attn\.in_proj\.(weight|bias)$", r".attn.in_proj_\1", n): x for n, x in merged(state, 1).items()}
+    return {
+        re.sub(r"\.attn\.in_proj\.(weight|bias)$", r".attn.in_proj_\1", name): weight
+        for name, weight in merged(state, 1).items()
+    }
 
 
 def merged(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:

@@ -33,8 +33,7 @@ class Captioner(nn.Module):
         """uint8 pixels (N, 3, H, W) and integer tokens (N, T) -> unit rows (N, D) of images and of captions.
 
         Where gradients are enabled, also the sum of the captions' cross entropies: 0-d, float32 (float64 for float64
-        encoders). Without a graph the decoder does not run: its loss is a sum over pairs, of which the contrast needs
-        nothing.
+        encoders). Without a graph the decoder does not run: the contrast does not need its loss.
         """
         image_ND, image_NPW = self.image(pixels, with_tokens=True)
         text_ND, text_NTW = self.text(tokens, with_tokens=True)

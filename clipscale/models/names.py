@@ -15,7 +15,7 @@ from clipscale.models.hugging_face import TABLES
 
 VISUAL, TEXT = "visual.", "text."
 TOWERS = {VISUAL: "image", TEXT: "text"}
-# transformers' beginnings of the same.
+# How the same names begin in transformers.
 THEIRS = {VISUAL: "vision_model.", TEXT: "text_model."}
 # Below these in a tower are the modules of another library.
 INNER = ("trunk.", "transformer.")
@@ -40,7 +40,7 @@ class Shaped(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightSet:
     """One set of weights in a file: tensors by name."""
 
     tensors: dict[str, Shaped]
@@ -50,7 +50,7 @@ class Held:
     others: tuple[str, ...] = ()
 
 
-def held(content: Mapping[str, object], key: str, setting: str) -> Held:
+def weight_set(content: Mapping[str, object], key: str, setting: str) -> WeightSet:
     """The set of weights at `key` of a checkpoint, or below the prefix `key` of names; without a key the usual one.
 
     Raises UserError for a key that there is not.
@@ -60,15 +60,15 @@ def held(content: Mapping[str, object], key: str, setting: str) -> Held:
     large = [path for path, tensors in chosen.items() if 2 * len(tensors) >= max(map(len, chosen.values()))]
     if large:
         usual_key = next((path for path in ("", *USUAL) if path in large), large[0])
-        return Held(chosen[usual_key], usual_key, tuple(path for path in large if path != usual_key))
+        return WeightSet(chosen[usual_key], usual_key, tuple(path for path in large if path != usual_key))
     if not key:
-        return Held({})
-    usual = held(content, "", setting).tensors
+        return WeightSet({})
+    usual = weight_set(content, "", setting).tensors
     below = {name.removeprefix(f"{key}."): x for name, x in usual.items() if name.startswith(f"{key}.")}
     if not below:
         there = [*filter(None, sets), *sorted({name.partition(".")[0] for name in usual})]
         raise UserError(f"{setting} holds nothing at {key!r}, but {listed(there)}")
-    return Held(below, key)
+    return WeightSet(below, key)
 
 
 def _sets(content: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Shaped]]]:

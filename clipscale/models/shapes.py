@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from clipscale.common import files
 from clipscale.models import adapters
-from clipscale.models.names import held, listed
+from clipscale.models.names import listed, weight_set
 
 
 class NamesTable(TypedDict):
@@ -32,14 +32,16 @@ TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml
 
 
 def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
-    """Of safetensors and of torch's files, by the file's own names, of the set of weights at `key` (`names.held`).
+    """The shapes of the weights in files of safetensors or torch, by the files' own names.
+
+    `key`: of the set of weights; see `names.weight_set`.
 
     Raises UserError, and what their readers raise.
     """
     shapes: Shapes = {}
     for path in paths:
         content = _of_safetensors(path) if path.suffix == ".safetensors" else saved_by_torch(path)
-        shapes |= {name: tuple(value.shape) for name, value in held(content, key, setting).tensors.items()}
+        shapes |= {name: tuple(value.shape) for name, value in weight_set(content, key, setting).tensors.items()}
         adapters.factor(shapes, path.parent, setting)
     return {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)}
 

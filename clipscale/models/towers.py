@@ -126,7 +126,7 @@ class ClipModel(nn.Module):
 
     logit_bias: nn.Parameter | None
 
-    # Of a captioner.
+    # A captioner's decoder; None: the model is no captioner.
     decoder: MultimodalTransformer | None
 
     def __init__(self, encoders: Encoders, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
 from clipscale.config.sections import ModelConfig
 from clipscale.models import adapters
-from clipscale.models.names import SHARED, held, listed, matched, namings
+from clipscale.models.names import SHARED, listed, matched, namings, weight_set
 from clipscale.models.renamed import Weights, of_transformers
 from clipscale.models.shapes import differing, saved_by_torch, shapes_of
 from clipscale.models.sources import SET, Source, find, with_architecture_of
@@ -33,7 +33,7 @@ POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
 OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 DECODER = "text_decoder."
-# Of CLIP's image tower, what follows its blocks: a captioner has a pooler between them, of another width.
+# What follows the blocks of CLIP's image tower. A captioner has a pooler before it, and another width.
 POOLED = ("visual.ln_post.", "visual.proj")
 # What a captioner has beside CLIP's towers.
 NEW = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
@@ -77,8 +77,11 @@ def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = N
 
 
 def has_correct_mask(source: Source) -> bool:
-    """Whether a captioner begins from these weights with the right mask: those of open_clip were trained without it,
-    unless it is noted beside them. Those of two towers have no class token yet. Raises UserError."""
+    """Whether a captioner begins from these weights with the correct mask. Raises UserError.
+
+    A note beside the weights may say it. Without one, open_clip's captioners were trained with the other mask. Weights
+    of two towers have no class token yet, and take the correct one.
+    """
     if source.model.correct_cls_mask is not None:
         return source.model.correct_cls_mask
     if not source.shards:
@@ -122,13 +125,17 @@ def read(source: Source) -> Weights:
     others: tuple[str, ...] = ()
     for path in source.shards:
         with source.reading():
-            found_set = held(_loaded(path), source.key, source.setting)
+            found_set = weight_set(_loaded(path), source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
         others += found_set.others
     if others:
         also = listed([f"{SET}{key}" for key in others])
         log.warning(f"{source.setting}: takes the weights {found_set.key or 'at the top'}; others are {also}")
-    sparse = [n for n, x in state.items() if x.layout != torch.strided or x.nbytes > x.untyped_storage().nbytes()]
+    sparse = [
+        name
+        for name, weight in state.items()
+        if weight.layout != torch.strided or weight.nbytes > weight.untyped_storage().nbytes()
+    ]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
     with source.reading():
@@ -151,7 +158,10 @@ def _of_run(source: Source) -> Weights:
         log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
     state = adapters.merged_run(state)
     for ours, theirs in (("image.encoder.", "visual."), ("text.encoder.", "text."), ("decoder.", DECODER)):
-        state = {theirs + name.removeprefix(ours) if name.startswith(ours) else name: x for name, x in state.items()}
+        state = {
+            theirs + name.removeprefix(ours) if name.startswith(ours) else name: weight
+            for name, weight in state.items()
+        }
     return state
 
 

@@ -25,8 +25,9 @@ class Every:
 
     # Steps between evaluations.
     evaluation: int = 0
-    # Steps, and seconds, between checkpoints.
+    # Steps between checkpoints.
     save: int = 0
+    # Seconds between checkpoints.
     save_s: float = 0.0
 
     def evaluates_after(self, step: int) -> bool:
@@ -46,8 +47,9 @@ class Begun:
 
     folder: Path
     stage: Stage
-    # Completed steps, and the last one's loss.
+    # Completed steps.
     step: int
+    # The last completed step's loss.
     loss: float
     parts: Parts
     evaluation: Evaluation

@@ -56,7 +56,10 @@ class BatchLoss:
     ) -> Tensor:
         """`keys`: (N,) int64; see `uses_keys`. `teachers`: each one's features of pictures and captions, (N, 2, D)."""
         used = keys if self.uses_keys else None
-        taught = [(x[:, 0], x[:, 1], scale) for x, scale in zip(teachers, self.teacher_scales, strict=True)]
+        taught = [
+            (features[:, 0], features[:, 1], scale)
+            for features, scale in zip(teachers, self.teacher_scales, strict=True)
+        ]
         with self.autocast():
             value = self._value(image_features, text_features, used, taught)
             for size in self.sizes:

@@ -64,7 +64,7 @@ def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken:
 
 
 def measured_on_a_rank(rank: int, size: int, root: str) -> dict[str, float]:
-    captions.PART = 2
+    captions.PAIRS_AT_ONCE = 2
     return of_set(Path(root), batch=3, world=World(rank, size, torch.device("cpu")))
 
 

@@ -168,7 +168,7 @@ class ShardStream:
                 f"(the last: {error}); go on with resume=auto when the storage is back"
             )
         if len(self._visits) > MOST_FRUITLESS or self._visits.total() > MOST_BROKEN:
-            reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
             holds = unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "

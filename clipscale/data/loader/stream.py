@@ -104,13 +104,13 @@ class TrainStream:
     @property
     def broken(self) -> Counter[str]:
         """Reason -> samples that this rank has skipped so far."""
-        return Counter({name: n for name, n in self._counts.items() if not name.startswith(EVENT)})
+        return Counter({name: count for name, count in self._counts.items() if not name.startswith(EVENT)})
 
     @property
     def faults(self) -> Counter[str]:
         """Event -> how often it has happened. Events cost no sample, such as a repeated request."""
         counts = self._counts.items()
-        return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
+        return Counter({name.removeprefix(EVENT): count for name, count in counts if name.startswith(EVENT)})
 
     def record(self) -> LoaderRecord:
         """This rank's counts since the start, and `waited_s`."""
@@ -167,7 +167,10 @@ class TrainStream:
         def wait(stop: int) -> None:
             batch = self._batches[step]
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
-            self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need], self._while_waiting)
+            self._wait(
+                lambda: [worker for worker, need in enumerate(needed) if batch.done[worker] < need],
+                self._while_waiting,
+            )
 
         return HostBatch(self._arena.slot(step), self._arena.layout, wait)
 

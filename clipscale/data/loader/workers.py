@@ -159,13 +159,15 @@ class Workers:
         """
         begun = time.monotonic()
         while True:
-            messages = [(n, message) for n in range(len(self._connections)) for message in self._drain(n)]
+            messages = [
+                (worker, message) for worker in range(len(self._connections)) for message in self._drain(worker)
+            ]
             if self._failure and not messages:
                 raise self._failure
             if messages or not needed:
                 return messages
             # Only a needed worker can be late, and only since the wait began.
-            silent = {n: time.monotonic() - max(self._heard_at[n], begun) for n in needed}
+            silent = {worker: time.monotonic() - max(self._heard_at[worker], begun) for worker in needed}
             longest = max(silent, key=silent.__getitem__)
             remaining_s = self.timeout_s - silent[longest]
             if remaining_s < 0:

@@ -36,8 +36,9 @@ FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, {last})"""
-# The last column of a folder's index, and of a subset's.
+# The last column of a folder's index.
 _OFFSETS = "offsets BLOB"
+# The last column of a subset's index.
 _WEIGHT = "weight REAL"
 # A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets.
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"

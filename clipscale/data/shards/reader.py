@@ -63,8 +63,9 @@ class Member(NamedTuple):
     extension: str
     name: str
     size: int
-    # For a link: the offset of its content, and why the content cannot be read, if it cannot.
+    # For a link: the offset of its content.
     offset: int | None = None
+    # For a link: why its content cannot be read; empty: it can.
     fault: str = ""
 
 

@@ -51,7 +51,7 @@ class Distillation(Objective):
 
 
 def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
-    """With the teachers' features, in one type. Raises ValueError where they do not fit."""
+    """The inputs with the teachers' features, in one type. Raises ValueError where they do not fit."""
     n, m = len(inputs.rows), len(inputs.cols)
     for a, b, _ in teachers:
         if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.scale.device:
@@ -71,7 +71,7 @@ def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
 def with_log_sum_exps(
     inputs: Inputs, teachers: Sequence[tuple[int, float]], exchange: Exchange, machine: Machine
 ) -> Inputs:
-    """With the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64. A collective.
+    """The inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64. A collective.
 
     `teachers`: the feature width and the logit scale of each.
     """

@@ -55,8 +55,10 @@ class SoftmaxTile(TorchObjective):
 
 
 def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
-    """Of image to text and text to image, each if its side has weights: the weights, the log-sum-exps, and the
-    dimension of the scores to sum over."""
+    """The directions of the softmax, image to text and text to image, whose sides have weights.
+
+    For each: the weights, the log-sum-exps, and the dimension of the scores to sum over.
+    """
     return [
         (side.weight, side.lse, dim)
         for side, dim in ((block.rows, 1), (block.cols, 0))

@@ -26,7 +26,7 @@ def lines_of(file: Path) -> Iterator[str]:
     encoding = encoding_of(start)
     if encoding == "utf-8":
         lines = start.splitlines()[: -1 if len(start) == START else None]
-        wrong = [n for n, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]
+        wrong = [number for number, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]
         if 1 < len(wrong) > sum(not line.isascii() for line in lines) / 2:
             raise UserError(
                 f"{file}: line {wrong[0]} is not UTF-8, and no byte order mark says what it is; convert the table: "

@@ -30,7 +30,7 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     size = sum(entry.size for entry in entries)
     print_line(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
-    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries if e.reason]
+    damage += [f"{entry.reason} after {entry.samples} samples: {entry.detail}" for entry in entries if entry.reason]
     for line in damage:
         print_line(line)
     return 1 if damage else 0

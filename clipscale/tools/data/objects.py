@@ -1,6 +1,10 @@
-"""The rows of JSON: one a line, a list of them, or one object that holds them by column, by picture, or as a list.
+"""Reads the rows of JSON. A file holds one of these:
 
-Of nested rows, as of conversations, the line of shell that makes a table of them.
+- a row a line,
+- a list of rows,
+- an object that holds rows: by column, by picture, or as a list.
+
+Nested rows, such as conversations, are not read: there is a line of shell that makes a table of them.
 """
 
 import json

@@ -134,7 +134,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             cells = [values.get(key) for key in texts]
             items = chain.from_iterable(cell if isinstance(cell, list) else [cell] for cell in cells)
             captions = [item for item in items if isinstance(item, str)]
-            fields = {k: v for k, v in values.items() if k not in table.columns and is_plain(v)}
+            fields = {key: value for key, value in values.items() if key not in table.columns and is_plain(value)}
             place = values.get(image)
             group = str(values.get(table.by) or "")
             pair = Pair(f"{table.file.name}:{number}", base, captions, fields, group=group)

@@ -33,23 +33,24 @@ def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
     return unread
 
 
-def bytes_type(given: "DataType", wanted: bool = False) -> "DataType | None":
+def bytes_type(column_type: "DataType", wanted: bool = False) -> "DataType | None":
     """The type as which a column is read, with bytes in the place of texts; None if it is not. `wanted`: its bytes are
     texts."""
     from pyarrow import binary, binary_view, large_binary, large_list, list_, types
 
-    if types.is_dictionary(given):
-        return bytes_type(given.value_type, wanted)
-    if types.is_list(given) or types.is_large_list(given) or types.is_fixed_size_list(given):
-        inner = bytes_type(given.value_type, wanted)
-        return inner and (large_list if types.is_large_list(given) else list_)(inner)
-    if wanted and is_bytes(given):
-        return given
+    if types.is_dictionary(column_type):
+        return bytes_type(column_type.value_type, wanted)
+    if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
+        inner = bytes_type(column_type.value_type, wanted)
+        return inner and (large_list if types.is_large_list(column_type) else list_)(inner)
+    if wanted and is_bytes(column_type):
+        return column_type
     texts = {types.is_string: binary, types.is_large_string: large_binary, types.is_string_view: binary_view}
     for is_text, as_bytes in texts.items():
-        if is_text(given):
+        if is_text(column_type):
             return as_bytes()
-    return given if types.is_integer(given) or types.is_floating(given) or types.is_boolean(given) else None
+    is_number = types.is_integer(column_type) or types.is_floating(column_type) or types.is_boolean(column_type)
+    return column_type if is_number else None
 
 
 def is_bytes(column_type: "DataType") -> bool:
@@ -75,9 +76,11 @@ def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]
     image = chosen[0]
     inside = is_picture(types[image])
     read_as = {
-        name: bytes_type(given, name in chosen) for name, given in types.items() if not (inside and name == image)
+        name: bytes_type(column_type, name in chosen)
+        for name, column_type in types.items()
+        if not (inside and name == image)
     }
-    names = [name for name, given in read_as.items() if given is not None]
+    names = [name for name, as_type in read_as.items() if as_type is not None]
     number = 0
     for group in range(table.num_row_groups):
         batches = table.iter_batches(BATCH, row_groups=[group], columns=names)

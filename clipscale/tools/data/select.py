@@ -1,7 +1,7 @@
 """`clipscale data select`: from the features of a set, how often training takes each of its samples.
 
 Its steps, in this order: pairs whose picture and text fit, near-duplicates, of which the best pair stays, and clusters.
-A page beside the weights shows what goes and what stays at each threshold. Samples are numbers in the set; N: of them.
+A page beside the weights shows what goes and what stays at each threshold. Samples are numbers in the set. N: samples.
 """
 
 import base64

@@ -41,12 +41,12 @@ class Lines:
         self.number += 1
         return line
 
-    def until(self, is_end: Callable[[str], bool], taken: list[str]) -> Iterator[str]:
-        """The following lines, at most MOST_LINES, up to the first that `is_end` accepts. They are added to `taken`."""
+    def until(self, is_end: Callable[[str], bool], passed: list[str]) -> Iterator[str]:
+        """The following lines, at most MOST_LINES, up to the first that `is_end` accepts; `passed` gets them, too."""
         for line in self:
-            taken.append(line)
+            passed.append(line)
             yield line
-            if is_end(line) or len(taken) == MOST_LINES:
+            if is_end(line) or len(passed) == MOST_LINES:
                 return
 
     def put_back(self, lines: list[str]) -> None:

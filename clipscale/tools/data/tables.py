@@ -24,7 +24,7 @@ from clipscale.tools.data.separated import PICTURE, Row, Separated, header_value
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 # What converts a file that is no table, by its suffix.
 CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
-# The first bytes of such files.
+# First bytes of a file -> its suffix in CONVERSIONS.
 SIGNS = {
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",

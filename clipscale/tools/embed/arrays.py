@@ -32,8 +32,9 @@ class FeaturesNote(TypedDict):
     # Digests of the weights of both towers.
     weights: str
     text: str
-    # D, and the type of its numbers.
+    # D.
     width: int
+    # The type of the numbers.
     dtype: str
     image_size: int
     mean: list[float]

@@ -51,7 +51,7 @@ def state_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> We
         theirs, trained, _ = load_model(source.path, str(source.path), weights)
         pixels = trained.pixels
     state = theirs.state_dict()
-    if {n: x.shape for n, x in state.items()} != {n: x.shape for n, x in ours.items()}:
+    if {name: weight.shape for name, weight in state.items()} != {name: weight.shape for name, weight in ours.items()}:
         raise UserError(f"average={other}: another architecture than the run's {config.name}")
     if pixels != config.pixels:
         raise UserError(f"average={other}: trained with another model.preprocess than the run")

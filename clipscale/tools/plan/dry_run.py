@@ -130,9 +130,11 @@ class Meter:
     tracker: MemoryTracker
     # The number of blocks that are left out.
     omitted: int
-    # Live bytes at the pass's start, its peak beyond them, and what the blocks that are left out would add.
+    # Live bytes at the pass's start.
     base: int = 0
+    # The pass's peak beyond them.
     peak: float = 0.0
+    # Bytes that the blocks that are left out would add.
     added: float = 0.0
     # Live bytes when the first block was entered; None: outside of it.
     entered: int | None = None
@@ -279,13 +281,15 @@ class DryRun:
             high = self.loss(2 * size)
             return round(high + (batch / size - 2) * (high - low))
         rows = batch, batch * self.texts
-        features = [torch.empty(n, self.model.width).requires_grad_(trained) for n, trained in zip(rows, self.trained)]
+        features = [
+            torch.empty(size, self.model.width).requires_grad_(trained) for size, trained in zip(rows, self.trained)
+        ]
         self.tracker.take_peak()
         before = self.tracker.live
         self.step.cache.loss(
             *features,
             keys=torch.empty(batch, dtype=torch.int64),
-            teachers=[torch.empty(batch, *t.shape, dtype=getattr(torch, t.dtype)) for t in self.teachers],
+            teachers=[torch.empty(batch, *each.shape, dtype=getattr(torch, each.dtype)) for each in self.teachers],
         ).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before

@@ -24,9 +24,12 @@ ROUND = 512
 
 
 class MemoryTracker(TorchDispatchMode):
-    """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does, until
-    its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen. Of tensors
-    without values a float reads 1.0, an integer 0, a condition false.
+    """Counts the bytes of live storages: `live`, and their highest number, `peak`.
+
+    A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
+    bytes are rounded up as a GPU's allocator does. What a kernel takes while it runs is not seen.
+
+    A tensor without values reads as 1.0, 0 or false.
     """
 
     def __init__(self) -> None:
@@ -83,8 +86,10 @@ def without_memory() -> Iterator[MemoryTracker]:
 
 
 class DryMachine(Machine):
-    """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values: only the first tile or
-    panel of a block, because the others use the same buffers, and on a GPU Triton's backend without its kernels.
+    """The machine of a loss of tensors without values: a GPU of a compute capability, or (None) the CPU.
+
+    Only the first tile or panel of a block is computed, because the others use the same buffers. On a GPU Triton's
+    backend runs without its kernels.
     """
 
     def __init__(self, capability: int | None, ranks: int = 1, ranks_of_node: int | None = None) -> None:

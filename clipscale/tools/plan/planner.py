@@ -34,8 +34,10 @@ class Prediction:
         self.gpu = gpu
         self.dry_run = dry_run
         self.local = config.batch // config.ranks
-        # Memory of cuBLAS, which torch's allocator counts, and memory that it does not count.
-        self.workspace = self.outside = 0
+        # Memory of cuBLAS, which torch's allocator counts.
+        self.workspace = 0
+        # Memory that torch's allocator does not count.
+        self.outside = 0
         # Memory of a GPU.
         self.usable: int | None = None
         # Memory that a step may take.

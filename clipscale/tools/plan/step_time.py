@@ -25,8 +25,9 @@ SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 class StepTime(TypedDict):
     """`time` of docs/plan.md."""
 
-    # The evidence, and the share of the arithmetic's rate that it shows.
+    # The evidence, in words.
     what: str
+    # The share of the arithmetic's rate that it shows.
     share: float
     step_s: float
     samples_per_s: float

@@ -41,11 +41,13 @@ class Chart(TypedDict, total=False):
     per: float
     zero: bool
     gaps: bool
-    # Whether it shows an evaluation, and whether it stands behind a button.
+    # Whether it shows an evaluation.
     evaluation: bool
+    # Whether it stands behind a button.
     more: bool
-    # The curve of each run, and whether any has more than one point.
+    # The curve of each run.
     runs: list[Curve]
+    # Whether a curve has more than one point.
     drawn: bool
 
 
@@ -187,7 +189,9 @@ def curves(runs: Sequence[Run]) -> Drawing:
     charts = charts_of(runs)
     for chart in charts:
         tables = [points(run, chart) for run in runs]
-        chart["runs"] = [{"points": columns(thinned(t, bins)), "means": columns(means(t, bins))} for t in tables]
+        chart["runs"] = [
+            {"points": columns(thinned(table, bins)), "means": columns(means(table, bins))} for table in tables
+        ]
         chart["drawn"] = max(map(len, tables)) > 1  # one point is a number in cards and tables
     return {
         "colours": FIGURES["colours"],
