@@ -63,7 +63,7 @@ def has_checkpoint(config: TrainConfig) -> bool:
 def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> None:
     """Raise UserError for tags of another model. `fetched`: also for weights that cannot be fetched.
 
-    May import open_clip, so it comes after the other checks.
+    May ask a server, so it comes after the other checks.
     """
     from clipscale.models.hub import check_connection
     from clipscale.models.sources import check_tags

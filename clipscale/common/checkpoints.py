@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,10 +44,19 @@ def check_own(run: Path) -> None:
 
 
 def check_place(run: Path) -> None:
-    """Raise UserError for a folder that surely cannot be made or written. Writes nothing."""
+    """Raise UserError for a folder that cannot be made or written. Leaves nothing behind."""
     there = next(path for path in (run, *run.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        reason = "cannot be written" if there.is_dir() else "is a file"
+    reason = ""
+    if not there.is_dir():
+        reason = "is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = "cannot be written"
+    else:
+        try:  # /proc is writable by its permissions
+            tempfile.TemporaryDirectory(prefix=".clipscale-", dir=there).cleanup()
+        except OSError as error:
+            reason = f"takes no folder: {error.strerror}"
+    if reason:
         raise UserError(f"run={run} cannot be written ({there} {reason}); choose another run=PATH")
 
 

@@ -1,10 +1,15 @@
 """The names that open_clip and timm know. Importing these libraries takes seconds, so their files are read instead."""
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from clipscale.common import files
 from clipscale.common.record import Record
@@ -26,6 +31,38 @@ def model_description(name: str) -> Record:
     """open_clip's description of a model; empty for a name that it does not know."""
     file = _file("open_clip", f"model_configs/{name.replace('/', '-')}.json")
     return files.read_json(file) if file.is_file() else {}
+
+
+@contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Inside, these packages are not found, unless they are imported already: a module that is None is not (Python's
+    language reference, 5.3.1). For packages that another one imports if it finds them.
+    """
+    absent = [name for name in packages if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = cast(ModuleType, None)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+def unneeded(description: Record) -> list[str]:
+    """Packages that open_clip imports where it finds them, for seconds, and a model of this description does not need;
+    none if the description is not known, or open_clip is imported already."""
+    needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
+    return [] if needed else ["transformers"]
+
+
+@cache
+def pretrained() -> ModuleType:
+    """open_clip's module `pretrained`, its table of tags, without the rest of open_clip and what that imports."""
+    alone = ModuleType("clipscale_open_clip_alone")
+    alone.__path__ = [str(_file("open_clip", ""))]
+    sys.modules[alone.__name__] = alone
+    with hidden("safetensors.torch", "huggingface_hub"):  # it needs them to fetch weights
+        return import_module(f"{alone.__name__}.pretrained")
 
 
 def optimizers_in_file() -> list[str]:

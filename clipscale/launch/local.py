@@ -13,14 +13,16 @@ import tempfile
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from clipscale.common import ranks, terminal
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
+from clipscale.config.libraries import hidden, unneeded
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -105,8 +107,15 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> objec
         terminal.show_task("loading torch")
         count = workers(config)
         if count == 1 and not isolated:
-            return resolve_name(main)(config)
+            return function(main, config)(config)
     return start(config, main, count)  # torch has handlers of its own
+
+
+def function(name: str, config: Launched) -> Callable[[Launched], object]:
+    """The function of this name, imported without what the model of these settings does not need."""
+    description = config.model.description if isinstance(config, TrainConfig) else {}
+    with hidden(*unneeded(description)):
+        return cast(Callable[[Launched], object], resolve_name(name))
 
 
 def workers(config: Launched) -> int:
@@ -126,7 +135,7 @@ def run_under_torchrun(config: Launched, main: str) -> object:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_the_launcher()
     try:
-        result = record(resolve_name(main))(config)
+        result = record(function(main, config))(config)
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
@@ -216,7 +225,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
         if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
         with AtOnce(AT_ONCE if main == TRAIN else ""):
-            return resolve_name(main)(config)
+            return function(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)
         raise

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clipscale.common.errors import UserError
+from clipscale.config.libraries import pretrained
 from clipscale.config.sections import ModelConfig
 from clipscale.models.sources import HUB, local_source
 
@@ -46,9 +47,7 @@ def repositories(model: ModelConfig) -> Iterator[str]:
         if value.startswith(HUB):
             yield value.removeprefix(HUB)
         elif not local_source(value):
-            import open_clip
-
-            tag = open_clip.get_pretrained_cfg(model.name.replace("/", "-"), value)
+            tag = pretrained().get_pretrained_cfg(model.name.replace("/", "-"), value)
             yield tag.get("hf_hub", "").rpartition("/")[0]
     tokenizer = model.description.get("text_cfg", {}).get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():

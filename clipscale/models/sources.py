@@ -1,6 +1,6 @@
 """Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Reads what they say of a model.
 
-Imports nothing heavy but for a tag, a repository or a file of torch.save: a mistake is reported at once.
+Imports nothing heavy but for a repository or a file of torch.save: a mistake is reported at once.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Folders are untrusted:
 their files may name no path and no address, and describe no model larger than the weights.
@@ -18,7 +18,7 @@ from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
-from clipscale.config.libraries import model_description
+from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
@@ -128,7 +128,7 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
 
 
 def check_tags(config: ModelConfig) -> None:
-    """Raise UserError for tags of another model. Imports open_clip if there is a tag, so other checks come first."""
+    """Raise UserError for tags of another model."""
     for setting, weights in (
         ("model.weights", config.weights),
         ("model.image.weights", config.image.weights),
@@ -398,16 +398,15 @@ def _from_hub(name: str) -> Path:
 
 def _pretrained(tag: str, name: str, origin: str) -> Record:
     """What open_clip says of a tag's weights. Raises UserError for a tag of another model."""
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(name)
+    table = pretrained()
+    tags = table.list_pretrained_tags_by_model(name)
     if tag not in tags:
-        models = ", ".join(open_clip.list_pretrained_models_by_tag(tag))
+        models = ", ".join(table.list_pretrained_models_by_tag(tag))
         hint = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {hint}"
         )
-    described = open_clip.get_pretrained_cfg(name, tag)
+    described = table.get_pretrained_cfg(name, tag)
     quick = described.get("quick_gelu", False)
     if quick != model_description(name).get("quick_gelu", False):
         right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")

@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,13 @@ from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.common.units import format_count, parse_count
-from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import build_model
-from clipscale.tools.plan import ASSUMED, step_time, without_unused
+from clipscale.tools.plan import ASSUMED, step_time
 from clipscale.tools.plan.planner import plan, predicted
 from clipscale.tools.plan.settings import on_machine
 from tests.conftest import TINIEST, Cap
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
 from tests.support.refused import refused
-from tests.support.towers import architecture
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
@@ -158,12 +154,3 @@ def test_the_speed_of_a_cached_step_follows_what_was_measured_of_plain_ones(word
     rate = result["time"]["samples_per_s"] / (result["gpus"] * result["nodes"])
     assert low <= rate <= high
     assert result["time"]["plain_samples_per_s"] == pytest.approx(4 / 3 * result["time"]["samples_per_s"], rel=0.05)
-
-
-def test_a_plan_of_open_clips_own_towers_loads_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take two seconds. Afterwards, whoever imports them finds them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("open_clip", "transformers")]:
-        monkeypatch.delitem(sys.modules, name)  # until the test ends
-    with without_unused(ModelConfig(name="small", architecture=architecture())):
-        assert import_module("open_clip.hf_model").transformers is None
-    assert "transformers" not in sys.modules
