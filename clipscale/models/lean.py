@@ -208,8 +208,13 @@ class LeanText(Replacement, TextTransformer):
 
     def forward(self, text: Tensor) -> Tensor:
         backend = partial(sdpa_kernel, CAPTION_SDPA_BACKENDS, set_priority=True)
-        embedded = self.token_embedding(text) + self.positional_embedding[: text.shape[1]]
-        x = run_blocks(self.transformer, embedded, self.attn_mask is not None, self.position(text), backend)
+        x = run_blocks(
+            self.transformer,
+            self.token_embedding(text) + self.positional_embedding[: text.shape[1]],  # a name would hold it
+            self.attn_mask is not None,
+            self.position(text),
+            backend,
+        )
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):
@@ -235,8 +240,12 @@ class LeanCaptions(Replacement, TextTransformer):
             text = F.pad(text, (0, 1), value=self.pad_id)  # this mask shows the first pad, too
         class_token = self.cls_emb.expand(len(text), 1, -1)
         positions = torch.cat([self.positional_embedding[: text.shape[1]], self.positional_embedding[-1:]])
-        embedded = torch.cat([self.token_embedding(text), class_token], dim=1) + positions
-        x = run_blocks(self.transformer, embedded, self.seen(text), None)
+        x = run_blocks(
+            self.transformer,
+            torch.cat([self.token_embedding(text), class_token], dim=1) + positions,  # a name would hold it
+            self.seen(text),
+            None,
+        )
         pooled = self.ln_final(x[:, -1])
         if isinstance(self.text_projection, nn.Linear):
             pooled = self.text_projection(pooled)
