@@ -61,9 +61,17 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     assert float(size) * 2**20 == pytest.approx(files, rel=0.02)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The curve of `small` as it is."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(small(shards, run))
+    return curve(run)
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
+    shards: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
 ) -> None:
     """Unless another run has begun there, into whose folder nothing is written."""
     monkeypatch.setattr("clipscale.launch.run_lock.WAIT_S", 0.0)
@@ -76,7 +84,6 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
                 other.acquire()
 
     config = small(shards, run, checkpoint=CheckpointConfig(every="2"))
-    train(small(shards, tmp_path / "whole"))
     line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
     with between_steps(remove), refused(line):
         train(config)
@@ -84,7 +91,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     other.release()
     if not used:
         train(config)
-        assert [record["loss"] for record in records(run)] == curve(tmp_path / "whole")[2:]
+        assert [record["loss"] for record in records(run)] == undisturbed[2:]
 
 
 @pytest.mark.parametrize(
@@ -137,20 +144,19 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     ],
 )
 def test_what_ends_a_run_saves_first(
-    shards: str, tmp_path: Path, part: str, error: Exception, saved: list[int]
+    shards: str, undisturbed: list[float], tmp_path: Path, part: str, error: Exception, saved: list[int]
 ) -> None:
     """Unless its weights may be half updated."""
     config = small(shards, tmp_path / "run")
     work = resolve_name(f"clipscale.{part}")
     third = mock.Mock(side_effect=[mock.DEFAULT] * 2 + [error])
-    patch = mock.patch(f"clipscale.{part}", lambda *given: third() and work(*given))
+    patch = mock.patch(f"clipscale.{part}", lambda *given, **named: third() and work(*given, **named))
     with patch, pytest.raises((UserError, OSError)):
         train(config)
     assert [*map(checkpoint.step_of, checkpoint.checkpoints_of(tmp_path / "run"))] == saved
     if saved:
         train(config)
-        train(replace(config, run=str(tmp_path / "whole")))
-        assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+        assert curve(tmp_path / "run") == undisturbed
 
 
 def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

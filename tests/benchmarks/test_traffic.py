@@ -12,18 +12,28 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 N, W = 8, 16
 
 
+def tower() -> nn.Module:
+    return nn.Sequential(nn.Linear(W, W, bias=False), nn.GELU(), nn.GELU(), nn.Flatten(0), nn.Unflatten(0, (W, N)))
+
+
 def test_products_count_by_flop_and_all_else_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer without bias in float32: two products, since its input needs no gradient. A GELU reads and writes
-    N * W numbers, and in the backward pass reads twice as many; compiled, two of them do together. The rows'
-    transposition moves nothing."""
+    N * W numbers, and in the backward pass reads twice as many. The rows' transposition moves nothing."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    traffic, inductor = map(importlib.import_module, ("traffic", "inductor"))
+    traffic = importlib.import_module("traffic")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tower = nn.Sequential(nn.Linear(W, W, bias=False), nn.GELU(), nn.GELU(), nn.Flatten(0), nn.Unflatten(0, (W, N)))
-        rows = torch.empty(N, W)
-        counter = traffic.counted(tower, rows, "fp32")
-        fused = inductor.fused_blocks([inductor.Call(tower, (rows,), {})], "fp32")
+        layers = tower()
+        counter = traffic.counted(layers, torch.empty(N, W), "fp32")
     assert counter.flop == 2 * (2 * N * W * W)
     assert dict(counter.moved) == {"gelu": 2 * (2 + 3) * N * W * 4}
+    assert all(p.grad is None for p in layers.parameters())
+
+
+@pytest.mark.slow  # it loads torch's compiler
+def test_compiled_operations_are_counted_as_they_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GELUs move what one does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    inductor = importlib.import_module("inductor")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fused = inductor.fused_blocks([inductor.Call(tower(), (torch.empty(N, W),), {})], "fp32")
     assert fused.bytes == {"forward": 2 * N * W * 4, "backward": 3 * N * W * 4} and fused.kernels == 2
-    assert all(p.grad is None for p in tower.parameters())

@@ -380,6 +380,7 @@ def of_a_checkpoint(config: TrainConfig) -> dict:
 
 def started(config: TrainConfig, main: str, output: Path) -> None:
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     mock.patch("multiprocessing.parent_process", lambda: None).start()  # as of a command
     try:
         local.run(config, main)

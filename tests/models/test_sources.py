@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -29,18 +30,26 @@ from tests.support.interpreter import interpreted
 TABLES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where there are a run `start` and the folder `theirs`."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run `start` and the folder `theirs`."""
+    folder = tmp_path_factory.mktemp("sources")
     started = config(image_size=48, architecture=SMALL | {"quick_gelu": True})
-    save_model(tmp_path / "runs/start", build_model(started), started)
-    open_clip_folder(tmp_path / "theirs", random_model(1))
-    save_file(state_of(random_model(1)), tmp_path / "bare.safetensors")
-    torch.save({"epoch": 1, "state_dict": state_of(random_model(1))}, tmp_path / "bare.pt")
+    save_model(folder / "runs/start", build_model(started), started)
+    theirs = random_model(1)
+    open_clip_folder(folder / "theirs", theirs)
+    save_file(state_of(theirs), folder / "bare.safetensors")
+    torch.save({"epoch": 1, "state_dict": state_of(theirs)}, folder / "bare.pt")
     for name in ("text.pt", "text.safetensors"):
-        (tmp_path / name).write_text("no weights")
-    return tmp_path
+        (folder / name).write_text("no weights")
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, where the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

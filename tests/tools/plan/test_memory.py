@@ -67,7 +67,7 @@ def test_the_memory_of_kept_graphs_is_predicted(share: float, kept: int) -> None
     assert sum(step.kept) >= kept
 
 
-@pytest.mark.parametrize("name", ["many ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
+@pytest.mark.parametrize("name", ["sharded", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
 def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As a dry run of all of them does, in every stage."""
     layers = {"model__architecture__vision_cfg__layers": 5, "model__architecture__text_cfg__layers": 4}
