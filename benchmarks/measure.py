@@ -102,8 +102,9 @@ def in_a_process(job: Row) -> list[Row]:
 class Meter:
     """Seconds of the parts of one step, and memory at their beginnings and peaks. `meter("forward")` ends a part."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
+        self.clock = clock
         self.seconds: dict[str, float] = {}
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
@@ -118,12 +119,12 @@ class Meter:
         else:
             self._held = resident("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets the peak to the present size
-        self._start = time.perf_counter()
+        self._start = self.clock()
 
     def __call__(self, part: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[part] = time.perf_counter() - self._start
+        self.seconds[part] = self.clock() - self._start
         on_gpu = self.device.type == "cuda"
         self.before[part] = self._held
         self.peak[part] = torch.cuda.max_memory_allocated(self.device) if on_gpu else resident("VmHWM")

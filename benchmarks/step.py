@@ -12,10 +12,13 @@ plain` compares seconds a sample with plain's at the same batch, or else at its 
     frozen-                  with a frozen image tower (plain, cache, keep)
     compiled-                the towers' blocks under torch.compile
     unsorted-, unlean-       cache: captions as wide as the context; and with open_clip's own forward passes
+
+A captioner (model=coca-b32) has its caption loss beside the contrast, and open_clip its CoCaLoss.
 """
 
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -34,12 +37,15 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, nearest, parse_count
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.captions import MAX_CAPTIONS, SortedCaptions, SortedPairs
 from clipscale.data.loader.shard_stream import lengths
-from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.loader.to_device import ChunkLoader, PairLoader
+from clipscale.models.captioner import count_caption_tokens, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
 from clipscale.step.compiled import compile_towers
+from clipscale.step.grad_cache import LazyInput
+from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 
 DEFAULTS = {
@@ -50,13 +56,17 @@ DEFAULTS = {
     "precision": "fp32",  # or bf16 (autocast)
     "device": "auto",
     "repeats": 5,
+    "clock": "wall",  # or processor: the seconds of all cores, on a CPU that others use too (set OMP_NUM_THREADS=1)
     "profile": 0,  # the slowest kernels to record of one more step, with the time of each kind
     "out": "runs/bench",
 }
 KINDS = ("frozen", "compiled", "unsorted", "unlean")
 CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
 """Of the logarithm of a caption's tokens: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 GOLDEN = (math.sqrt(5) - 1) / 2
+CAPTION_WEIGHT = 2.0
+"""Of a captioner's loss, as open_clip's."""
 POOL = 4
 """Chunks of distinct samples in host memory. A larger batch repeats them, so that its pixels need not all exist."""
 
@@ -103,10 +113,15 @@ class Step:
             keep_bytes = 0
         elif keep and keep[0].isdigit():
             keep_bytes = parse_count(keep)
+        self.writes_captions = self.model.decoder is not None
         self.cache = GradCache(
-            [self.model.image, self.model.text], self.loss, chunks=chunk, autocast=self.precision.autocast,
-            keep_bytes=keep_bytes,
+            [pair_encoder(self.model)] if self.writes_captions else [self.model.image, self.model.text],
+            self.loss_of_pairs if self.writes_captions else self.loss,
+            chunks=chunk, autocast=self.precision.autocast, keep_bytes=keep_bytes,
         )  # fmt: skip
+
+    def loss_of_pairs(self, features: Tensor) -> Tensor:
+        return self.loss(*(rows.contiguous() for rows in features.unbind(1)))
 
     def loss(self, u: Tensor, v: Tensor) -> Tensor:
         return contrastive_loss(u, v, self.model.logit_scale.exp(), check=False)
@@ -163,10 +178,17 @@ class Step:
 
     def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
         with self.precision.autocast():
-            with torch.set_grad_enabled(self.kind != "frozen"):
-                u = self.model.image(inputs[0])
-            v = self.model.text(inputs[1])
-        self.loss(u, v).backward()
+            if self.writes_captions:
+                features, captions = pair_encoder(self.model)(*inputs)
+            else:
+                with torch.set_grad_enabled(self.kind != "frozen"):
+                    u = self.model.image(inputs[0])
+                v = self.model.text(inputs[1])
+        if self.writes_captions:
+            value = self.loss_of_pairs(features) + CAPTION_WEIGHT / count_caption_tokens(inputs[1]) * captions
+        else:
+            value = self.loss(u, v)
+        value.backward()
         meter("step")
 
     def cached(self, batch: int, meter: Callable[[str], None]) -> None:
@@ -175,22 +197,37 @@ class Step:
         if self.kind in ("unsorted", "unlean"):
             captions = ChunkLoader(texts, batch, self.device, resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
-            captions = SortedCaptions(texts, lambda: np.resize(self.lengths, batch), batch, self.device, resident=False)
-        representations = self.cache.encode(load, captions)
+            most = self.chunk if self.writes_captions else MAX_CAPTIONS
+            of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
+            captions = SortedCaptions(texts, of_all, batch, self.device, resident=False, most=most)
+        inputs: list[LazyInput] = [load, captions]
+        weight = 1.0
+        if self.writes_captions:
+            inputs = [PairLoader(load, captions)]
+            if isinstance(captions, SortedCaptions):
+                captions.make_chunks(self.chunk)
+                inputs = [SortedPairs(images, captions)]
+            weight = CAPTION_WEIGHT / int(count_caption_tokens(texts(0, batch)))
+        representations = self.cache.encode(*inputs)
         meter("encode")
         self.cache.backward(self.cache.loss(*representations))
         meter("loss")
-        self.cache.replay()
+        self.cache.replay(chunk_loss_weight=weight)
         meter("replay")
 
     @cached_property
     def peer(self) -> Any:
         """open_clip's own model."""
+        from open_clip.coca_model import CoCa
         from open_clip.model import CustomTextCLIP
 
-        del self.model.image.encoder, self.model.text.encoder
+        del self.model.image.encoder, self.model.text.encoder, self.model.decoder
         with self.device:
-            model = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
+            if self.writes_captions:
+                model = CoCa(**architecture(self.config)).to(self.device)
+                init_decoder(model.text_decoder)
+            else:
+                model = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
         return torch.compile(model) if self.kind == "compiled" else model  # as its trainer does with --torchcompile
 
     def open_clip(self, chunks: list[tuple[Tensor, Tensor]], meter: Callable[[str], None]) -> None:
@@ -208,7 +245,8 @@ class Step:
         )  # fmt: skip
         data = {"train": SimpleNamespace(dataloader=Loader(chunks), set_epoch=lambda _: None)}
         none = torch.optim.SGD([torch.zeros(1)], lr=0.0)  # leaves weights and gradients alone
-        train_one_epoch(self.peer, data, open_clip.ClipLoss(), 0, none, None, None, None, args)
+        loss = open_clip.CoCaLoss(CAPTION_WEIGHT, 1.0) if self.writes_captions else open_clip.ClipLoss()
+        train_one_epoch(self.peer, data, loss, 0, none, None, None, None, args)
         meter("step")
 
     def clear(self) -> None:
@@ -229,7 +267,7 @@ def measure(**job: Any) -> list[Row]:
     step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
     for _ in range(job["repeats"]):
         step.clear()
-        inputs, meter = step.inputs(batch), Meter(step.device)
+        inputs, meter = step.inputs(batch), Meter(step.device, CLOCKS[job["clock"]])
         step.run(inputs, meter)
         meters.append(meter)
     seconds = spread([sum(meter.seconds.values()) for meter in meters])

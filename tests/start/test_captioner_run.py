@@ -75,11 +75,9 @@ def test_what_does_not_go_with_a_captioner_is_refused(tmp_path: Path, given: dic
 def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
     shards: str, tmp_path: Path, environment: dict, parallel: str
 ) -> None:
-    cfg = "model.architecture"
-    words = [f"{cfg}.vision_cfg.{key}={str(value).lower()}" for key, value in POOLED.items()]
-    words += [f"{cfg}.text_cfg.embed_cls=true", f"{cfg}.text_cfg.output_tokens=true"]
-    words += [f"{cfg}.multimodal_cfg.{key}={value}" for key, value in (DECODER | {"context_length": 28}).items()]
-    words += [f"data.train={shards}", f"launch.parallel={parallel}", "ema=0.9", "model.patch_dropout=0.3"]
+    sizes = ("embed_dim=64", "multimodal_cfg.width=64", "multimodal_cfg.layers=1")
+    words = ["model=coca-tiny", *(f"model.architecture.{size}" for size in sizes)]
+    words += [f"data.train={shards}", f"launch.parallel={parallel}", "ema=0.9"]
     whole, killed = whole_and_killed(tmp_path, environment, words)
     losses = [[r["caption_loss"] for r in read_metrics(run / "metrics.jsonl")][-1] for run in (whole, killed)]
     assert losses[0] == losses[1]

@@ -1,6 +1,8 @@
 """A captioner's step is open_clip's CoCa and CoCaLoss in one graph over the whole batch, whatever it is cut into."""
 
+import math
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,8 +21,10 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.start.build import batch_loss, build_step
+from clipscale.step import kept_graphs
+from clipscale.step.kept_graphs import KeptGraphs
 from clipscale.step.precision import Precision
-from clipscale.step.train_step import TrainStep
+from clipscale.step.train_step import StepResult, TrainStep
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
@@ -79,6 +83,14 @@ def step_of(case: Case, world: World) -> TrainStep:
     return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
 
 
+def last_of(step: TrainStep, rank: int, ranks: int, numbers: range) -> StepResult:
+    """The last of several steps with this rank's share of the batch."""
+    pixels, tokens = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in captioned(BATCH))
+    batch = host_batch(pixels, tokens)
+    stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None)
+    return [step.run(batch, stream, number, save=False, before_chunk=lambda: None) for number in numbers][-1]
+
+
 class Answer(NamedTuple):
     """The loss and its parts, the gradients, and how many graphs were kept."""
 
@@ -92,11 +104,7 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        pixels, tokens = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in captioned(BATCH))
-        batch = host_batch(pixels, tokens)
-        stream: Any = SimpleNamespace(upcoming=lambda batch=batch: batch, failure=None)
-        for number in (1, 2):
-            result = step.run(batch, stream, number, save=False, before_chunk=lambda: None)
+        result = last_of(step, rank, ranks, range(1, 3))
         answers.append(Answer({"loss": result.loss, **result.parts}, gradients(step.model), *step.cache.kept))
     return answers
 
@@ -169,3 +177,23 @@ def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, 
             assert losses == pytest.approx(values, rel=1e-10), case
             assert bool(kept) == (case.keep != "none"), case
             assert_same(found, expected, 1e-10, case)
+
+
+def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
+    """Gradients of a step, and the graphs that it kept. `full`: the second rank's GPU has room for one graph alone."""
+    start, calls = KeptGraphs.start_step, count()
+    on_gpu = lambda self, *args, **given: start(self, *args, **{**given, "on_gpu": True})  # noqa: E731
+    KeptGraphs.start_step = on_gpu  # type: ignore[method-assign]
+    kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
+    step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
+    step.cache.keep_bytes = math.inf
+    last_of(step, rank, ranks, range(1, 2))
+    return gradients(step.model), *step.cache.kept
+
+
+@pytest.mark.slow  # two starts of two ranks
+def test_a_rank_without_room_for_a_graph_gathers_what_the_others_gather() -> None:
+    """The decoder's weights, which a pass without a graph needs not."""
+    for (plain, kept), (dropped, none) in zip(run_ranks(crowded, 2, False), run_ranks(crowded, 2, True), strict=True):
+        assert kept > 1 and none == 0
+        assert all(torch.equal(plain[name], dropped[name]) for name in plain)
