@@ -257,7 +257,7 @@ class Noting:
 
 
 class Choice:
-    """Of pytest: these tests alone, in this order."""
+    """A plugin of pytest: it runs these tests alone, in this order."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self.places = {test: place for place, test in enumerate(tests)}
@@ -295,7 +295,7 @@ class Record:
 
 
 def become_pytest(folder: Path, words: Sequence[str], plugins: Sequence[object]) -> NoReturn:
-    """In a fork: run pytest in a copy of the checkout, and end."""
+    """Run pytest in a copy of the checkout, and end this process, which is a fork."""
     status = 3
     try:
         os.setsid()

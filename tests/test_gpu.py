@@ -174,7 +174,7 @@ def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_where_pixels_wait_kept_graphs_found_chunks_and_half_precision_leave_the_curve(
     demo: Path, plain: list[float], tmp_path: Path, changes: dict[str, Any], most: float
 ) -> None:
-    """And what is copied to the device is page-locked."""
+    """What is copied to the device is page-locked."""
     assert run(demo, tmp_path / "run", **changes) == pytest.approx(plain, rel=most)
     assert {line["host_pinned"] for line in records(tmp_path / "run")} == {CUDA}
 

@@ -31,7 +31,7 @@ READ = {
 
 
 def place() -> str:
-    """Our innermost function."""
+    """The innermost function of this package on the stack, as `file:function`."""
     ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     return f"{Path(ours[-1].filename).name}:{ours[-1].name}"
 

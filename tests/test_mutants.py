@@ -81,7 +81,7 @@ def test_a_break_is_run_by_what_runs_its_statement(tmp_path: Path) -> None:
 
 
 def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any thread, and not on import."""
+    """They are noted in any thread, and not on import."""
     path, before = tmp_path / "a.py", sys.gettrace()
     path.write_text(RUN)
     ran.note_lines({str(path): {2, 6, 8}}, tmp_path / "notes")

@@ -62,7 +62,7 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
 
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
-    """Its checkpoints are copied into the `store`."""
+    """A saver whose checkpoints are copied into the `store`."""
     kept = checkpoint.Retention(**retention)
     copies = checkpoint.Copies(run, f"file://{store}", kept)
     copies.start()
@@ -95,7 +95,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
 
 
 def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_its_own(tmp_path: Path) -> None:
-    """With its own records."""
+    """Its records stay its own, too."""
     run, store = tmp_path / "run", tmp_path / "store"
     save(tmp_path, [1, 2])
     for folder in run, store:

@@ -233,7 +233,7 @@ def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
     ("goal", "best"), [("birds/top1", 3), ("cats/top1", 3), ("birds/loss", 2), ("dogs/top1", None)]
 )
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, best: int | None) -> None:
-    """Of equal ones the first; a step without a number is none."""
+    """If several are equally good, the first one stays. A step whose result is no number is never the best."""
     values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
     for step, value in values.items():
         result(tmp_path, step, value, goal.rpartition("/")[2])

@@ -34,7 +34,7 @@ def state(world: int) -> dict:
 
 
 def test_ranks_write_about_equally_many_bytes() -> None:
-    """And agree on who writes what, in whatever order they have the tensors."""
+    """They also agree on who writes what, in whatever order they have the tensors."""
     sizes = {"a": 1, "b": 1, "c": 2, "d": 5, "e": 9}
     owners = assign_writers(sizes, 2)
     assert {sum(sizes[name] for name in owners if owners[name] == rank) for rank in (0, 1)} == {9}

@@ -14,7 +14,7 @@ from tests.support.terminals import on_terminal, plain
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With three runs, two of which have begun, a file and a folder."""
+    """The present folder, with three runs, two of which have begun, a file and a folder."""
     monkeypatch.chdir(tmp_path)
     for path in ("runs/mine", "my data/.hidden"):
         (tmp_path / path).mkdir(parents=True)

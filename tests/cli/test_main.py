@@ -47,7 +47,7 @@ def test_the_overview_lists_the_verbs_that_begin_with_the_words(cli: Cli, words:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_lists_every_declared_key(cli: Cli, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the help of the verb or of a section."""
+    """The key is in the help of the verb or of one of its sections."""
     monkeypatch.setenv("COLUMNS", "120")
     settings = VERBS[verb].settings
     status, out, _ = cli(*verb.split(), "--help")
@@ -117,7 +117,7 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     ],
 )  # fmt: skip
 def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: str, after: str) -> None:
-    """As in Hydra: a script's words, and what is typed after them."""
+    """So does Hydra: what is typed after a script's words counts."""
     _, out, err = cli("train", *before.split(), after, "--cfg", "job")
     _, alone, silent = cli("train", *(word for word in before.split() if word[:3] == "bat"), after, "--cfg", "job")
     assert out == alone

@@ -66,7 +66,7 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, mo
 def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_signals(
     monkeypatch: pytest.MonkeyPatch, loading: Any
 ) -> None:
-    """By an import that swallows it, or since a script's background ignores it."""
+    """An import swallows the interrupt, or a script's background ignores it."""
     monkeypatch.setattr(Planner, "_answer", answer)
     before = signal.signal(signal.SIGINT, loading)
     try:

@@ -41,7 +41,7 @@ def test_values_of_texts_and_hydras_ranges_are_swept(trained: list[TrainConfig],
 
 @pytest.mark.parametrize(("word", "values"), files.read_yaml(Path(__file__).with_name("swept.yaml")).items())
 def test_a_word_of_a_sweep_has_the_values_that_hydra_reads(word: str, values: list) -> None:
-    """And each run a folder of its own."""
+    """Each run has a folder of its own."""
     runs = compose.combinations(["data.train=x.tar", word], None)
     section, _, name = word.partition("=")[0].rpartition(".")
     swept = [getattr(getattr(config, section) if section else config, name) for _, config in runs]

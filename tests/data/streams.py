@@ -69,7 +69,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 
 
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
-    """Its keys, pixels, tokens."""
+    """The keys, pixels and tokens of a batch."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
     tokens = batch.tokens(0, batch.texts)
     return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
@@ -94,13 +94,13 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
 
 
 def positions(streams: list[TrainStream]) -> DataPosition:
-    """What a checkpoint would hold."""
+    """The streams' position, as a checkpoint would hold it."""
     merged = merge_positions([stream.position() for stream in streams])
     return DataPosition.of(json.loads(json.dumps(merged.record())))
 
 
-class Once:
-    """An order of one segment, and then of single samples."""
+class OneSegment:
+    """An order whose first epoch is one segment. Each later epoch is its first sample."""
 
     streams = 1
 
@@ -123,7 +123,7 @@ def items_of(
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
-    shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
+    shards, items = OrderedShards((url,), OneSegment(segment, seed), window), []  # type: ignore[arg-type]
     reader = ShardReader(shards, 0, (0, 0), size_limits, Store(), subset)
     for _, item in reader.items:
         if reader.epoch:
@@ -133,15 +133,17 @@ def items_of(
     return items
 
 
-class Inline:
-    """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number
-    says is next."""
+class WorkersInThisProcess:
+    """Stands for the worker processes: does their work in this process, piece by piece.
+
+    A random number says which worker is next.
+    """
 
     def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
         self._random = random
         self.fillers = [open_filler(spec, arena, lambda: None) for spec in specs]
         self._steps: list[deque[int]] = [deque() for _ in specs]
-        self._at: list[Iterator[Report]] = [iter(()) for _ in specs]
+        self._reports: list[Iterator[Report]] = [iter(()) for _ in specs]
 
     def __len__(self) -> int:
         return len(self.fillers)
@@ -155,10 +157,10 @@ class Inline:
         actual = []
         while needed and not actual:
             number = self._random.randrange(len(self))
-            report = next(self._at[number], None)
+            report = next(self._reports[number], None)
             if report is None and self._steps[number]:
-                self._at[number] = self.fillers[number].fill(self._steps[number].popleft())
-                report = next(self._at[number])
+                self._reports[number] = self.fillers[number].fill(self._steps[number].popleft())
+                report = next(self._reports[number])
             assert report or any(self._steps[n] or n != number for n in needed), "no worker has anything left to report"
             actual += [(number, report)] if report else []
         return actual
@@ -172,5 +174,5 @@ class Inline:
 def inline_workers(seed: int) -> Iterator[None]:
     """Streams that are opened here have no processes, but their workers' division of the work."""
     chosen = random.Random(seed)
-    with mock.patch("clipscale.data.loader.stream.start_workers", lambda *given: Inline(chosen, *given)):
+    with mock.patch("clipscale.data.loader.stream.start_workers", lambda *given: WorkersInThisProcess(chosen, *given)):
         yield

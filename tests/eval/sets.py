@@ -136,5 +136,5 @@ class ColourModel(nn.Module):
 
 
 def evaluation(config: EvalConfig, objective: str = "", sizes: Sequence[int] = ()) -> Evaluation:
-    """What the settings name."""
+    """The evaluation that the settings name."""
     return Evaluation(chosen_sets(config), config.batch, objective, sizes)

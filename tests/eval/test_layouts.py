@@ -114,7 +114,7 @@ def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
 
 
 def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
-    """As published: folders "0" to "999", which alphabetical order would mix up."""
+    """The folders are published as "0" to "999", which alphabetical order would mix up."""
     eval_set = load_set(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
     expected = ["tench"] + 2 * ["great white shark"] + 3 * ["brambling"] + 4 * ["toilet paper"]
     assert [eval_set.classnames[label] for label in eval_set.answers] == expected

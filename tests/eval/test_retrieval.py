@@ -60,7 +60,7 @@ def test_where_captions_repeat_a_perfect_model_is_perfect_and_another_is_not() -
 
 
 def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
-    """By sorting: of equally similar answers the wrong ones come first."""
+    """Recall at k by sorting. Of equally similar answers the wrong ones come first."""
     hits = 0
     for row, answers in zip(scores, right):
         order = sorted(range(len(row)), key=lambda i: (-row[i], answers[i]))
@@ -71,22 +71,26 @@ def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_equal_captions_and_pictures_are_right_by_a_direct_definition(data: st.DataObject) -> None:
-    """In float64, over every pair of an image and a caption, with ties."""
+    """The definition goes over every pair of an image and a caption, in float64. There are ties."""
     owner = sorted(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=14)))
     owner = [sorted(set(owner)).index(image) for image in owner]
-    N, M = owner[-1] + 1, len(owner)
+    N = owner[-1] + 1
+    M = len(owner)
     picture = data.draw(st.lists(st.integers(0, 3), min_size=N, max_size=N))
     caption = data.draw(st.lists(st.integers(0, 4), min_size=M, max_size=M))
-    seed, levels = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([2, 1000]))
-    rng = np.random.default_rng(seed)
-    images, captions = (rng.integers(-levels, levels, (n, 3)).astype(float) for n in (N, M))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    levels = data.draw(st.sampled_from([2, 1000]))
+    images = rng.integers(-levels, levels, (N, 3)).astype(float)
+    captions = rng.integers(-levels, levels, (M, 3)).astype(float)
     right = np.zeros((N, M), bool)
     for i in range(N):
         for c in range(M):
             right[i, c] = any(caption[d] == caption[c] and picture[owner[d]] == picture[i] for d in range(M))
-    numbers = [torch.tensor(rows).unique(return_inverse=True)[1] for rows in (picture, caption)]
-    got = retrieval_metrics(torch.tensor(images), torch.tensor(captions), Belonging(torch.tensor(owner), *numbers))
+    _, picture_numbers = torch.tensor(picture).unique(return_inverse=True)
+    _, caption_numbers = torch.tensor(caption).unique(return_inverse=True)
+    belonging = Belonging(torch.tensor(owner), picture_numbers, caption_numbers)
+    metrics = retrieval_metrics(torch.tensor(images), torch.tensor(captions), belonging)
     scores = images @ captions.T
     for k in (1, 5, 10):
-        assert got[f"image_to_text_r{k}"] == recall(scores, right, k)
-        assert got[f"text_to_image_r{k}"] == recall(scores.T, right.T, k)
+        assert metrics[f"image_to_text_r{k}"] == recall(scores, right, k)
+        assert metrics[f"text_to_image_r{k}"] == recall(scores.T, right.T, k)

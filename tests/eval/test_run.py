@@ -136,7 +136,7 @@ def test_held_out_pairs_have_the_loss_of_the_runs_objective(
 
 
 class Untrained(ColourModel):
-    """Its pictures' features say nothing of their colour."""
+    """A model whose features of pictures say nothing of the colour."""
 
     def image(self, pixels: torch.Tensor) -> torch.Tensor:
         return -super().image(pixels)
@@ -183,7 +183,7 @@ class ShortModel(ColourModel):
 
 
 def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
-    """As a model that gives no others; those of the whole features stay."""
+    """They are those of a model that gives no other numbers. The results of whole features stay."""
     sets = EvalConfig(sets=[*two_sets(tmp_path, wrong=(2,)), str(pair_set(tmp_path / "pairs"))])
     results = evaluate(ColourModel(), evaluation(sets, "softmax", [2, 1]), ALONE)
     for size in (1, 2, 3):

@@ -140,7 +140,7 @@ def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs
 def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And leaves no file."""
+    """It leaves no file."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with refused(rf"^run={tmp_path}/run: found by a worker$"):

@@ -52,7 +52,7 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
 def test_a_second_start_is_refused_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[TrainConfig], object]
 ) -> None:
-    """By the command line and, under torchrun for one, by the run."""
+    """The command line refuses it. Under torchrun the run does."""
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
     lock = RunLock(tmp_path)
     lock.acquire()

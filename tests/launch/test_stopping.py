@@ -126,7 +126,7 @@ def whole(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
     demo: Path, whole: list[float], tmp_path: Path, call: int
 ) -> None:
-    """In the first pass and in the second."""
+    """The signal comes in the first pass or in the second."""
     config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(CHUNKS + call, lambda: train(config)) == signal.SIGTERM
     assert steps(tmp_path / "run") == [1]
@@ -218,7 +218,7 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int]
 
 
 def test_ranks_vote_a_few_times_a_second_and_still_stop_together() -> None:
-    """Of 200 short chunks in a second; it was a message with each."""
+    """There are 200 short chunks in a second. Once each of them sent a message."""
     (votes, call), other = run_ranks(votes_of, 2, 200, 0.004)
     assert other == (votes, call)
     assert 2 <= votes <= 12

@@ -34,7 +34,7 @@ U, V = features(90, 95, 32)
 
 
 def agrees(u: Tensor, v: Tensor, scale: float, options: dict, backend: dict) -> None:
-    """With the oracle, in both types."""
+    """Assert that the loss agrees with the oracle, in both types."""
     true = oracle(u, v, scale, **options)
     for dtype, bar in BARS.items():
         if isinstance(options.get("similarity"), Phi):

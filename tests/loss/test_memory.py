@@ -48,7 +48,7 @@ def printed(program: str, *words: str, **variables: str) -> Any:
 @pytest.mark.timeout(3000)
 @pytest.mark.slow  # five gigabytes of the peer's matrices
 def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
-    """The features' gradients included."""
+    """The extra memory includes the features' gradients."""
     given = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
     ours, peer = (printed(PEAK, method, **given) for method in ("ours", "peer"))
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"

@@ -46,7 +46,7 @@ def positives_first(x: Tensor, n: int) -> Tensor:
 
 
 def stacked_again(x: Tensor, world: int, n: int) -> Tensor:
-    """The inverse of `positives_first`."""
+    """Undo `positives_first`."""
     positives, extras = x[: world * n], x[world * n :]
     return torch.cat([positives.view(world, n, *x.shape[1:]), extras.view(world, -1, *x.shape[1:])], 1)
 

@@ -82,7 +82,7 @@ def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tup
 
 
 def both_passes(tower: nn.Module, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Features and gradients."""
+    """The features of a tower, and its gradients by name."""
     torch.manual_seed(1)
     features = tower(rows)
     features.backward(torch.randn_like(features))

@@ -46,7 +46,7 @@ def under(prefix: str) -> Callable[[State], State]:
 
 
 def between(segment: str) -> Callable[[State], State]:
-    """Below each tower."""
+    """A change of names: a segment behind each tower's name."""
     return lambda state: {re.sub(r"^(visual|text)\.", rf"\1.{segment}.", name): x for name, x in state.items()}
 
 
@@ -210,7 +210,7 @@ ADAPTED = "visual.transformer.resblocks.0.mlp.c_fc"
 
 
 def adapted(state: State, *, base: bool = True) -> State:
-    """As PEFT's model names them, with an adapter of one layer."""
+    """Weights as PEFT's model names them, with an adapter of one layer."""
     new = dict(state)
     new[f"{ADAPTED}.base_layer.weight"] = new.pop(f"{ADAPTED}.weight")
     new[f"{ADAPTED}.base_layer.bias"] = new.pop(f"{ADAPTED}.bias")

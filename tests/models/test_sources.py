@@ -134,7 +134,7 @@ WRONG = {
 def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But of tags, the last two, open_clip knows."""
+    """Only of tags, the last two cases, open_clip has to be asked."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     (place / "empty").mkdir()
     *light, tag, other = (["train", "data=demo", *words.split()] for words in WRONG)

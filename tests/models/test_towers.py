@@ -187,7 +187,7 @@ def test_a_convolutional_tower_computes_channels_last_and_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_are_normalised_in_the_type_of_the_patch_embedding(dtype: torch.dtype) -> None:
-    """In one kernel on a GPU; here its rounding."""
+    """On a GPU one kernel does it. This compares how it rounds."""
     tower = small_model().image
     pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     actual = tower.normalised(pixels, dtype)

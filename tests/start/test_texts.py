@@ -1,13 +1,16 @@
 """A step of a whole run with keys, weights, sizes or teachers is one dense graph's."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
@@ -22,7 +25,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.features import NOTE, encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
-from clipscale.models.towers import build_model, unit_rows
+from clipscale.models.towers import ClipModel, build_model, unit_rows
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
 from tests.support.kills import whole_and_killed
@@ -59,16 +62,29 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tar(folder / "0.tar", members))
 
 
-def config_of(shard: str, run: Path, **given: Any) -> TrainConfig:
-    objective = given.pop("objective", "softmax")
-    fields = {"same": "url", "captions": ["json:captions"], **given.pop("data", {})}
+def config_of(
+    shard: str,
+    run: Path,
+    *,
+    data: Mapping[str, Any] = MappingProxyType({}),
+    objective: str = "softmax",
+    exchange: str = "auto",
+    sizes: Sequence[int] = (),
+    **settings: Any,
+) -> TrainConfig:
+    """A run over the shard, with these fields of data, these words of the loss, and other settings."""
+    fields = {"same": "url", "captions": ["json:captions"], **data}
     if "sample_weights" in fields:
         fields["sample_weights"] = str(Path(shard).with_name(OFTEN))
-    data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
-    model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
-    given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
-    loss = LossConfig(objective, given.pop("exchange", "auto"), sizes=given.pop("sizes", []))
-    return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
+    return small(
+        shard,
+        run,
+        data=DataConfig(train=[shard], workers=0, shard_streams=6, **fields),
+        model=ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0),
+        loss=LossConfig(objective, exchange, sizes=[*sizes]),
+        precision="fp32",
+        **{"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **settings},
+    )
 
 
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
@@ -112,29 +128,45 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
 )
 def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: int, given: dict) -> None:
     config = config_of(shard, tmp_path / "run", **given)
-    parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
-    weights, actual, value, _ = parts[0]
-    pixels, captions, negatives, keys, *taught = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    outcomes = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
+    weights, actual, value, _ = outcomes[0]
+    rows = [torch.cat(of_ranks) for of_ranks in zip(*(outcome[-1] for outcome in outcomes))]
+    pixels, captions, negatives, keys, *taught = rows
+    assert len(set(keys.tolist())) < len(keys) or config.data.same is None, "some samples are the same"
     model = build_model(config.model).double()
     model.load_state_dict(weights)
-    scale = model.logit_scale.exp()
-    u, v = model.image(pixels), model.text(torch.cat([captions, negatives]))
-    given = {"logit_bias": model.logit_bias, "objective": config.loss.objective}
-    given |= {"keys": None if config.data.negatives else keys, "captions": config.data.captions_per_step}
-    assert len(v) == config.batch * config.data.texts_per_step
-    parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
-    teachers = [(x[:, 0].double(), x[:, 1].double(), SCALE) for x in taught]
-    of_pairs, of_teachers = config.distill.weights if teachers else (1.0, 0.0)
-    expected = sum(of_pairs * dense_contrastive_loss(*part, scale, **given) for part in parts)
-    if teachers:
-        for part in parts:
-            expected += of_teachers * dense_distillation_loss(*part, scale, teachers, keys=keys)
-    assert isinstance(expected, torch.Tensor)
+    expected = dense_value(model, config, pixels, torch.cat([captions, negatives]), keys, taught)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
-    assert len(set(keys.tolist())) < len(keys) or config.data.same is None
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def dense_value(
+    model: ClipModel, config: TrainConfig, pixels: Tensor, tokens: Tensor, keys: Tensor, taught: list[Tensor]
+) -> Tensor:
+    """The loss of a global batch in one graph: of the whole features, and of their first numbers for each size."""
+    images = model.image(pixels)
+    texts = model.text(tokens)
+    assert len(texts) == config.batch * config.data.texts_per_step
+    scale = model.logit_scale.exp()
+    teachers = [(features[:, 0].double(), features[:, 1].double(), SCALE) for features in taught]
+    of_pairs, of_teachers = config.distill.weights if teachers else (1.0, 0.0)
+    value = torch.zeros((), dtype=torch.float64)
+    shortened = [(unit_rows(images[:, :size]), unit_rows(texts[:, :size])) for size in config.loss.sizes]
+    for image_rows, text_rows in [(images, texts), *shortened]:
+        value = value + of_pairs * dense_contrastive_loss(
+            image_rows,
+            text_rows,
+            scale,
+            logit_bias=model.logit_bias,
+            objective=config.loss.objective,
+            keys=None if config.data.negatives else keys,
+            captions=config.data.captions_per_step,
+        )
+        if teachers:
+            value = value + of_teachers * dense_distillation_loss(image_rows, text_rows, scale, teachers, keys=keys)
+    return value
 
 
 @pytest.mark.slow

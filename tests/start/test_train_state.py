@@ -41,17 +41,20 @@ from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, s
     "name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adafactorbv", "muon"))]
 )
 def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: str, tmp_path: Path, name: str) -> None:
-    given = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
-    train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
-    train(small(shards, tmp_path / "parts", resume=str(checkpoint.path_of(tmp_path / "whole", 2)), **given))
-    assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
-    whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
-    for part in ("model", "ema"):
-        torch.testing.assert_close(getattr(parts, part), getattr(whole, part), rtol=0, atol=0)
-    torch.testing.assert_close(parts.optimizer["state"], whole.optimizer["state"], rtol=0, atol=0)
-    assert parts.optimizer["param_groups"] == whole.optimizer["param_groups"]
-    assert parts.ema["updates"] == 4
-    assert any(not torch.equal(value, whole.model[name]) for name, value in whole.ema["weights"].items())
+    settings = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
+    at_once = tmp_path / "at_once"
+    resumed = tmp_path / "resumed"
+    train(small(shards, at_once, checkpoint=CheckpointConfig(every="2", keep=0), **settings))
+    train(small(shards, resumed, resume=str(checkpoint.path_of(at_once, 2)), **settings))
+    assert [record["loss"] for record in records(resumed)] == [record["loss"] for record in records(at_once)][2:]
+    expected = checkpoint.load(checkpoint.path_of(at_once, 4))
+    actual = checkpoint.load(checkpoint.path_of(resumed, 4))
+    torch.testing.assert_close(actual.model, expected.model, rtol=0, atol=0)
+    torch.testing.assert_close(actual.ema, expected.ema, rtol=0, atol=0)
+    torch.testing.assert_close(actual.optimizer["state"], expected.optimizer["state"], rtol=0, atol=0)
+    assert actual.optimizer["param_groups"] == expected.optimizer["param_groups"]
+    assert actual.ema["updates"] == 4
+    assert any(not torch.equal(value, expected.model[name]) for name, value in expected.ema["weights"].items())
 
 
 @pytest.mark.slow
@@ -59,7 +62,7 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
 def test_an_optimizer_that_was_not_fused_goes_on_as_one_that_is(
     shards: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As checkpoints of earlier versions have it."""
+    """Checkpoints of earlier versions have such an optimizer."""
     fused = OptimConfig(name=name, lr=1e-3, eps=None)
     with monkeypatch.context() as patched:
         patched.setattr("clipscale.step.optim.FUSED", ())

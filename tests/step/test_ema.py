@@ -32,7 +32,7 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
 
 
 def test_without_a_saved_average_it_starts_again_at_the_weights() -> None:
-    """As a new one does: the first steps weigh as much."""
+    """It begins as a new average does: its first steps weigh as much."""
     model = nn.Linear(3, 2)
     average = WeightAverage(0.9, model)
     average.update()

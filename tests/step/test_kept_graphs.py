@@ -95,7 +95,7 @@ def test_kept_chunks_have_no_second_pass() -> None:
 
 
 def test_a_graph_that_is_measured_is_gone_at_once() -> None:
-    """Also one with an operation that saves its own result."""
+    """So is one with an operation that saves its own result."""
     held = []
 
     class Tower(nn.Linear):

@@ -137,7 +137,7 @@ def test_steps_are_read_in_three_forms() -> None:
 
 
 def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:
-    """Of so many batches of eight."""
+    """The schedule of a run of `total` batches of eight."""
     return Schedule.build(config, OptimConfig(lr=peak), 8, 8 * total, None)
 
 

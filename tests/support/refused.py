@@ -1,4 +1,4 @@
-"""A user's mistake."""
+"""Expects a user's mistake."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ from clipscale.common.errors import UserError
 
 
 def refused(match: str) -> Any:
-    """In its context a UserError is raised, whose one line matches."""
+    """The context expects a UserError whose one line matches."""
     return pytest.raises(UserError, match=match)

@@ -82,7 +82,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(run: Path) -> list[float]:
-    """Its losses."""
+    """The losses of a run, step by step."""
     actual = records(run)
     assert [r["step"] for r in actual] == list(range(1, len(actual) + 1)), "one line a step, in order"
     return [r["loss"] for r in actual]

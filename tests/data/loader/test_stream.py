@@ -145,7 +145,7 @@ def test_an_epoch_has_every_sample_once_whoever_reads_it(
     workers: int,
     seed: int,
 ) -> None:
-    """Of whole batches, so that the last one of an epoch ends it."""
+    """An epoch has whole batches here, so that the last one ends it."""
     world, per_rank = ranks
     batch = world * per_rank
     sizes = [*sizes, batch + -sum(sizes) % batch]

@@ -107,7 +107,7 @@ def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, workers: int) -> None:
-    """Of a folder, shards and members; a caption is left out, and counted."""
+    """The folder, shards and members have such names. A caption that is no UTF-8 is left out and counted."""
     folder = Path(f"{tmp_path}/caf\udce9")
     folder.mkdir()
     texts = {f"\udcff{number:04d}": "words" for number in range(20)} | {"lone": "lone \ud800"}
@@ -189,7 +189,7 @@ def test_workers_outlive_signals_to_all_processes_and_not_their_run(tmp_path: Pa
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Soon."""
+    """Wait until the processes are gone, for 20 seconds at most."""
     deadline = time.monotonic() + 20
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
@@ -218,7 +218,7 @@ LEFT_OPEN: list[TrainStream] = []
 
 
 def block_signals(pieces: int) -> None:
-    """As a program's worker has them from its server."""
+    """Block the signals that a program's worker inherits blocked from its server."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

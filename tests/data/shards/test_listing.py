@@ -54,7 +54,7 @@ def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
 def test_what_a_folder_holds_is_local_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also in the present folder, where a name has no folder before it."""
+    """So it is in the present folder, where a name has no folder before it."""
     (shard,) = write_shards(tmp_path, [3])
     shard.rename(tmp_path / name)
     monkeypatch.chdir(tmp_path)

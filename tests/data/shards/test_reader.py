@@ -172,7 +172,7 @@ LINKED = {  # links, and whether they are read
 def test_a_link_is_the_file_in_the_tar_or_a_reason(
     tmp_path: Path, capsys: Cap, header: tarfile.TarInfo, read_too: bool
 ) -> None:
-    """In training, the check, the index and the evaluation."""
+    """Training, the check, the index and the evaluation agree on it."""
     content: list[Any] = [("p/a.png", picture(1)), ("p/a.txt", b"a"), header, ("p/b.txt", b"b"), ("z.png", picture(1))]
     content += [("twice.png", b""), ("twice.png", b""), link("circle0", "circle1"), link("circle1", "circle0")]
     content += [link("chain0", "chain1", SYMBOLIC), link("chain1", "p/a.png")]
@@ -237,7 +237,7 @@ def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
 
 
 class Weights:
-    """In the place of a subset's file: the weights of keys."""
+    """Stands for a subset's file: the weight of each key."""
 
     table = Table(np.empty(0), by_uid=False)
 

@@ -157,14 +157,17 @@ def test_a_frozen_side_changes_nothing_for_the_other() -> None:
 
 
 def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
-    """As a ring visits them. Log-sum-exps are joined with those of earlier blocks."""
+    """A ring visits such blocks. Log-sum-exps are joined with those of earlier blocks."""
     u, v = (torch.nn.functional.pad(x.float(), (0, 48)).to(DEVICE) for x in features(20, 40, 16, "low"))
-    scale, scores = torch.tensor(100.0, device=DEVICE), 100.0 * u.double() @ v.double().T
+    scale = torch.tensor(100.0, device=DEVICE)
+    scores = 100.0 * u.double() @ v.double().T
+    tiles = Machine().tile_shape(u.device, u.dtype)
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
-        rows, cols = (FeatureBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
-        rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
+        rows = FeatureBlock(u, weight=torch.ones(20, device=DEVICE))
+        cols = FeatureBlock(v, weight=torch.ones(40, device=DEVICE))
+        rows.lse = rows.empty_lse().clamp_min(before)
+        cols.lse = cols.empty_lse().clamp_min(before)
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        tiles = Machine().tile_shape(u.device, u.dtype)
         TritonSoftmax(Machine(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))

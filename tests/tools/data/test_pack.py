@@ -102,7 +102,7 @@ def as_texts_beside(folder: Path) -> Path:
 
 
 def as_parquet(inside: bool, folder: Path) -> Path:
-    """With pictures inside, or with their paths."""
+    """A Parquet table with pictures inside, or with their paths."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -69,7 +69,7 @@ def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: P
 def test_a_line_says_so_where_copies_are_more_than_half(
     tmp_path: Path, capsys: Cap, different: int, words: str
 ) -> None:
-    """As where a model sees all pictures alike."""
+    """This happens where a model sees all pictures alike."""
     images = torch.eye(32)[torch.arange(40) % different]
     weights = select(embedded(tmp_path / "of", images, images), "duplicates=0.95", "clusters=1")
     out = capsys.readouterr().out

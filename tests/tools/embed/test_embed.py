@@ -55,7 +55,7 @@ def of_npy(folder: Path) -> Rows:
 
 
 def of_shards(folder: Path) -> Rows:
-    """As training reads them."""
+    """The features in shards, as training reads them."""
     (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), ["t"])
     assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
     raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]

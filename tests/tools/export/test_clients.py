@@ -111,7 +111,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exporte
 
 
 def assert_same(ours: Tensor, theirs: Any, atol: float = 1e-5) -> None:
-    """Up to their lengths."""
+    """Assert that features are the same up to their lengths."""
     theirs = torch.as_tensor(getattr(theirs, "pooler_output", theirs)).detach().float()
     torch.testing.assert_close(F.normalize(theirs, dim=-1), ours, atol=atol, rtol=0)
 

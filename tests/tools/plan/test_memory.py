@@ -69,7 +69,7 @@ def test_the_memory_of_kept_graphs_is_predicted(share: float, kept: int) -> None
 
 @pytest.mark.parametrize("name", ["sharded", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
 def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As a dry run of all of them does, in every stage."""
+    """A dry run of all blocks gives the same, in every stage."""
     layers = {"model__architecture__vision_cfg__layers": 5, "model__architecture__text_cfg__layers": 4}
     config = settings(batch=192, chunk=16, **DEEP[name] | layers)
     ranks = 1 if name == "some blocks train" else 4
@@ -124,7 +124,7 @@ def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass() -> None:
 def test_an_update_of_one_parameter_of_each_shape_tells_what_all_take(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Exactly: state and peak."""
+    """The state and the peak are the same to the byte."""
     config = settings(optim__name=name, optim__clip_norm=1.0, model__architecture__vision_cfg__layers=3)
     with dry_run(config, 1, 90) as run:
         few = run.memory

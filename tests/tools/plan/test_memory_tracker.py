@@ -66,7 +66,7 @@ class DryInterpreter(DryMachine):
 def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], objective: str
 ) -> None:
-    """On real tensors, with many small panels."""
+    """The run has real tensors and many small panels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with MemoryTracker() as memory:
         measured = peak_of_loss(memory, *shape, objective, WithoutKernels(SMALL))
