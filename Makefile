@@ -125,18 +125,19 @@ gpu-compiled:
 	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,768) $(SMALLER_STEP)
 	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,2k) $(SMALLER_STEP)
 
-# The first minutes of a GPU, and the next ones: where a step's time goes, kernel by kernel; what compiling and kept graphs gain. What was asked
-# for comes first. docs/benchmarks/README.md has the arithmetic.
+# The first minutes of a GPU, and the next ones. First the default, a step as `clipscale train` takes it (through the cache, captions sorted, the
+# image blocks compiled, the graphs kept), beside plain ones and open_clip's; then chunks of L/14, warm. docs/benchmarks/README.md has the arithmetic.
 PAIRS_1K := model=vit-b16 batch=1k samples=12k
+DEFAULT := repeats=3 profile=40 methods=compiled-keep,plain,compiled-plain,open_clip-plain
 gpu-first:
-	$(call step,first-b16,160) model=vit-b16 chunk=768 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,open_clip-plain,keep $(SMALLER_STEP)
-	$(call step,first-l14,90) model=vit-l14 chunk=256 batch=256 repeats=3 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
-	$(call step,first-l14-cached,125) model=vit-l14 chunk=128 batch=4k repeats=2 methods=open_clip,cache $(SMALLER_STEP)
+	$(call step,first-b16,185) model=vit-b16 chunk=768 batch=768 $(DEFAULT) $(SMALLER_STEP)
+	$(call step,first-l14,185) model=vit-l14 chunk=256 batch=256 $(DEFAULT) $(SMALLER_STEP)
+	$(call step,first-l14-cached,200) model=vit-l14 chunk=128 batch=4k warm=4k repeats=2 profile=40 methods=compiled,cache $(SMALLER_STEP)
+
+gpu-second:
 	$(call demo,15)
 	$(call run,b16-1k,60,$(PAIRS_1K))
 	$(call run,b16-1k-keep,60,$(PAIRS_1K) cache.keep=64G)
-
-gpu-second:
 	$(call step,first-compiled,95) model=vit-b16 chunk=256 batch=2k repeats=3 methods=compiled,cache $(SMALLER_STEP)
 	$(call step,first-flat,105) model=vit-b32 chunk=512 repeats=1 methods=cache@32k,cache@128k $(SMALLER_STEP)
 

@@ -137,16 +137,27 @@ class Meter:
 
 def kernels(work: Callable[[], Any], device: torch.device) -> list[tuple[str, int, float]]:
     """What `work` runs on the device, the slowest first: name, calls, milliseconds of all calls."""
+    return profiled(work, device)[0]
+
+
+def profiled(work: Callable[[], Any], device: torch.device) -> tuple[list[tuple[str, int, float]], float]:
+    """`kernels`, and the share of the time in which the host does not wait for the device."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        start = time.perf_counter()
         work()
         if on_gpu:
             torch.cuda.synchronize()
+        took = 1e6 * (time.perf_counter() - start)
     of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    spent = [(row.key[:120], row.count, round(getattr(row, of) / 1e3, 3)) for row in profile.key_averages()]
+    rows = profile.key_averages()
+    spent = [(row.key[:120], row.count, round(getattr(row, of) / 1e3, 3)) for row in rows]
+    # Of CUDA's runtime, which the profiler lists beside the kernels.
+    waited = sum(row.self_cpu_time_total for row in rows if re.match(r"cu(da)?\w*Synchronize", row.key))
     # Named ranges repeat what the kernels inside them take.
-    return sorted((row for row in spent if row[2] and ":" not in row[0].split("::")[0]), key=lambda row: -row[2])
+    spent = [row for row in spent if row[2] and ":" not in row[0].split("::")[0]]
+    return sorted(spent, key=lambda row: -row[2]), 1 - waited / took
 
 
 def resident(name: str) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from measure import Meter, Row, kernels, main, ms, spread
+from measure import Meter, Row, main, ms, profiled, spread
 from torch import Tensor
 
 from clipscale import GradCache, contrastive_loss
@@ -57,7 +57,8 @@ DEFAULTS = {
     "device": "auto",
     "repeats": 5,
     "clock": "wall",  # or processor: the seconds of all cores, on a CPU that others use too (set OMP_NUM_THREADS=1)
-    "profile": 0,  # the slowest kernels to record of one more step, with the time of each kind
+    "warm": 0,  # pairs of the warm-up; 0: two chunks, or the batch where graphs are kept
+    "profile": 0,  # the slowest kernels to record of one more step, the time of each kind, and the time in none
     "out": "runs/bench",
 }
 KINDS = ("frozen", "compiled", "unsorted", "unlean")
@@ -264,7 +265,8 @@ def measure(**job: Any) -> list[Row]:
     whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
     batch, meters = job["batch"], []
     whole = whole or bool(step.cache.keep_bytes)  # the first step at a batch measures its graphs
-    step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
+    warm = batch if whole else min(job["warm"] or 2 * job["chunk"], batch)
+    step.run(step.inputs(warm), lambda part: None)
     for _ in range(job["repeats"]):
         step.clear()
         inputs, meter = step.inputs(batch), Meter(step.device, CLOCKS[job["clock"]])
@@ -279,7 +281,7 @@ def measure(**job: Any) -> list[Row]:
     row["chunk"] = step.chunk
     row["kept_graphs"] = step.cache.kept
     if job["profile"]:
-        row["profile"] = profiled(step, batch, job["profile"])
+        row["profile"] = profile(step, batch, job["profile"], 1e3 * seconds["median"])
     row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers
     return [row]
 
@@ -297,15 +299,26 @@ KERNELS = {
 """Kinds of kernels by patterns of their names; the first that fits."""
 
 
-def profiled(step: Step, batch: int, most: int) -> Row:
-    """Milliseconds of one step by kind of kernel, and of the `most` slowest."""
+def profile(step: Step, batch: int, most: int, step_ms: float) -> Row:
+    """Milliseconds of one step by kind of kernel, and of the `most` slowest.
+
+    `idle_ms`: of a step (`step_ms`), those in which no kernel runs but copies from the host. `launches`: of kernels.
+    `host_share`: of the profiled step, the share in which the host does not wait for the device.
+    """
     step.clear()
     inputs = step.inputs(batch)
-    spent = kernels(lambda: step.run(inputs, lambda part: None), step.device)
+    spent, host_share = profiled(lambda: step.run(inputs, lambda part: None), step.device)
     kinds = dict.fromkeys(KERNELS, 0.0)
     for name, _, took in spent:
         kinds[next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name))] += took
-    return {"kinds_ms": {kind: round(took, 2) for kind, took in kinds.items()}, "kernels": spent[:most]}
+    busy = sum(took for name, _, took in spent if "Memcpy HtoD" not in name)
+    return {
+        "kinds_ms": {kind: round(took, 2) for kind, took in kinds.items()},
+        "idle_ms": round(step_ms - busy, 2),
+        "launches": sum(calls for _, calls, _ in spent),
+        "host_share": round(host_share, 3),
+        "kernels": spent[:most],
+    }
 
 
 def compare(rows: list[Row]) -> None:
@@ -331,6 +344,9 @@ COLUMNS = {
     "to plain": lambda row: f"{row['ratio']:.2f}",
     "to open_clip": lambda row: f"{row['to_open_clip']:.2f}",
     "MFU": lambda row: f"{row['mfu']:.1%}",
+    "idle ms": lambda row: f"{row['profile']['idle_ms']:,.1f}",
+    "launches": lambda row: f"{row['profile']['launches']:,}",
+    "host": lambda row: f"{row['profile']['host_share']:.0%}",
     "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:,.0f}",
 }
 

@@ -70,13 +70,15 @@ def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
 
 def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
     step = script("step")
-    words = ("model=tiny", "batch=8", "chunk=4", "repeats=1", "methods=plain,cache@16,frozen-plain,frozen")
+    words = ("model=tiny", "batch=8", "chunk=4", "repeats=1", "methods=plain,cache@16,frozen-plain,frozen", "profile=3")
     _, jobs = step.plan(settings(step, *words))
     rows = [{**job, **step.measure(**job)[0]} for job in jobs]
     step.compare(rows)
     cached = next(row for row in rows if row["case"] == "cache@16")
     assert cached["ratio"] == pytest.approx(rows[0]["samples_per_s"] / cached["samples_per_s"])
     assert {"encode_s", "loss_s", "replay_s"} <= cached["parts"].keys()
+    assert cached["profile"]["host_share"] == 1, "a CPU waits for no device"
+    assert cached["profile"]["launches"] > 4 * len(cached["profile"]["kernels"])
     assert rows[2]["ratio"] == 1, "a frozen tower is compared with its like"
     with pytest.raises(UserError, match="methods=cash: unknown; did you mean 'cache'"):
         step.plan(settings(step, "methods=cash"))
