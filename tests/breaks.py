@@ -80,6 +80,12 @@ BREAKS = [
         "tests/step/test_kept_graphs.py::test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them",
     ),
     Break(
+        "Tensor._base",
+        "clipscale/step/cast_weights.py",
+        {"return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)": "return False"},
+        "tests/step/test_cast_weights.py::test_a_hook_sees_every_gradient_of_its_weight",
+    ),
+    Break(
         "torch.nn.modules.batchnorm._BatchNorm",
         "clipscale/step/pass_contexts.py",
         {"if isinstance(module, _BatchNorm) and module.training": "if False"},

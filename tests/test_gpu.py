@@ -3,12 +3,15 @@
 tests/support/device.py: they run without one too, to see that the tests themselves are right.
 """
 
+import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,13 +23,18 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, destroy_world
+from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.models.towers import ClipModel
+from clipscale.step.cast_weights import CastWeights
+from clipscale.step.compiled import compile_towers
 from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import train_shards
 from clipscale.train import Run, train
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.runs import curve, records, settings
+from tests.support.towers import samples, small_model
 from tests.test_exactness import Case, inputs_of, model_of
 
 pytestmark = on_device
@@ -50,6 +58,29 @@ def test_the_gradient_is_that_of_one_graph_with_the_devices_dropout(keep: float,
             one_graph(towers, model["head"], inputs, [4, 5])
         actual.append(gradients(model))
     assert_same(actual[1], actual[0], 1e-10)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_chunks_in_bf16_with_weights_cast_once_are_no_farther_from_float64_than_autograd(compiled: bool) -> None:
+    model = small_model().to(DEVICE)
+    exact = copy.deepcopy(model).double()
+    pixels, tokens = (x.to(DEVICE) for x in samples(24))
+
+    def step(model: ClipModel, autocast: Callable[[], AbstractContextManager[object]]) -> torch.Tensor:
+        def loss(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return contrastive_loss(u, v, model.logit_scale.exp())
+
+        model.zero_grad()
+        GradCache([model.image, model.text], loss, chunks=8, autocast=autocast).step(pixels, tokens)
+        return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+    half = partial(torch.autocast, DEVICE, torch.bfloat16)
+    expected = step(exact, nullcontext)
+    with patch.object(CastWeights, "start_step", lambda *arguments: None):
+        by_autograd = (step(model, half) - expected).norm()
+    if compiled:
+        compile_towers(model, lengths_vary=False)
+    assert (step(model, half) - expected).norm() <= 1.05 * by_autograd
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ CHECKOUT = PACKAGE.parent
 TABLE = CHECKOUT / "docs/contributing/private-parts.md"
 MOST_ROWS = 25
 # Bases of other packages that classes of ours read attributes of. Their packages document these attributes.
-DOCUMENTED = {"Module", "Conv2d", "Optimizer", "FileSystemReader", "FileSystemWriter", "GzipFile"}
+DOCUMENTED = {"Module", "Conv2d", "Linear", "Optimizer", "FileSystemReader", "FileSystemWriter", "GzipFile"}
 # Names with an underscore that Python documents.
 OF_PYTHON = {"_replace", "_exit"}
 # Longest time of the tests in a copy, on a busy machine.

@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from clipscale.models.linear import CastLayer, CastLinear, linear
+from clipscale.models.replacement import Replacement
+
 # Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
 # 0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's.
 CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -51,6 +54,7 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
         return encoder
     for i, block in enumerate(blocks):
         blocks[i] = LeanBlock(block)
+        block.attn.out_proj = CastLinear(block.attn.out_proj)
     for name, module in list(encoder.named_modules()):
         if type(module) is LayerNorm:
             encoder.set_submodule(name, LeanNorm(module))
@@ -70,16 +74,7 @@ def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
     return LeanDecoder if type(encoder) is MultimodalTransformer else None
 
 
-class Replacement:
-    """A base of modules that take another module's place: they hold its parameters, submodules and settings, and have a
-    forward pass of their own. It comes before the module's class, whose constructor would make new parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)  # type: ignore[arg-type]
-        vars(self).update(vars(module))
-
-
-class LeanBlock(Replacement, ResidualAttentionBlock):
+class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
     def forward(self, x: Tensor, seen: Attended, position: TokenIndex | None = None) -> Tensor:
@@ -116,13 +111,17 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
 
     def project(self, y: Tensor) -> Tensor:
         """Queries, keys and values of every token: (N, T, W) -> (N, T, 3 W)."""
-        return F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias)
+        return linear(y, *self.weights(), self.cast)
 
     def project_from(self, token: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The query of one token (N, 1, W), and keys and values of every token (N, T, 2 W)."""
         width = y.shape[-1]
         weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
         return F.linear(token, weights[0], biases[0]), F.linear(y, weights[1], biases[1])
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """Of the packed projection. A part of it is autograd's."""
+        return self.attn.in_proj_weight, self.attn.in_proj_bias
 
     def heads(self, projected: Tensor, count: int) -> tuple[Tensor, ...]:
         """(N, T, count * W) -> `count` views (N, H, T, W / H).

@@ -36,6 +36,9 @@ class AdaptedBlock(LeanBlock):
         super().__init__(block)
         self.attn = AdaptedAttention(block.attn)
 
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.attn.in_proj.weight, self.attn.in_proj.bias
+
     def project(self, y: Tensor) -> Tensor:
         return self.attn.in_proj(y)
 

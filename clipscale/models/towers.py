@@ -36,6 +36,7 @@ from clipscale.models import adapters, lora
 from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
+from clipscale.models.linear import replace_linear_layers
 from clipscale.models.tokenizer import Tokenizer, length_of, tokenizer_of
 from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
@@ -356,6 +357,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
             lora.add(tower.encoder, name, config.lora, settings.groups or 0)
         elif settings.groups is not None:
             lock(tower.encoder, name, settings.groups)
+        replace_linear_layers(tower)
     return model.train()
 
 

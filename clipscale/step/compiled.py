@@ -11,6 +11,7 @@ from clipscale.common.rng import RandomState
 from clipscale.distributed.fsdp import blocks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
+from clipscale.step.cast_weights import CastWeights
 from clipscale.step.chunk_sizes import both_passes, random_captions, random_pixels
 from clipscale.step.pass_contexts import batch_norm_preserved
 from clipscale.step.precision import Precision
@@ -66,10 +67,14 @@ def try_compiled(
             for tower in towers:
                 images = tower is model.image
                 chunk = sizes.image if images else sizes.text
+                weights = CastWeights()
+                weights.start_step(tower, precision.autocast, -(-batch // chunk))
+                weights.sums_by_hooks = world.size > 1
                 for size in {chunk, batch % chunk or chunk}:
                     inputs = (random_pixels if images else random_captions)(model, size, world.device)
-                    with batch_norm_preserved(tower), precision.autocast():
-                        both_passes(tower, inputs)
+                    for sync in (False, True):
+                        with batch_norm_preserved(tower), precision.autocast(), weights.used(True, sync):
+                            both_passes(tower, inputs)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.keep import Keep
 from clipscale.common.rng import RandomState
+from clipscale.step.cast_weights import CastWeights
 from clipscale.step.chunk_output import ChunkOutput
 from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
 from clipscale.step.pass_contexts import (
@@ -254,6 +255,7 @@ class _Tower:
     # Row of the batch at each position of a `ReorderedInput`.
     order: Tensor | None = None
     random_states: list[RandomState] = field(default_factory=list)
+    weights: CastWeights = field(default_factory=CastWeights)
 
     @property
     def trained(self) -> bool:
@@ -278,10 +280,12 @@ class _Tower:
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
         self.graphs.start_step(rows, trained * len(self.spans), keep, on_gpu=on_gpu)
+        self.weights.start_step(self.encoder, self.autocast, len(self.spans))
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())
-            with gradient_sync(self.encoder, False):
+            builds_graph, sync = self.graphs.builds(i), self.synchronises and stop == rows
+            with gradient_sync(self.encoder, False), self.weights.used(builds_graph, sync):
                 out = self.output(i, partial(self.run, start, stop))
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
@@ -310,12 +314,13 @@ class _Tower:
         gradient = self.representations.grad
         losses: list[Tensor] = []
         if gradient is None:
+            self.weights.end_step()
             return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
                 before_chunk()
                 sync = self.synchronises and stop == self.spans[-1][1]
-                with gradient_sync(self.encoder, sync):
+                with gradient_sync(self.encoder, sync), self.weights.used(True, sync):
                     if self.graphs.outputs:
                         out = self.graphs.outputs.pop(0)
                         out = rearm_ddp_sync(self.encoder, out) if sync else out
@@ -328,6 +333,7 @@ class _Tower:
                         roots.append(out.loss)
                         gradients.append(loss_gradient(out.loss))
                     backpropagate(roots, gradients)
+        self.weights.end_step()
         return losses
 
     def run(self, start: int, stop: int) -> ChunkOutput:

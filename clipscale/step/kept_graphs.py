@@ -36,6 +36,11 @@ class GraphMeter:
             self.bytes_each = 0
         self._measured = [] if wanted and not self.bytes_each else None
 
+    @property
+    def measures(self) -> bool:
+        """Whether this step measures graphs."""
+        return self._measured is not None
+
     def encode(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> Tensor:
         """The representations of a chunk, without a graph. Measures its graph if this step does."""
         if self._measured is None:
@@ -105,6 +110,10 @@ class KeptGraphs:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                 return encode().representations.detach()
         return self.meter.encode(encode, on_gpu=self._on_gpu)
+
+    def builds(self, i: int) -> bool:
+        """Whether the first pass of chunk i builds a graph."""
+        return i < self.count or self.meter.measures
 
     def drop(self) -> None:
         """Drop the kept graphs, and keep no more in this step. Their chunks get a second pass."""

@@ -29,6 +29,7 @@ from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_o
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import batch_loss, build_step
+from clipscale.step.cast_weights import CastWeights
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
@@ -120,6 +121,8 @@ class StateMemory:
     summed: list[int]
     # Gradient bytes to add to a tower's replay if it has only one chunk.
     at_once: list[int]
+    # Bytes of the weights that a step of several chunks casts once.
+    casts: list[int]
     gathered: list[GatheredWeights]
 
 
@@ -238,7 +241,7 @@ class DryRun:
         return Row((3, side, side), torch.uint8), Row((length,), torch.int32)
 
     @cached_property
-    def passes(self) -> Callable[[int, int, bool], ChunkMemory]:
+    def passes(self) -> Callable[[int, int, bool, bool], ChunkMemory]:
         """`_passes`, each measured once."""
         return cache(self._passes)
 
@@ -247,15 +250,19 @@ class DryRun:
         """`_loss`, each measured once."""
         return cache(self._loss)
 
-    def _passes(self, tower: int, size: int, fresh: bool) -> ChunkMemory:
-        """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet."""
+    def _passes(self, tower: int, size: int, fresh: bool, is_one: bool) -> ChunkMemory:
+        """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet.
+        `is_one`: it is the only chunk."""
         meter = self.meters[tower]
         encoder = self.step.cache.encoders[tower]
         row = self.inputs[tower]
+        weights = CastWeights()
+        if self.memory.casts[tower]:
+            weights.start_step(encoder, self.step.precision.autocast, 1 if is_one else 2)
 
         def encoded() -> Tensor:
             meter.start()
-            with self.step.precision.autocast():
+            with self.step.precision.autocast(), weights.used(torch.is_grad_enabled(), False):
                 return cast(Tensor, encoder(torch.empty(size, *row.shape, dtype=row.dtype)))
 
         with torch.no_grad():
@@ -268,7 +275,8 @@ class DryRun:
         out = encoded()
         graph = meter.live()
         meter.is_backward = True
-        out.backward(torch.empty_like(out))
+        with weights.used(True, False):  # checkpointing runs the layers again
+            out.backward(torch.empty_like(out))
         replay = meter.end()
         self.step.optimizer.zero_grad()
         return ChunkMemory(encode, graph, replay)
@@ -379,8 +387,16 @@ def state_memory(step: TrainStep, tracker: MemoryTracker, before: int) -> StateM
         gradients=gradients,
         summed=gradients,
         at_once=[0, 0],
+        casts=[cast_bytes(tower, step.precision) for tower in towers_of(step)],
         gathered=[GatheredWeights(), GatheredWeights()],
     )
+
+
+def cast_bytes(tower: nn.Module, precision: Precision) -> int:
+    """Of the weights that a step of several chunks casts once."""
+    weights = CastWeights()
+    weights.start_step(tower, precision.autocast, 2)
+    return sum(cast.weight.nbytes + (0 if cast.bias is None else cast.bias.nbytes) for _, cast in weights.layers)
 
 
 def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> StateMemory:
@@ -406,6 +422,7 @@ def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> 
         gradients=share,
         summed=share,
         at_once=share,
+        casts=[0, 0],
         gathered=gathered,
     )
 

@@ -59,7 +59,7 @@ class StepModel:
     def passes(self) -> list[ChunkMemory]:
         """The measured memory of each tower's chunks."""
         is_fresh = [self.dry_run.is_alone and is_one for is_one in self.is_one]
-        return [self.dry_run.passes(i, self.sizes[i], is_fresh[i]) for i in (0, 1)]
+        return [self.dry_run.passes(i, self.sizes[i], is_fresh[i], self.is_one[i]) for i in (0, 1)]
 
     @property
     def counts(self) -> list[int]:
@@ -76,6 +76,7 @@ class StepModel:
             features[i]
             + self.resident * self.rows[i] * dry_run.inputs[i].nbytes
             + dry_run.memory.gathered[i].held
+            + dry_run.memory.casts[i] * (not self.is_one[i])
             + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]

@@ -1,0 +1,221 @@
+"""A step in chunks casts its weights once, and its gradients are those of autograd."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clipscale.loss.api import contrastive_loss
+from clipscale.models.linear import CastLayer, replace_linear_layers
+from clipscale.models.towers import ClipModel
+from clipscale.step.cast_weights import CastWeights
+from clipscale.step.grad_cache import GradCache
+from tests.support.gradients import assert_same, gradients
+from tests.support.ranks import run_ranks
+from tests.support.towers import samples, small_model
+
+BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
+N = 10
+
+
+def cached(model: ClipModel, chunks: int, keep: float = 0, towers: list[nn.Module] | None = None) -> GradCache:
+    def loss(u: Tensor, v: Tensor) -> Tensor:
+        return contrastive_loss(u, v, model.logit_scale.exp())
+
+    return GradCache(towers or [model.image, model.text], loss, chunks=chunks, keep_bytes=keep, autocast=BF16)
+
+
+def plain(model: ClipModel, chunks: int = 4) -> dict[str, Tensor]:
+    """Gradients by autograd alone."""
+    model.zero_grad()
+    with patch.object(CastWeights, "start_step", lambda *arguments: None):
+        cached(model, chunks).step(*samples(N))
+    return gradients(model)
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """On a CPU a chunk's products are rounded as autograd's are. The gradients of biases are not."""
+    for ends, most in ((True, 0.02), (False, tolerance)):
+        one, other = ({k: v for k, v in x.items() if k.endswith("bias") is ends} for x in (actual, expected))
+        assert_same(one, other, most)
+
+
+def tied(**options: Any) -> ClipModel:
+    model = small_model(**options)
+    first, second = model.image.encoder.transformer.resblocks[0].mlp, model.text.encoder.transformer.resblocks[0].mlp
+    second.c_fc.weight = first.c_fc.weight
+    return model
+
+
+def hooked(**options: Any) -> ClipModel:
+    """A weight whose gradient a hook doubles, and one whose sum of gradients a hook multiplies."""
+
+    def multiply(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad *= 3
+
+    model = small_model(**options)
+    blocks = model.image.encoder.transformer.resblocks
+    blocks[0].mlp.c_fc.weight.register_hook(lambda gradient: 2 * gradient)
+    blocks[1].mlp.c_fc.weight.register_post_accumulate_grad_hook(multiply)
+    return model
+
+
+def half_frozen(**options: Any) -> ClipModel:
+    model = small_model(**options)
+    model.image.encoder.transformer.resblocks[0].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[..., ClipModel]] = {
+    "plain": small_model,
+    "not lean": partial(small_model, lean=False),
+    "adapters": partial(small_model, lora=3),
+    "checkpointing": partial(small_model, grad_checkpointing=True),
+    "half frozen": half_frozen,
+    "tied": tied,
+}
+
+
+@pytest.mark.parametrize("keep", [0, 200_000, math.inf])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autograd(name: str, keep: float) -> None:
+    if name == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    model = MODELS[name]()
+    expected = plain(model)
+    cache = cached(model, 4, keep)
+    for _ in range(2):  # the first measures a graph
+        model.zero_grad()
+        cache.step(*samples(N))
+        assert_close(gradients(model), expected)
+    cache.step(*samples(N))  # adds to them
+    assert_close(gradients(model), {key: 2 * value for key, value in expected.items()})
+
+
+def test_a_hook_sees_every_gradient_of_its_weight() -> None:
+    """The first hook doubles a gradient; the second multiplies the sum so far, chunk by chunk."""
+    expected, model = plain(small_model()), hooked()
+    seen = []
+    blocks = model.image.encoder.transformer.resblocks
+    blocks[0].mlp.c_fc.weight.register_hook(lambda gradient: seen.append(len(seen)))
+    cached(model, 4).step(*samples(N))
+    actual = gradients(model)
+    changed = [f"image.encoder.transformer.resblocks.{i}.mlp.c_fc.weight" for i in (0, 1)]
+    assert_same({changed[0]: actual.pop(changed[0])}, {changed[0]: 2 * expected.pop(changed[0])}, 1e-6)
+    assert (actual.pop(changed[1]).norm() > 3 * expected.pop(changed[1]).norm()).item()
+    assert_close(actual, expected)
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("keep", [0, math.inf])
+def test_gradients_may_be_cleared_between_the_passes(keep: float) -> None:
+    model = small_model()
+    expected = plain(model)
+    cache = cached(model, 4, keep)
+    features = cache.encode(*samples(N))
+    cache.backward(cache.loss(*features))
+    model.image.zero_grad()
+    model.text.zero_grad(set_to_none=True)
+    for p in model.image.parameters():
+        p.grad = torch.zeros_like(p)
+    cache.replay()
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("keep", [0, math.inf])
+def test_a_layer_of_inputs_without_gradients_learns(keep: float) -> None:
+    """Such as the first one, if it has no bias."""
+    model = small_model()
+    encoder = nn.Sequential(type(model.image.encoder.transformer.resblocks[0].mlp.c_fc)(nn.Linear(6, 4, bias=False)))
+    x = torch.randn(N, 6)
+    cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=4, keep_bytes=keep, autocast=BF16)
+    with patch.object(CastWeights, "start_step", lambda *arguments: None):
+        cache.step(x)
+    expected = gradients(encoder)
+    encoder.zero_grad()
+    cache.step(x)
+    assert_close(gradients(encoder), expected)
+
+
+class Casts(TorchDispatchMode):
+    """Numbers of elements cast from float32 to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (args[0].dtype, out.dtype) == (torch.float32, torch.bfloat16):
+            self.elements.append(out.numel())
+        return out
+
+
+def test_a_weight_is_cast_once_however_many_chunks() -> None:
+    """That of the layer with the most weights that no activation has the size of."""
+    model = small_model()
+    weights = model.image.encoder.transformer.resblocks[0].mlp.c_fc.weight.numel()
+    layers = sum(2 * len(tower.encoder.transformer.resblocks) for tower in (model.image, model.text))
+    for chunks in (4, 1):
+        with Casts() as casts:
+            cached(model, chunks).step(*samples(N))
+        assert casts.elements.count(weights) == layers
+    layers = [module for module in model.modules() if isinstance(module, CastLayer)]
+    assert layers and all(layer.cast is None for layer in layers), "an evaluation uses the new weights"
+
+
+def test_compiled_blocks_have_the_same_gradients() -> None:
+    """In a process of its own: compiling changes torch for good."""
+    run_ranks(compiled, 1)
+
+
+def compiled(rank: int, world: int) -> None:
+    encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    replace_linear_layers(encoder)
+    x = torch.randn(N, 6)
+    found = []
+    for keep, start_step in (
+        (0, lambda *arguments: None),
+        (0, CastWeights.start_step),
+        (math.inf, CastWeights.start_step),
+    ):
+        encoder.zero_grad()
+        cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=5, keep_bytes=keep, autocast=BF16)
+        with patch.object(CastWeights, "start_step", start_step):
+            cache.step(x)
+        found.append({name: gradient.clone() for name, gradient in gradients(encoder).items()})
+        encoder.compile(dynamic=False, backend="aot_eager")
+    for actual in found[1:]:
+        assert_close(actual, found[0], 0.02)
+
+
+@pytest.mark.parametrize("keep", [0, 200_000, math.inf])
+def test_ddp_sums_all_chunks_with_the_last(keep: float) -> None:
+    for actual, expected in run_ranks(half_of_the_batch, 2, keep):
+        assert_close(actual, expected)
+
+
+def half_of_the_batch(rank: int, world: int, keep: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """With weights that are cast once, and by autograd alone."""
+    model = small_model()
+    towers: list[nn.Module] = [
+        DistributedDataParallel(tower, gradient_as_bucket_view=True) for tower in (model.image, model.text)
+    ]
+    cache = cached(model, 2, keep, towers)
+    rows = [x[rank * N // world :][: N // world] for x in samples(N)]
+    found = []
+    for start_step in (CastWeights.start_step, lambda *arguments: None):
+        with patch.object(CastWeights, "start_step", start_step):
+            for _ in range(2):  # the first measures a graph
+                model.zero_grad()
+                cache.step(*rows)
+        found.append({name: gradient.clone() for name, gradient in gradients(model).items()})
+    return found[0], found[1]
