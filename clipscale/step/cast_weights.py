@@ -43,7 +43,8 @@ class CastWeights:
 
     @contextmanager
     def used(self, builds_graph: bool, sync: bool) -> Iterator[None]:
-        """Around a pass of a chunk, the one that sums over ranks if `sync`. The backward pass of its graph, now or later, adds to the weights' `.grad`."""
+        """Around a pass of a chunk, after whose graph gradients are summed over ranks if `sync`. The graph's backward
+        pass, now or later, adds to the weights' `.grad`."""
         layers = [] if builds_graph and sync and self.sums_by_hooks else self.layers
         adds = [builds_graph and layer.weights()[0].requires_grad for layer, _ in layers]
         summed = [layer.weights()[0] for (layer, _), each in zip(layers, adds) if each]

@@ -112,6 +112,8 @@ class TrainStep:
     caption_weight: float = 0.0
     # What the ranks agreed on in the last step.
     agreement: Agreement | None = None
+    # The next step's captions, if they had arrived in the last one.
+    sorted_ahead: SortedCaptions | None = None
     # Whether an update has begun and not ended. After an error the weights are then those of no step.
     is_updating: bool = False
 
@@ -174,7 +176,7 @@ class TrainStep:
 
     def agreed_texts(self, batch: HostBatch) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks."""
-        texts, num_chunks = self.texts(batch)
+        texts, num_chunks = self.texts(batch, self.sorted_ahead)
         if isinstance(texts, SortedCaptions):
             agreed = self.agreement.num_text_chunks if self.agreement else 0
             texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
@@ -216,22 +218,26 @@ class TrainStep:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
-    def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
+    def texts(self, batch: HostBatch, texts: SortedCaptions | None = None) -> tuple[ChunkLoader, int]:
         """The text tower's input, and the number of its sorted chunks; 0: captions are not sorted.
 
-        Sorting waits for all captions.
+        Sorting waits for all captions. `texts`: the input, if it has been sorted before.
         """
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0
         size = self.cache.chunks[-1]
         most = size if self.caption_weight else MAX_CAPTIONS  # a captioner's chunks are as many images
-        texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, most=most)
+        if texts is None:
+            texts = SortedCaptions(
+                batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, most=most
+            )
         return texts, texts.make_chunks(size)
 
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
         """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
-        num_chunks = self.texts(upcoming)[1] if upcoming else 0
+        texts, num_chunks = self.texts(upcoming) if upcoming else (None, 0)
+        self.sorted_ahead = texts if isinstance(texts, SortedCaptions) else None
         tokens: list[int] = []
         if self.caption_weight:
             tokens = self.world.at_own_rank(self.own_caption_tokens(upcoming) if upcoming else 0)

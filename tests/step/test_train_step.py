@@ -10,9 +10,11 @@ import torch
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader import stream
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.train_step import Agreement
+from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import begun, small
 
@@ -26,6 +28,18 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
     """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
     agreement = Agreement(AsyncReduction(torch.tensor(message)))
     assert (agreement.num_text_chunks, agreement.save) == (chunks, save)
+
+
+def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:
+    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2)):
+        run = begun(small(shards, tmp_path / "run", precision="fp32"), ALONE)
+    for step in range(2):
+        run.stream._finish(step)
+    with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
+        for _ in range(2):
+            run.train_step()
+    run.stream.close()
+    assert made.call_count == 2
 
 
 def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:

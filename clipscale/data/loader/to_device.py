@@ -9,6 +9,10 @@ from torch import Tensor
 
 # Chunks on the device at once: one that computes and one that is copied.
 AHEAD = 2
+# Of inputs that take little memory, so that the device has work while the host begins the next tower.
+FAR_AHEAD = 4
+# Bytes of a chunk that take little.
+FEW_BYTES = 8 << 20
 
 
 @cache
@@ -36,8 +40,8 @@ class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
     `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies have their own stream,
-    and at most AHEAD chunks are on the device, so its memory does not grow with the batch. With `resident`, every chunk
-    stays on the device for the second pass.
+    and at most AHEAD chunks, or FAR_AHEAD small ones, are on the device, so its memory does not grow with the batch.
+    With `resident`, every chunk stays on the device for the second pass.
     """
 
     def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
@@ -47,6 +51,7 @@ class ChunkLoader:
         self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
         self.computed: deque[torch.cuda.Event] = deque()
+        self.ahead = AHEAD
 
     def __len__(self) -> int:
         return self.count
@@ -63,10 +68,11 @@ class ChunkLoader:
             return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)
         self.computed.append(compute.record_event())
-        if len(self.computed) >= AHEAD:
+        while len(self.computed) >= self.ahead:
             self.computed.popleft().synchronize()
         with torch.cuda.stream(self.copies):
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
+        self.ahead = FAR_AHEAD if chunk.nbytes <= FEW_BYTES else AHEAD
         compute.wait_stream(self.copies)
         # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)
