@@ -21,6 +21,7 @@ from clipscale.config.sections import (
     CheckpointConfig,
     EvalConfig,
     LaunchConfig,
+    ModelConfig,
     OptimConfig,
     ScheduleConfig,
 )
@@ -35,7 +36,7 @@ from clipscale.train import train
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import begun, curve, on_a_rank, records, settings, small
+from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, settings, small
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",
@@ -71,6 +72,28 @@ def test_the_best_step_is_saved_and_stays_also_after_a_resume(
     assert load_model(tmp_path / "run", "best")[2] == 2
     with refused(r"checkpoint\.best=birds/top1.*objects"):
         train(replace(config, run=str(tmp_path / "other"), checkpoint=CheckpointConfig(best="birds/top1")))
+
+
+def test_the_best_step_is_kept_where_all_are_worse_than_the_start(
+    finished: Path,
+    shards: str,
+    demo: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = iter([0.9, 0.1, 0.3, 0.2, 0.2])  # of the start, and after steps 1 to 4
+    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: [{"top1": next(values)}])
+    config = small(
+        shards,
+        tmp_path / "run",
+        model=ModelConfig(name="test", architecture=ARCHITECTURE, weights=str(finished)),
+        eval=EvalConfig(every=1, sets=[str(demo / "objects")], limit=8),
+        checkpoint=CheckpointConfig(every="0", keep=1, best="objects/top1"),
+    )
+    train(config)
+    assert steps(tmp_path / "run") == [2, 4]
+    assert "best by objects/top1: step 2; the start was better" in capsys.readouterr().out
 
 
 def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:

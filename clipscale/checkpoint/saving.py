@@ -120,9 +120,9 @@ class Saver:
             self.world.on_main(partial(self.copies.close, copy_s))
 
     def would_be_best(self, step: int) -> bool:
-        """Whether `step`, just evaluated, is better than all checkpoints. A collective."""
+        """Whether `step`, just evaluated, is better than all checkpoints. The start, step 0, is none. A collective."""
         best = self.retention.best
-        return best is not None and self.world.on_main(lambda: best.improves(step, self.newest_step))
+        return best is not None and self.world.on_main(lambda: best.improves(step, self.newest_step or None))
 
     def close(self) -> None:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ LOCK = "run.lock"
 # The file of a run's folder with what the run returned. It exists only when the run is complete.
 RESULT = "result.json"
 # Metrics that are better if they are lower.
-LOSSES = ("loss",)
+LOSSES = ("loss", "caption_loss", "perplexity", "broken")
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
 LOGS = (".log", ".out", ".err", ".txt")
 
@@ -103,42 +104,56 @@ class Best:
     """Which of a run's checkpoints is the best one, by the results of the run's own evaluations."""
 
     run: Path
-    # `SET/METRIC`, as in RUN/eval/step_N.json. A set's addition in parentheses may be left out.
+    # `SET/METRIC`, as in RUN/eval/step_N.json. A set's addition in parentheses may be left out, and so may the folder
+    # before its name.
     goal: str
+
+    def labels(self, labels: Iterable[str]) -> list[str]:
+        """The sets that the goal may mean, among these."""
+        name = self.goal.rpartition("/")[0]
+        return [label for label in labels if f"/{name} (" in f"/{label} ("]
 
     def label(self, labels: Iterable[str]) -> str | None:
         """The set that the goal means, among these; None: it is not there."""
-        name = self.goal.rpartition("/")[0]
-        return min((label for label in labels if f"{label} (".startswith(f"{name} (")), key=len, default=None)
+        return min(self.labels(labels), key=len, default=None)
 
-    def value(self, step: int) -> float | None:
-        """The metric at a step; None: it was not measured, or is no number."""
+    def values(self, step: int) -> dict[str, float]:
+        """The metric at a step, by the sets that the goal may mean. What was not measured, or is no number, is left
+        out."""
         metric = self.goal.rpartition("/")[2]
         with suppress(*files.DAMAGED):
             results = files.read_record(self.run / "eval" / f"step_{step:08d}.json")["results"]
-            value = float(results[self.label(results)][metric])
-            return None if math.isnan(value) else value
-        return None
+            values = {label: float(results[label].get(metric, math.nan)) for label in self.labels(results)}
+            return {label: value for label, value in values.items() if not math.isnan(value)}
+        return {}
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """The step with the best value, and the first one of several; None: no step has a value."""
-        values = {step: value for step in sorted(steps) if (value := self.value(step)) is not None}
+        """The step with the best value, and the first one of several; None: no step has a value.
+
+        All steps are compared on one set, the one that most of them have. `clipscale eval` may have added another one
+        to some, such as the whole set beside a part of it.
+        """
+        values = {step: self.values(step) for step in sorted(steps)}
+        counts = Counter(label for of_step in values.values() for label in of_step)
+        if not counts:
+            return None
+        label = min(counts, key=lambda label: (-counts[label], len(label)))
         choose = min if self.goal.rpartition("/")[2] in LOSSES else max
-        return choose(values, key=lambda step: values[step]) if values else None
+        return choose((step for step in values if label in values[step]), key=lambda step: values[step][label])
 
     def improves(self, step: int, pending: int | None) -> bool:
         """Whether `step`, just evaluated, is better than all checkpoints. Says so, or that it has no result.
 
         `pending`: the step of a checkpoint that is perhaps not complete yet.
         """
-        value = self.value(step)
-        if value is None:
+        values = self.values(step)
+        if not values:
             log_line(f"warning: checkpoint.best={self.goal}: step {step} has no such result in {self.run / 'eval'}")
             return False
         steps = [*map(step_of, checkpoints_of(self.run)), step]
         better = self.among(steps if pending is None else [*steps, pending]) == step
         if better:
-            log_line(f"step {step} is the best so far: {self.goal} is {value:.4f}")
+            log_line(f"step {step} is the best so far: {self.goal} is {values[min(values, key=len)]:.4f}")
         return better
 
 

@@ -130,9 +130,11 @@ def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
 
 
 def check_goal(name: str, goal: str, labels: list[str]) -> None:
-    """Raise UserError for a SET/METRIC whose set is not among the evaluated `labels`. `name`: the setting's."""
-    if goal and checkpoint.Best(Path(), goal).label(labels) is None:
-        raise UserError(f"{name}={goal}: no such set is evaluated; give SET/METRIC of {', '.join(labels)}")
+    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `name`: the setting's."""
+    found = checkpoint.Best(Path(), goal).labels(labels)
+    if goal and len(found) != 1:
+        what = "several such sets are" if found else "no such set is"
+        raise UserError(f"{name}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
 
 
 def begin_copies(start: Start, world: World) -> checkpoint.Copies:

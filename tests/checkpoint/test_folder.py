@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.loading import size_and_crc32
 from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
@@ -230,7 +231,16 @@ def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "best"), [("birds/top1", 3), ("cats/top1", 3), ("birds/loss", 2), ("dogs/top1", None)]
+    ("goal", "best"),
+    [
+        ("birds/top1", 3),
+        ("cats/top1", 3),
+        ("birds/loss", 2),
+        ("birds/caption_loss", 2),
+        ("birds/perplexity", 2),
+        ("birds/broken", 2),
+        ("dogs/top1", None),
+    ],
 )
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, best: int | None) -> None:
     """If several are equally good, the first one stays. A step whose result is no number is never the best."""
@@ -255,6 +265,21 @@ def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
     with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
         checkpoint.locate(tmp_path, "best")
+
+
+def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path: Path) -> None:
+    """A later evaluation of one step, on the whole set, takes no other one's place."""
+    (tmp_path / "eval").mkdir()
+    for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
+        results = {"birds (limit 9)": {"top1": value}} | ({"birds": {"top1": 0.4}} if step == 1 else {})
+        files.write_json(tmp_path / f"eval/step_{step:08d}.json", {"results": results})
+    assert checkpoint.Best(tmp_path, "birds/top1").among([1, 2, 3]) == 2
+
+
+def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
+    goal = checkpoint.Best(Path(), "holdout/loss")
+    assert goal.label(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
+    assert goal.label(["holdouts", "shop/uphold"]) is None
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
         with refused(r"two sets, .* are called colours; leave one out, or rename its folder"):
             chosen_sets(EvalConfig(sets=twice))
     for parent in ("imagenet", "places"):  # one after the other, into the results of one run
-        assert load_sets([str(classification_set(tmp_path / parent / "val"))])[0].name == f"{parent}/val"
+        for name in ("val", "holdout"):
+            assert load_sets([str(classification_set(tmp_path / parent / name))])[0].name == f"{parent}/{name}"
 
 
 @pytest.mark.parametrize("limit", [3, 6, 8, 17])

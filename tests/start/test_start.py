@@ -31,6 +31,7 @@ from clipscale.distributed.fsdp import sharded
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, inputs_of
+from clipscale.start.begin import check_goal
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Cap
@@ -261,3 +262,12 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}
     assert sum(path.read_bytes().endswith(damage) for path in run.rglob("*.damaged")) == len(records)
     assert sum("is damaged" in message and "goes on" in message for message in caplog.messages) == len(records)
+
+
+def test_a_goal_means_one_evaluated_set() -> None:
+    check_goal("checkpoint.best", "holdout/loss", ["objects", "shop/holdout (limit 9)"])
+    check_goal("checkpoint.best", "", [])
+    with refused(r"checkpoint\.best=holdout/loss: several such sets are evaluated; .* of shop/holdout, zoo/holdout"):
+        check_goal("checkpoint.best", "holdout/loss", ["shop/holdout", "objects", "zoo/holdout"])
+    with refused(r"sweep\.metric=birds/top1: no such set is evaluated; .* of objects"):
+        check_goal("sweep.metric", "birds/top1", ["objects"])

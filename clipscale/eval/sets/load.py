@@ -21,7 +21,7 @@ from clipscale.eval.sets.known import frame_of
 # Names of folders with the part of a set on which one evaluates.
 HELD_OUT = ("val", "valid", "validation", "test")
 # Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets.
-NO_NAMES = {"data", "dev", "eval", "images", "train", *HELD_OUT}
+NO_NAMES = {"data", "dev", "eval", "holdout", "images", "train", *HELD_OUT}
 
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
