@@ -12,7 +12,7 @@ from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import architectures, has_optimizer, model_description, optimizers, optimizers_in_file
 from clipscale.config.parse import dataclass_from
-from clipscale.config.presets import PACKAGE
+from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
 
@@ -400,7 +400,9 @@ class ModelConfig:
         _ = self.pixels
         self.check_parts()
         if self.name and not self.weights and not self.description:
-            meant = nearest(self.name, architectures())
+            preset = self.name.lower().replace("_", "-").replace("/", "-")
+            is_preset = preset in group_options()["model"]
+            meant = f"; the preset is model={preset}" if is_preset else nearest(self.name, architectures())
             raise UserError(f"model.name={self.name!r} is not an open_clip architecture{meant}")
 
 

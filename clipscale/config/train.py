@@ -220,7 +220,7 @@ def check_captioner(config: TrainConfig) -> None:
     weight = config.caption.weight
     writes = "multimodal_cfg" in config.model.description
     if not writes and weight != sections.CaptionConfig().weight:
-        raise UserError(f"caption.weight={weight:g}: {config.model.name} has no decoder; take model.name=coca_ViT-B-32")
+        raise UserError(f"caption.weight={weight:g}: {config.model.name} has no decoder; take model=coca-b32")
     if not (writes and weight):
         return
     if config.data.captions_per_step > 1 or config.data.negatives:

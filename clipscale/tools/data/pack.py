@@ -113,7 +113,8 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) 
     for side, folder in PARTS.items():
         sizes = {name: samples for note in notes for name, samples in note[side].items()}
         if not sizes and not folder:
-            raise UserError(f"{source}: no pair could be packed: {reasons or 'it is empty'}")
+            why = (reasons or "it is empty") + for_classes(left_out.get("no_caption", []), source)
+            raise UserError(f"{source}: no pair could be packed: {why}")
         if sizes:
             files.write_json(out / folder / "sizes.json", sizes)
             shards = [str(out / folder / name) for name in sizes]
@@ -134,6 +135,16 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
         return gathering(left_out[reason], left_out.get("no_caption", []), source)
     helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
     return helps and f"; {helps}"
+
+
+def for_classes(pictures: Sequence[str], folder: Path) -> str:
+    """What folders named after their classes are for, where these pictures without a text lie in such; else empty."""
+    if not folder.is_dir() or len({PurePath(name).parent for name in pictures} - {PurePath()}) < 2:
+        return ""
+    return (
+        f"; folders named after their classes are evaluated as they are, eval.sets={shlex.quote(str(folder))}, and are "
+        "trained on with a text beside each picture (0.jpg, 0.txt)"
+    )
 
 
 def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> str:

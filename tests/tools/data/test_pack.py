@@ -202,6 +202,16 @@ def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
             read(place._replace(name=name))
 
 
+def test_folders_named_after_classes_are_said_to_be_an_evaluation_set(tmp_path: Path, capsys: Cap) -> None:
+    for name in ("red", "blue"):
+        (tmp_path / "shop" / name).mkdir(parents=True)
+        (tmp_path / "shop" / name / "0.png").write_bytes(picture(name))
+    assert pack_to(tmp_path / "out", tmp_path / "shop") == 2
+    assert (
+        f"evaluated as they are, eval.sets={tmp_path}/shop, and are trained on with a text" in capsys.readouterr().err
+    )
+
+
 def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
     """Nothing was packed yet: the folder of shards is taken again, with other columns and another root."""
     (tmp_path / "shop").mkdir()
