@@ -18,6 +18,7 @@ from PIL import Image, UnidentifiedImageError
 
 from clipscale.config.data import AugmentConfig
 from clipscale.data.content import content_of
+from clipscale.data.jpeg import usual_frame
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
@@ -44,9 +45,10 @@ WEBP_CANVASES = 3
 SLOW = 2
 # A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python.
 RUN_LENGTHS = 16
-# The frame of a JPEG in an arithmetic or lossless code, with its length and depth: no compressed data has such bytes.
-# An arithmetic code takes four times as long, and no browser shows it.
-OTHER_CODES = re.compile(rb"\xff[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08")
+# The marker of a scan of a JPEG, or its frame in an arithmetic or lossless code, with length and depth: no compressed
+# data has such bytes. An arithmetic code takes four times as long, and no browser shows it.
+SCAN = b"\xff\xda"
+SCANS_AND_CODES = re.compile(rb"\xff(?:\xda|[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08)")
 # Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10.
 MOST_SCANS = 100
 # Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture.
@@ -156,8 +158,7 @@ def broken_pictures() -> Iterator[None]:
 def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
     Pillow's many errors."""
-    if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
-        raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
+    check_profiles(data)
     if data.startswith(b"\x89PNG") and any(chunk_type in data for chunk_type in _PNG_TEXTS):
         data = without_texts(data)
     source = Pieces(data)
@@ -170,6 +171,12 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     source.reads_left = MOST_READS
     check_pixels(*image.size, most / decoding_cost(image, data))
     return image
+
+
+def check_profiles(data: bytes) -> None:
+    """Raise BrokenSampleError for a picture of too many EXIF or Photoshop segments or colour profiles."""
+    if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
+        raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
 
 
 def without_texts(data: bytes) -> bytes:
@@ -208,12 +215,18 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
             return 2 * SLOW
         return SLOW if data[24] == 16 else 1  # its depth
     if image.format in ("JPEG", "MPO"):
-        scans = data.count(b"\xff\xda")  # its marker
-        if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
-            raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
-        if OTHER_CODES.search(data):
-            raise BrokenSampleError("unreadable_image", "a JPEG in an arithmetic or lossless code")
+        check_code(data, image.width, image.height)
     return SLOW if image.mode == "CMYK" else 1
+
+
+def check_code(jpeg: bytes, width: int, height: int) -> None:
+    """Raise BrokenSampleError for a JPEG of many scans or of another code."""
+    found = SCANS_AND_CODES.findall(jpeg)
+    scans = found.count(SCAN)
+    if scans > MOST_SCANS or scans * width * height > MOST_SCANNED:
+        raise BrokenSampleError("too_many_scans", f"{scans} of {width} x {height} pixels")
+    if len(found) > scans:
+        raise BrokenSampleError("unreadable_image", "a JPEG in an arithmetic or lossless code")
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
@@ -233,10 +246,17 @@ class Picture:
 
     # The bytes of the file.
     data: bytes
-    # The picture as Pillow has opened it: the header is read, the pixels are not.
-    image: Image.Image
+    # Of its pixels as they are stored.
+    stored_width: int
+    stored_height: int
+    # Its extension in IMAGE_TYPES, by its content and not by its name.
+    type: str
+    # Pillow's name of what its pixels are.
+    mode: str
     # How the pixels of the file are to be turned: 1 to 8, as in EXIF.
     orientation: int = 1
+    # The file, opened by Pillow; None: so far nobody had to.
+    opened: Image.Image | None = None
 
     @classmethod
     def read(cls, data: bytes, most: float = MOST_PIXELS) -> "Picture":
@@ -245,14 +265,23 @@ class Picture:
         Raises BrokenSampleError: `huge_image`, `unreadable_image`.
         """
         with broken_pictures():
+            frame = usual_frame(data)
+            if frame and frame.width * frame.height <= MOST_PIXELS:
+                check_profiles(data)
+                check_code(data, frame.width, frame.height)
+                check_pixels(frame.width, frame.height, most)
+                return cls(data, frame.width, frame.height, "jpg", frame.mode)
             image = open_picture(data, most)
             orientation = image.getexif().get(_ORIENTATION, 1) if "exif" in image.info else 1
-            return cls(data, image, orientation if orientation in range(1, 9) else 1)
-
-    @property
-    def type(self) -> str:
-        """Its extension in IMAGE_TYPES, by its content and not by its name."""
-        return NAME_OF[str(self.image.format)]
+            return cls(
+                data,
+                image.width,
+                image.height,
+                NAME_OF[str(image.format)],
+                image.mode,
+                orientation if orientation in range(1, 9) else 1,
+                image,
+            )
 
     @property
     def is_on_its_side(self) -> bool:
@@ -261,17 +290,17 @@ class Picture:
 
     @property
     def width(self) -> int:
-        return self.image.height if self.is_on_its_side else self.image.width
+        return self.stored_height if self.is_on_its_side else self.stored_width
 
     @property
     def height(self) -> int:
-        return self.image.width if self.is_on_its_side else self.image.height
+        return self.stored_width if self.is_on_its_side else self.stored_height
 
     def decode(self) -> np.ndarray:
         """(H, W, C) uint8 RGB, upright. Raises BrokenSampleError."""
         with broken_pictures():
             pixels = None
-            if self.type == "jpg" and self.image.mode in ("RGB", "L"):
+            if self.type == "jpg" and self.mode in ("RGB", "L"):
                 # The strict decoder rejects defects with ValueError. Pillow tolerates them, such as stray bytes between
                 # markers. But it fills a picture that ends early with grey, so that one is an error here.
                 try:
@@ -280,7 +309,7 @@ class Picture:
                     if "premature end" in str(error):
                         raise
             if pixels is None:
-                pixels = decode_by_pillow(self.image)
+                pixels = decode_by_pillow(self.opened or open_picture(self.data))
             # Upright, by the EXIF standard: swap the axes, then reverse the rows, then the columns.
             if self.is_on_its_side:
                 pixels = pixels.swapaxes(0, 1)

@@ -1,0 +1,72 @@
+"""Reads the header of a usual JPEG without Pillow, which takes a quarter of a small picture's time for it."""
+
+from typing import NamedTuple
+
+START = b"\xff\xd8"
+SCAN = 0xDA
+# Frames that are coded by Huffman: baseline, extended and progressive.
+FRAMES = (0xC0, 0xC1, 0xC2)
+# Colour channels -> Pillow's mode.
+MODES = {1: "L", 3: "RGB"}
+TABLES = 0xDB
+# Huffman tables, restart intervals and comments: Pillow does not look into them.
+UNREAD = (0xC4, 0xDD, 0xFE)
+# Application segments: the words that they begin with, and the bytes that Pillow reads of them.
+KNOWN = {0xE0: (b"JFIF\0", 12), 0xEE: (b"Adobe", 12)}
+# A quantisation table of 8 bits, and its number.
+TABLE = 65
+# More segments before the pixels are unusual.
+MOST_SEGMENTS = 64
+
+
+class Frame(NamedTuple):
+    """What a JPEG's header says of its pixels."""
+
+    width: int
+    height: int
+    mode: str
+
+
+def usual_frame(data: bytes) -> Frame | None:
+    """The frame of a JPEG that Pillow opens, too, and gives no orientation; None: Pillow has to decide.
+
+    Before the pixels are only segments of the usual kinds and lengths, each once checked as Pillow does: no EXIF, no
+    profile, no second picture. Of what follows nothing is read.
+    """
+    if not data.startswith(START):
+        return None
+    frame = None
+    at = len(START)
+    for _ in range(MOST_SEGMENTS):
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
+        if length < 2 or end > len(data) or data[at] != 0xFF:
+            return None
+        marker = data[at + 1]
+        segment = data[at + 4 : end]
+        if marker == SCAN:
+            return frame
+        if marker in FRAMES and frame is None:
+            frame = _frame(segment)
+            if frame is None:
+                return None
+        elif not _is_usual(marker, segment):
+            return None
+        at = end
+    return None
+
+
+def _frame(segment: bytes) -> Frame | None:
+    """Of 8 bits, in one or three channels."""
+    mode = MODES.get(segment[5]) if len(segment) > 5 else None
+    if mode is None or segment[0] != 8 or len(segment) != 6 + 3 * segment[5]:
+        return None
+    height, width = (int.from_bytes(segment[at : at + 2], "big") for at in (1, 3))
+    return Frame(width, height, mode) if width and height else None
+
+
+def _is_usual(marker: int, segment: bytes) -> bool:
+    if marker == TABLES:
+        return len(segment) % TABLE == 0 and all(number < 16 for number in segment[::TABLE])
+    begins, least = KNOWN.get(marker, (b"", 0))
+    return marker in UNREAD or (marker in KNOWN and segment.startswith(begins) and len(segment) >= least)
