@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
+from clipscale.models.blocks import shortened
 from clipscale.models.towers import ClipModel, architecture, encoders_of
 
 
@@ -89,8 +91,13 @@ def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str], buffers: Mappi
     """Run a pass on the meta device, and count. `buffers`: replace buffers of the encoder, by name."""
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
-    with ProductCounter() as counter, torch.enable_grad():
-        functional_call(encoder, dict(buffers), (inputs,))
+    counter = ProductCounter()
+    with shortened(encoder) as (block, times), ExitStack() as hooks:
+        if block:
+            hooks.enter_context(block.register_forward_pre_hook(lambda *_: setattr(counter, "times", times)))
+            hooks.enter_context(block.register_forward_hook(lambda *_: setattr(counter, "times", 1)))
+        with counter, torch.enable_grad():
+            functional_call(encoder, dict(buffers), (inputs,))
     return PassFlops(counter.forward, counter.backward)
 
 
@@ -103,6 +110,8 @@ class ProductCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.forward = self.backward = 0
+        # How often each product counts.
+        self.times = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Record | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # a tower of transformers asks whether there is padding
@@ -110,7 +119,7 @@ class ProductCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=result)
+            flops = self.times * formula(*args, **(kwargs or {}), out_val=result)
             operands = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim > 1 and arg.requires_grad]
             self.forward += flops
             self.backward += flops * min(2, len(operands))  # attention has three operands and two products

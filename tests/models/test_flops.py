@@ -1,10 +1,12 @@
 """FLOPs of a step follow from what trains, layer by layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models.flops import Flops, image_flops, text_flops, trained_of
+from clipscale.models.flops import Flops, image_flops, text_flops, trained_of, unbuilt_encoders
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
 
@@ -54,6 +56,26 @@ def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) 
     flops = Flops.of(config, model, torch.device("cpu"))
     assert flops.per_sample() == IMAGE_FORWARD + image + TEXT_FORWARD + text
     assert flops.utilisation(100.0) is None, "a CPU's peak is not known"
+
+
+DEEP = {
+    **SMALL,
+    "vision_cfg": {**SMALL["vision_cfg"], "layers": 6},
+    "text_cfg": {**SMALL["text_cfg"], "layers": 7},
+}
+
+
+@pytest.mark.parametrize("train", ["all", "none", "1", "3", "5"])
+def test_two_of_many_blocks_count_for_all(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the upper ones train; and the encoders, which are shared, keep their blocks."""
+    config = ModelConfig(name="deep", architecture=DEEP, image=TowerConfig(train=train), text=TowerConfig(train=train))
+    model = build_model(config)
+    image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
+    counted = image_flops(config, image), text_flops(config, text)
+    assert len(list(unbuilt_encoders(config).visual.parameters())) == len(list(model.image.parameters()))
+    monkeypatch.setattr("clipscale.models.blocks.repeated_blocks", lambda tower: ([], []))
+    other = replace(config, name="counted anew")
+    assert counted == (image_flops(other, image), text_flops(other, text))
 
 
 def test_short_captions_cost_less() -> None:

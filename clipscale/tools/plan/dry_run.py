@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +23,7 @@ from clipscale.data.loader.captions import GRAIN
 from clipscale.distributed import fsdp
 from clipscale.distributed.world import World
 from clipscale.loss.objective import exchange_of
+from clipscale.models.blocks import repeated_blocks
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel, build_model
@@ -76,6 +76,9 @@ class ChunkMemory:
     graph: float = 0
     # Peak of the second pass.
     replay: float = 0
+    # Operations of the first pass without a graph, and of the second one.
+    encode_operations: int = 0
+    replay_operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,10 @@ class Meter:
     added: float = 0.0
     # Live bytes when the first block was entered; None: outside of it.
     entered: int | None = None
+    # Operations at the pass's start and when the first block was entered, and those of the blocks that are left out.
+    operations_before: int = 0
+    operations_entered: int = 0
+    operations_added: int = 0
     is_backward: bool = False
 
     def start(self) -> None:
@@ -149,11 +156,18 @@ class Meter:
         self.added = 0.0
         self.entered = None
         self.is_backward = False
+        self.operations_before = self.tracker.operations
+        self.operations_added = 0
         self.tracker.take_peak()
 
     def live(self) -> float:
         """Bytes of the pass that are still live."""
         return self.tracker.live - self.base + self.added
+
+    @property
+    def operations(self) -> int:
+        """Of the pass so far."""
+        return self.tracker.operations - self.operations_before + self.operations_added
 
     def end(self) -> float:
         """The peak."""
@@ -175,7 +189,9 @@ class Meter:
         if self.entered is not None:  # as often as blocks are left out
             self.added += self.omitted * (self.tracker.live - self.entered)
             self.peak = max(self.peak, peak + self.added)
+            self.operations_added += self.omitted * (self.tracker.operations - self.operations_entered)
         self.entered = self.tracker.live if first_begins else None
+        self.operations_entered = self.tracker.operations
 
 
 def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> Meter:
@@ -268,8 +284,9 @@ class DryRun:
         with torch.no_grad():
             encoded()
         encode = meter.end()
+        encode_operations = meter.operations
         if not self.trained[tower]:
-            return ChunkMemory(encode)
+            return ChunkMemory(encode, encode_operations=encode_operations)
         for p in self.towers[tower].parameters():
             p.grad = torch.empty_like(p) if p.requires_grad and not fresh else None
         out = encoded()
@@ -278,8 +295,9 @@ class DryRun:
         with weights.used(True, False):  # checkpointing runs the layers again
             out.backward(torch.empty_like(out))
         replay = meter.end()
+        operations = meter.operations
         self.step.optimizer.zero_grad()
-        return ChunkMemory(encode, graph, replay)
+        return ChunkMemory(encode, graph, replay, encode_operations, operations)
 
     def _loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
@@ -308,7 +326,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -
 
     It has no gradient scaler, which takes a few bytes, and whose test of every gradient needs values.
     """
-    model.to_empty(device=CPU)
+    give_memory(model)
     precision = Precision(DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
     sizes = ChunkSizes(1, 1, "")
@@ -318,6 +336,18 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -
     if machine.capability:
         choose_foreach(step.optimizer)
     return step
+
+
+def give_memory(model: nn.Module) -> None:
+    """Tensors of the CPU for those of the meta device. `to_empty` is slow for those without values."""
+    new: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, p in [*module.named_parameters(recurse=False)]:
+            if p not in new:  # else tied
+                new[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
+            module.register_parameter(name, cast(nn.Parameter, new[p]))
+        for name, x in [*module.named_buffers(recurse=False)]:
+            module.register_buffer(name, new.setdefault(x, torch.empty(x.shape, dtype=x.dtype)))
 
 
 def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
@@ -433,23 +463,6 @@ def caption_share(model: ClipModel) -> float:
     encoder = model.text.encoder
     trimmed = family_of(encoder).ignores_padding(encoder)
     return min(1.0, round(ASSUMED.caption_tokens + GRAIN / 2) / model.context_length) if trimmed else 1.0
-
-
-def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
-    """The list of blocks with the longest run of identical consecutive blocks, and their indices.
-
-    The last block is left out: it may compute less.
-    """
-    best: tuple[Any, list[int]] = [], []
-    for blocks in tower.modules():
-        if isinstance(blocks, nn.ModuleList | nn.Sequential):
-            looks = [
-                [type(block), [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]]
-                for block in blocks
-            ]
-            for _, alike in groupby(range(len(looks) - 1), looks.__getitem__):
-                best = max(best, (blocks, list(alike)), key=lambda candidate: len(candidate[1]))
-    return best
 
 
 @contextmanager

@@ -4,6 +4,7 @@ All sizes in bytes, of one GPU unless the name says otherwise.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
@@ -66,6 +67,13 @@ class StepModel:
         """Chunks of each tower."""
         shares = 1, self.dry_run.caption_share
         return [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
+
+    def operations(self, replayed_share: Sequence[float]) -> float:
+        """Of all passes. `replayed_share`: by tower, the share of chunks that are encoded twice."""
+        return sum(
+            count * (share * each.encode_operations + (each.replay_operations or each.encode_operations))
+            for count, share, each in zip(self.counts, replayed_share, self.passes)
+        )
 
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""

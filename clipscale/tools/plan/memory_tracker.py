@@ -29,17 +29,19 @@ class MemoryTracker(TorchDispatchMode):
     A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
     bytes are rounded up as a GPU's allocator does. What a kernel takes while it runs is not seen.
 
-    A tensor without values reads as 1.0, 0 or false.
+    `operations` counts what it has seen. A tensor without values reads as 1.0, 0 or false.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.operations = 0
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # three quarters of all calls ask for the device
+        self.operations += 1
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
             dtype = args[0].dtype
             return dtype != torch.bool and float(dtype.is_floating_point)

@@ -1,0 +1,46 @@
+"""Finds the identical blocks of a tower: what one of them takes counts for all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+
+def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
+    """The list of blocks with the longest run of identical consecutive blocks, and their indices.
+
+    The last block is left out: it may compute less.
+    """
+    best: tuple[Any, list[int]] = [], []
+    for blocks in tower.modules():
+        if isinstance(blocks, nn.ModuleList | nn.Sequential):
+            looks = [
+                [type(block), [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]]
+                for block in blocks
+            ]
+            for _, alike in groupby(range(len(looks) - 1), looks.__getitem__):
+                best = max(best, (blocks, list(alike)), key=lambda candidate: len(candidate[1]))
+    return best
+
+
+@contextmanager
+def shortened(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
+    """Inside, the tower has two of its identical blocks. Yields the second one and the number of blocks for which it
+    stands; None where there are no more. The first stands for itself: its input may need no gradient. Of a decoder all
+    blocks stay: they are in two lists, which go together."""
+    blocks, alike = repeated_blocks(tower)
+    names = [name for name, _ in blocks.named_children()] if alike else []
+    others = [m for m in tower.modules() if isinstance(m, nn.ModuleList) and m is not blocks and len(m) == len(blocks)]
+    if len(alike) <= 2 or others or names != [str(number) for number in range(len(names))]:
+        yield None, 1
+        return
+    every = [*blocks]
+    for number in reversed(alike[2:]):
+        del blocks[number]
+    try:
+        yield blocks[alike[1]], len(alike) - 1
+    finally:
+        del blocks[:]
+        blocks.extend(every)
