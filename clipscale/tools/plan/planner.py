@@ -102,7 +102,11 @@ class Prediction:
         host = host_memory(config, dry_run, self.local, memory.highest)
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
-        min_seconds, time = step_time(config, self.gpu, dry_run, replayed_share, in_chunks=not all(step.is_one))
+        operations = step.operations(replayed_share)
+        in_chunks = not all(step.is_one)
+        min_seconds, time = step_time(
+            config, self.gpu, dry_run, replayed_share, in_chunks=in_chunks, launches=operations
+        )
         phases = {}
         for name in PHASES:
             before = memory.before[name] + self.workspace

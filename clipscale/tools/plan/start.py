@@ -2,7 +2,7 @@
 
 import torch
 
-from clipscale.common.hardware import gpu_here, hardware_of
+from clipscale.common.hardware import cores, gpu_here, hardware_of
 from clipscale.common.record import Record
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
@@ -28,4 +28,4 @@ def start_plan(config: TrainConfig) -> Record:
     machine = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
-    return {"fits": result["fits"], "lines": render("start", **result).splitlines()}
+    return {"fits": result["fits"], "lines": render("start", **result, cores_here=cores()).splitlines()}

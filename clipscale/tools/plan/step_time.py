@@ -10,13 +10,18 @@ from typing import TypedDict
 from clipscale.common import files
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.loss.objective import OBJECTIVES
+from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 # Models of about the same size: the logarithm of their operations' ratio.
 SAME_SIZE = math.log(1.6)
+# The most by which a share of a chip's peak exceeds that of the chip where it was measured.
+MOST_MORE = 1.2
 
+# Seconds in which a host issues one operation of torch, at least: the dispatcher and a launch take 5 to 8 us.
+LAUNCH_S = 6e-6
 # The estimate needs a model with this many operations in a sample's forward pass: a tenth of the smallest known
 # model's. A smaller one waits for the launches of its kernels.
 SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
@@ -30,10 +35,14 @@ class StepTime(TypedDict):
     # The share of the arithmetic's rate that it shows.
     share: float
     step_s: float
+    # The host's part of it at least: launches bound steps of small chunks.
+    issued_s: float
     samples_per_s: float
     # The lowest and the highest rate.
     range: list[float]
     plain_samples_per_s: float
+    # By the side of a picture in pixels: the cores of a node that decode as many.
+    cores: dict[int, float]
     run_s: float | None
 
 
@@ -51,13 +60,19 @@ class PlainStep(TypedDict):
 
 
 def step_time(
-    config: PlanConfig, gpu: Hardware | None, dry_run: DryRun, replayed_share: list[float], *, in_chunks: bool
+    config: PlanConfig,
+    gpu: Hardware | None,
+    dry_run: DryRun,
+    replayed_share: list[float],
+    *,
+    in_chunks: bool,
+    launches: float,
 ) -> tuple[float, StepTime | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
-    `replayed_share`: by tower, the share of chunks with a second pass; `in_chunks`: more than one chunk. For a CPU,
-    whose peak is in no table: operations instead of seconds, and None. Also None for a model much smaller than all
-    known ones.
+    `replayed_share`: by tower, the share of chunks with a second pass; `in_chunks`: more than one chunk; `launches`:
+    operations that the host of a GPU issues in the passes. For a CPU, whose peak is in no table: operations instead of
+    seconds, and None. Also None for a model much smaller than all known ones.
     """
     image, text = dry_run.flops
     forward = image.forward + text.forward * dry_run.texts
@@ -79,36 +94,45 @@ def step_time(
     share = math.sqrt(low * high)
     if in_chunks:
         low *= PLAIN_STEPS["in_chunks"]
-    rate = config.batch * share / min_seconds
+    issued_s = LAUNCH_S * launches
+
+    def rate(share: float) -> float:
+        return config.batch / max(min_seconds / share, issued_s)
+
     return min_seconds, {
         "what": evidence,
         "share": share,
-        "step_s": min_seconds / share,
-        "samples_per_s": rate,
-        "range": [rate * low / share, rate * high / share],
-        "plain_samples_per_s": rate * (plain + second) / plain,
-        "run_s": config.samples / rate if config.samples else None,
+        "step_s": max(min_seconds / share, issued_s),
+        "issued_s": issued_s,
+        "samples_per_s": rate(share),
+        "range": [rate(low), rate(high)],
+        "plain_samples_per_s": config.batch * share / min_seconds * (plain + second) / plain,
+        "cores": {side: rate(share) / config.nodes / decoded for side, decoded in ASSUMED.decoded.items()},
+        "run_s": config.samples / rate(share) if config.samples else None,
     }
 
 
 def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, float]:
     """The share of the GPU's peak that the most similar plain step has reached: the evidence, the lowest, the highest.
 
-    These make a step similar, in this order: the kind of its model, its size, new software, the chip's speed.
+    These make a step similar, in this order: the kind of its model, new software, its size, the chip's speed. A share
+    of another chip changes as the two chips' rates are known to differ, and grows to at most MOST_MORE of the highest.
     `forward`: operations of a sample.
     """
     speeds = PLAIN_STEPS["chips"]
     least, most = speeds.get(gpu.words[0], [gpu.half / HARDWARE["a100-80g"].half] * 2)
 
-    def distance(row: PlainStep) -> tuple[bool, bool, int, float, float]:
+    def distance(row: PlainStep) -> tuple[bool, int, bool, float, float]:
         chip = abs(math.log(speeds[row["chip"]][0] / least))
         operations = abs(math.log(row["gflop"] * 1e9 / forward))
-        return row["model"][:2] != model[:2], operations > SAME_SIZE, -row["year"], chip, operations
+        return row["model"][:2] != model[:2], -row["year"], operations > SAME_SIZE, chip, operations
 
     row: PlainStep = min(PLAIN_STEPS["images_per_s"], key=distance)
     slow, fast = speeds[row["chip"]]
-    factors = (1, 1) if [least, most] == [slow, fast] else (least / fast, most / slow)
-    low, high = row["rates"]
-    evidence = f"known, {low} to {high} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
-    peak_rate = gpu.half * 1e3 / (3 * row["gflop"])
-    return f"{evidence} ({row['source']})", low * factors[0] / peak_rate, high * factors[1] / peak_rate
+    there = next(chip.half for chip in HARDWARE.values() if chip.words[0] == row["chip"])
+    factors = sorted(speed * there / gpu.half for speed in (least / slow, most / fast))
+    shares = [rate * 3e-3 * row["gflop"] / there for rate in row["rates"]]
+    low, high = (min(share * factor, MOST_MORE * shares[1]) for share, factor in zip(shares, factors))
+    rates = "{} to {}".format(*row["rates"])
+    evidence = f"known, {rates} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
+    return f"{evidence} ({row['source']})", low, high

@@ -1,5 +1,6 @@
 """Writes plans as text, by the templates beside this file."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ TEMPLATES.filters |= {
     "count": format_count,
     "decimal": format_decimal,
     "duration": duration,
+    "cores": lambda cores: f"{math.ceil(cores)} core{'s' if cores > 1 else ''}",
     "rate": lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
 }
 
