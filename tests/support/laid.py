@@ -34,7 +34,7 @@ def lay(folder: Path) -> None:
 
     data, models = folder / "data", folder / "models"
     (data / "pictures").mkdir(parents=True)
-    about = {"similarity": 0.5, "title": "a caption"}
+    about = {"similarity": 0.5, "title": "a caption", "hard": "another caption"}
     table = [json.dumps({"image": f"{i}.png", "caption": f"picture {i}"} | about) for i in range(300)]
     (data / "pictures/table.jsonl").write_text("\n".join(table))
     for i in range(300):
@@ -52,7 +52,9 @@ def lay(folder: Path) -> None:
         run = f"run={folder}/{loss}"
         assert main(["train", *TINY, f"loss={loss}", f"data={data}/mine", run]) == 0
         assert main(["export", run, f"format={form}", f"out={models}/{name}"]) == 0
-    save_bert(models / "bert-base-uncased")
+    shutil.copytree(models / "clip-vit-base-patch32", models / "clip")
+    for name in ("bert-base-uncased", "xlm-roberta-base"):
+        save_bert(models / name)
     with torch.device("meta"):
         b16 = open_clip.model.CLIP(**open_clip.get_model_config("ViT-B-16")).state_dict()
         towers = {"vit_base_patch16_224": timm.create_model("vit_base_patch16_224").state_dict()}
