@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from open_clip.transformer import MultimodalTransformer
 from torch import Tensor, nn
 
+from clipscale.models.lean import LeanDecoder
+
 # What fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
 PAD = 0
 # Tokens of a written caption, as in open_clip.
@@ -42,21 +44,28 @@ class Captioner(nn.Module):
         return image_ND, text_ND, caption_losses(self.decoder, image_NPW, text_NTW, tokens).sum()
 
 
-# (N, P, W), (N, T, W) -> (N, T, V).
-Decoder = Callable[[Tensor, Tensor], Tensor]
-
-
-def caption_losses(decoder: Decoder, image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor) -> Tensor:
+def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor) -> Tensor:
     """sum_t -log p(token_{t+1} | tokens up to t, image) of each caption, (N,); pads are no labels.
 
     Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
     """
-    logits = decoder(image_NPW, text_NTW[:, :-1])
+    labels_NT = tokens_NT[:, 1:].long()
+    # On a GPU the host would wait for the number of labels.
+    if tokens_NT.is_cuda or not any(isinstance(module, LeanDecoder) for module in decoder.modules()):
+        logits_NTV = decoder(image_NPW, text_NTW[:, :-1])
+        losses = cross_entropies(logits_NTV.flatten(0, 1), labels_NT.flatten())
+        return losses.view(labels_NT.shape).sum(1)
+    is_label_NT = labels_NT != PAD
+    logits_KV = decoder(image_NPW, text_NTW[:, :-1], is_label_NT)
+    losses_K = cross_entropies(logits_KV, labels_NT[is_label_NT])
+    return losses_K.new_zeros(is_label_NT.shape).masked_scatter(is_label_NT, losses_K).sum(1)
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of each label, in at least float32; 0 for a pad."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    labels = tokens_NT[:, 1:].long()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="none")
-    return losses.view(labels.shape).sum(1)
+    return F.cross_entropy(logits, labels, ignore_index=PAD, reduction="none")
 
 
 def count_caption_tokens(tokens_NT: Tensor) -> Tensor:
@@ -67,7 +76,7 @@ def count_caption_tokens(tokens_NT: Tensor) -> Tensor:
 @torch.no_grad()
 def write_captions(
     text: Callable[..., tuple[Tensor, Tensor]],
-    decoder: Decoder,
+    decoder: nn.Module,
     image_NPW: Tensor,
     edges: tuple[int, int],
     length: int,

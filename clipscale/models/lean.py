@@ -263,16 +263,17 @@ class LeanCaptions(Replacement, TextTransformer):
 
 
 class LeanDecoder(Replacement, MultimodalTransformer):
-    """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V)."""
+    """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V); with `wanted`,
+    bool (N, T), those of K tokens alone, (K, V)."""
 
-    def forward(self, image: Tensor, x: Tensor) -> Tensor:
+    def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
         for block, cross in zip(self.resblocks, self.cross_attn, strict=True):
             if self.grad_checkpointing:
                 x = checkpoint(block, x, True, use_reentrant=False)
                 x = checkpoint(cross, x, image, image, use_reentrant=False)
             else:
                 x = cross(block(x, True), image, image)
-        return self.ln_final(x) @ self.text_projection
+        return self.ln_final(x if wanted is None else x[wanted]) @ self.text_projection
 
 
 def run_blocks(

@@ -33,7 +33,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 # They have no source, and name no score.
-OWN = {"demo", "finetune", "finetune-lora", "finetune-head"}
+OWN = {"demo", "demo-coca", "finetune", "finetune-lora", "finetune-head"}
 # Where the source gives a range; else the band is a point around the published score.
 RANGES = {"cc3m-rn50": (18.5, 20.0), "datacomp-small": (2.5, 5.1), "datacomp-medium": (17.6, 27.3)}
 
