@@ -229,13 +229,13 @@ def prepare_slurm(launcher: Any) -> None:
 def launch(job: "Job", words: Sequence[str]) -> None:
     """Call Hydra's main with the words of a command line. What it and its plugins raise passes."""
     declared = [f"++{word}" if compose.of_dictionary(key_of(word), TrainConfig) else word for word in words]
-    own = [
+    of_hydra = [
         f"hydra.sweep.dir={compose.quoted(str(job.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",
     ]  # fmt: skip
     if job.config_dir:
-        own.append(f"hydra.searchpath=[file://{Path(job.config_dir).resolve()}]")
-    typed, sys.argv = sys.argv, ["clipscale", "--multirun", *declared, *own]
+        of_hydra.append(f"hydra.searchpath=[file://{Path(job.config_dir).resolve()}]")
+    typed, sys.argv = sys.argv, ["clipscale", "--multirun", *declared, *of_hydra]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
     try:
         hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()

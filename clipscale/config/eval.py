@@ -125,15 +125,15 @@ def completed(config: EvalRunConfig) -> EvalRunConfig:
     Raises UserError if there is no set.
     """
     saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
-    own = saved.get("eval", {})
+    of_run = saved.get("eval", {})
     chosen = config.eval
     if not chosen.has_sets:
-        chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))
+        chosen = replace(chosen, sets=of_run.get("sets", []), suite=of_run.get("suite", "none"))
     if not chosen.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
     candidates = (config.precision, saved.get("precision"))
     precision = next((name for name in candidates if name in sections.PRECISIONS), "fp32")
-    return replace(config, eval=replace(chosen, root=chosen.root or own.get("root")), precision=precision)
+    return replace(config, eval=replace(chosen, root=chosen.root or of_run.get("root")), precision=precision)
 
 
 def check_eval(config: EvalRunConfig) -> Path:

@@ -77,9 +77,9 @@ class Softmax(Objective):
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())
-        for weight, x, own in zip(self.weights, (scores, scores.T[:paired]), (positive, positive.T[:paired])):
+        for weight, x, positives in zip(self.weights, (scores, scores.T[:paired]), (positive, positive.T[:paired])):
             if weight is not None:
-                target = x.masked_fill(~own, 0).sum(1) / own.sum(1)
+                target = x.masked_fill(~positives, 0).sum(1) / positives.sum(1)
                 value = value + weight * (x.logsumexp(1) - target).mean()
         return value
 

@@ -63,7 +63,7 @@ class WorkerSpec:
         return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
 
 
-class Taken(NamedTuple):
+class TakenSample(NamedTuple):
     """What a sample has beside its pixels."""
 
     # The sample's captions, then its hard negatives.
@@ -104,7 +104,7 @@ class ShardStream:
             return StreamPosition(0, self._used, of_sources)
         return StreamPosition(*of_sources[0])
 
-    def take(self, row: np.ndarray) -> Taken:
+    def take(self, row: np.ndarray) -> TakenSample:
         """Write the next usable sample's pixels to `row`; returns the rest. Raises UserError.
 
         With weights, the next sample of the same source replaces a broken one.
@@ -141,7 +141,7 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return Taken(texts + negatives, key, features)
+                return TakenSample(texts + negatives, key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -245,11 +245,11 @@ class BatchFiller:
             for stream, row in piece:
                 self._store.tick()
                 mine = row in local
-                taken = stream.take(slot["pixels"][row] if mine else self._discarded_pixels)
+                sample = stream.take(slot["pixels"][row] if mine else self._discarded_pixels)
                 if mine:
-                    texts.update(zip(self._arena.layout.text_rows(row), taken.texts, strict=True))
-                    slot["keys"][row] = taken.key
-                    for teacher, features in zip(self._spec.shards.teachers, taken.features, strict=True):
+                    texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
+                    slot["keys"][row] = sample.key
+                    for teacher, features in zip(self._spec.shards.teachers, sample.features, strict=True):
                         slot[teacher.member][row] = features
             if texts:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))

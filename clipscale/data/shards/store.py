@@ -335,8 +335,8 @@ async def _answer(
             yield answer
             return
         target = answer.url.join(URL(answer.headers["Location"], encoded=True))
-        own = headers if target.origin() == answer.url.origin() else None
-    async with _answer(str(target), limit, own, span, redirects - 1) as answer:
+        user_headers = headers if target.origin() == answer.url.origin() else None
+    async with _answer(str(target), limit, user_headers, span, redirects - 1) as answer:
         yield answer
 
 

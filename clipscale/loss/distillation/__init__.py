@@ -83,13 +83,13 @@ def with_log_sum_exps(
     backend = TorchBackend(softmax.tile(), Dot(), machine, dense=False)
     lses: list[tuple[Tensor, Tensor]] = []
     for images, texts, (_, scale) in zip(of_images, of_texts, teachers, strict=True):
-        own = replace(
+        teacher_inputs = replace(
             inputs,
             rows=FeatureBlock(images, inputs.rows.keys),
             cols=FeatureBlock(texts, inputs.cols.keys),
             dtype=images.dtype,
         )
-        call = LossCall(exchange, backend, Dot(), softmax, own, check=False, needs_backward=False)
+        call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_blocks(images, texts)
         number = torch.tensor(scale, dtype=sum_dtype(images.dtype), device=images.device)
         forward_sweep(call, rows, cols, Parameters(number, torch.zeros_like(number)))
