@@ -33,26 +33,26 @@ class PairEncoder(nn.Module):
 
 
 class ShardedPairEncoder(PairEncoder):
-    """The same of parts that are sharded one by one under FSDP2, as evaluation calls them."""
+    """A `PairEncoder` whose towers and decoder are sharded one by one, because evaluation calls them one by one."""
 
     @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around a chunk: that of each part."""
-        with ExitStack() as parts:
-            for part in self.captioner.children():
-                parts.enter_context(gradient_sync(part, last))
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Around a chunk: the contexts of both towers and of the decoder."""
+        with ExitStack() as contexts:
+            for module in self.captioner.children():
+                contexts.enter_context(gradient_sync(module, sync))
             yield
 
 
 def pair_encoder(model: ClipModel) -> PairEncoder:
-    """That of a captioner on one process."""
+    """The encoder of a captioner's pairs on one process."""
     assert model.decoder is not None
     return PairEncoder(model.image, model.text, model.decoder)
 
 
 def wrapped_pair_encoder(model: ClipModel, world: World, parallel: str, dtype: torch.dtype) -> nn.Module:
-    """That of a captioner under DDP or FSDP2; see `World.wrap`."""
+    """The encoder of a captioner's pairs under DDP or FSDP2; see `World.wrap`."""
     encoder = pair_encoder(model)
     if parallel == "ddp" or world.size == 1:
         return world.wrap(encoder, "ddp", dtype)
-    return ShardedPairEncoder(*(world.wrap(part, parallel, dtype) for part in encoder.captioner.children()))
+    return ShardedPairEncoder(*(world.wrap(module, parallel, dtype) for module in encoder.captioner.children()))

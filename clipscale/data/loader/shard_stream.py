@@ -271,7 +271,7 @@ class BatchFiller:
 
 
 def open_filler(
-    spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
+    spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
     """One worker's streams, ready to fill its rows. `tick`: see `BatchFiller.while_waiting`."""
     store = Store(Counter(), tick, spec.config.timeout_s)

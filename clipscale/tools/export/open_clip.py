@@ -52,8 +52,8 @@ def description(model: ClipModel, config: ModelConfig) -> Record:
     details["vision_cfg"].pop("patch_dropout", None)  # for training only
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
-    whole = {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
-    return whole | ({"correct_cls_mask": True} if has_correct_mask(model) else {})
+    content = {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
+    return content | ({"correct_cls_mask": True} if has_correct_mask(model) else {})
 
 
 def check_same(model: ClipModel, config: ModelConfig) -> None:

@@ -64,10 +64,8 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     settings = dict(flat(files.settings_of_run(run)))
     of_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
-    scores_of_step = (
-        of_step.get(note["step"], {}) if note["weights"] in WEIGHTS else {}
-    )  # an average has not been evaluated
-    results = with_start(scores_of_step, of_step.get("0", {}))
+    was_evaluated = note["weights"] in WEIGHTS  # an average was not
+    results = with_start(of_step.get(note["step"], {}) if was_evaluated else {}, of_step.get("0", {}))
     scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)

@@ -155,14 +155,14 @@ def compared(
 
 
 def written_of(run: Run) -> dict[str, list[dict[str, str]]]:
-    """By evaluation set: pictures, and what a captioner has written of them in the newest evaluation that has any."""
-    found: dict[str, list[dict[str, str]]] = {}
+    """Evaluation set -> pictures, and the captions that the model wrote of them in the newest evaluation with any."""
+    captions: dict[str, list[dict[str, str]]] = {}
     for evaluation in run.evaluations:
         for name, facts in evaluation.get("measured", {}).items():
             rows = facts.get("written")
             if isinstance(rows, list):
-                found[name] = [{key: str(row[key]) for key in ("picture", "caption", "written")} for row in rows]
-    return found
+                captions[name] = [{key: str(row[key]) for key in ("picture", "caption", "written")} for row in rows]
+    return captions
 
 
 def short_paths(values: Sequence[str]) -> Sequence[str]:
