@@ -189,6 +189,9 @@ def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_p
             main(settings)  # over its own
             with pytest.raises(UserError, match="files of other origin"):
                 main(replace(settings, out=str(theirs)))
+        mixed = replace(settings, out=str(tmp_path / "run/export-hf"))
+        with pytest.raises(UserError, match="export-hf: the folder has an export of the other format; choose another"):
+            main(mixed)
     finally:
         os.umask(mask)
     assert (theirs / "model.safetensors").read_text() == "precious"

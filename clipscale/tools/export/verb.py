@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jinja2 import Template
+from open_clip.constants import HF_CONFIG_NAME
 from open_clip.tokenizer import HFTokenizer
 
 from clipscale import __version__
@@ -25,6 +26,8 @@ SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.na
          "schedule.warmup", "precision", "seed")  # fmt: skip
 # In every model card. A folder whose card has it may be written again.
 MADE = "exported with clipscale"
+# What describes the model, by format.
+DESCRIPTIONS = {"open_clip": HF_CONFIG_NAME, "hf": "config.json"}
 STARTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 
@@ -48,6 +51,9 @@ def main(settings: ExportSettings) -> Path:
     ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
     if out.is_dir() and any(out.iterdir()) and not ours:
         raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
+    if (out / DESCRIPTIONS["open_clip" if settings.format == "hf" else "hf"]).is_file():
+        # one card for two models, perhaps of two runs
+        raise UserError(f"out={out}: the folder has an export of the other format; choose another out=FOLDER")
     note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
