@@ -65,8 +65,26 @@ def _text_flops(model: str, trained: frozenset[str], length: int | None) -> Pass
     encoders = _encoders(model)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     encoder = encoders.text
+    if getattr(encoder, "cls_emb", None) is not None:
+        return _count(encoder, tokens, trained)
     masks = {name: mask[:length, :length] for name, mask in encoder.named_buffers() if name == "attn_mask"}
     return _count(encoder, tokens, trained, masks)
+
+
+def decoder_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
+    """As `text_flops`, of a captioner's decoder: of the labels of one caption, in a training whose towers train."""
+    return _decoder_flops(_described(config), frozenset(trained), length)
+
+
+@cache
+def _decoder_flops(model: str, trained: frozenset[str], length: int | None) -> PassFlops:
+    encoders = _encoders(model)
+    pixels = torch.empty(1, 3, *to_2tuple(encoders.visual.image_size), device="meta")
+    with torch.no_grad():
+        _, image_NPW = encoders.visual(pixels)
+    labels = (length or encoders.context_length) - 1
+    words_NTW = torch.empty(1, labels, encoders.text.width, device="meta", requires_grad=True)
+    return _count(encoders.text_decoder, (image_NPW.requires_grad_(), words_NTW), trained)
 
 
 def unbuilt_encoders(config: ModelConfig) -> Any:
@@ -87,7 +105,12 @@ def _encoders(model: str) -> Any:
         return encoders_of(architecture(config), image_size).eval()
 
 
-def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str], buffers: Mapping[str, Tensor] = {}) -> PassFlops:
+def _count(
+    encoder: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    trained: Set[str],
+    buffers: Mapping[str, Tensor] = {},
+) -> PassFlops:
     """Run a pass on the meta device, and count. `buffers`: replace buffers of the encoder, by name."""
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
@@ -97,7 +120,7 @@ def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str], buffers: Mappi
             hooks.enter_context(block.register_forward_pre_hook(lambda *_: setattr(counter, "times", times)))
             hooks.enter_context(block.register_forward_hook(lambda *_: setattr(counter, "times", 1)))
         with counter, torch.enable_grad():
-            functional_call(encoder, dict(buffers), (inputs,))
+            functional_call(encoder, dict(buffers), inputs if isinstance(inputs, tuple) else (inputs,))
     return PassFlops(counter.forward, counter.backward)
 
 
@@ -128,14 +151,15 @@ class ProductCounter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one training sample: a forward and a backward pass of each tower.
+    """FLOPs of one training sample: a forward and a backward pass of each tower, and of a decoder that trains.
 
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
     # FLOPs of both passes of an image.
     image_flops: int
-    # Number of tokens -> FLOPs of both passes of a caption computed at that width; None: the whole context.
+    # Number of tokens -> FLOPs of both passes of a caption computed at that width, in the text tower and the decoder;
+    # None: the whole context.
     text_flops_at: Callable[[int | None], int]
     # The device's FLOP/s; None: unknown.
     peak: float | None
@@ -146,10 +170,16 @@ class Flops:
     def of(config: ModelConfig, model: ClipModel, device: torch.device, texts: int = 1) -> "Flops":
         """`model`: built by `config`; its parameters say what trains. `texts`: see the field."""
         trained = trained_of(model.text.encoder)
+        writes = set() if model.decoder is None else trained_of(model.decoder)
+
+        def of_caption(width: int | None) -> int:
+            decoder = sum(decoder_flops(config, writes, width)) if writes else 0
+            return sum(text_flops(config, trained, width)) + decoder
+
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return Flops(
             image_flops=sum(image_flops(config, trained_of(model.image.encoder))),
-            text_flops_at=cache(lambda width: sum(text_flops(config, trained, width))),
+            text_flops_at=cache(of_caption),
             peak=HARDWARE[gpu].peak("bf16") if gpu else None,
             texts=texts,
         )

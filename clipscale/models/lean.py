@@ -266,6 +266,9 @@ class LeanDecoder(Replacement, MultimodalTransformer):
     """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V); with `wanted`,
     bool (N, T), those of K tokens alone, (K, V)."""
 
+    # Whether K may depend on values: not in a plan, whose tensors have none.
+    takes_wanted = True
+
     def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
         for block, cross in zip(self.resblocks, self.cross_attn, strict=True):
             if self.grad_checkpointing:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models.flops import Flops, image_flops, text_flops, trained_of, unbuilt_encoders
+from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_of, unbuilt_encoders
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
+from tests.support.towers import captioner_architecture
 
 W, PATCHES, LAYERS, FEATURES = 32, 4, 2, 16
 EMBED = 2 * PATCHES * (3 * 6 * 6) * W
@@ -76,6 +77,20 @@ def test_two_of_many_blocks_count_for_all(train: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("clipscale.models.blocks.repeated_blocks", lambda tower: ([], []))
     other = replace(config, name="counted anew")
     assert counted == (image_flops(other, image), text_flops(other, text))
+
+
+def test_a_captioners_decoder_costs_its_layers_and_the_vocabulary() -> None:
+    """Backward twice the forward pass: everything below it trains, too."""
+    config = ModelConfig(name="small", architecture=captioner_architecture(12, 6, 8, 50))
+    model = build_model(config)
+    labels, seen, width = 5, 5, 32
+    across = 2 * labels * width * width * (1 + 1 + 8) + 2 * seen * width * width * 2 + 2 * 2 * labels * seen * width
+    forward = 2 * (sum(block(labels).values()) + across) + 2 * labels * width * 50
+    assert decoder_flops(config, trained_of(model.decoder), labels + 1) == (forward, 2 * forward)
+    with_decoder = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})
+    model.decoder.requires_grad_(False)
+    alone = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})
+    assert with_decoder - alone == 3 * forward
 
 
 def test_short_captions_cost_less() -> None:

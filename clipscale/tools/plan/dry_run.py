@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.checkpoint.saved import ChunkSizes
-from clipscale.config.sections import CaptionConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import GRAIN
@@ -25,11 +24,14 @@ from clipscale.distributed.world import World
 from clipscale.loss.objective import exchange_of
 from clipscale.models.blocks import repeated_blocks
 from clipscale.models.families import family_of
-from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
+from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_of
+from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.cast_weights import CastWeights
+from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.pair_encoder import PairEncoder, pair_encoder
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
@@ -195,8 +197,9 @@ class Meter:
 
 
 def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> Meter:
-    """Keep BLOCKS of the tower's identical blocks. Returns a meter of the passes of the tower that is left."""
-    blocks, alike = repeated_blocks(tower)
+    """Keep BLOCKS of the tower's identical blocks. Returns a meter of the passes of the tower that is left. Nothing is
+    left out of a captioner, whose blocks are of four kinds."""
+    blocks, alike = ([], []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
     meter = Meter(tracker, len(alike[BLOCKS:]))
     for number, is_first in zip(alike[:BLOCKS], (True, False)):
         blocks[number].register_forward_pre_hook(partial(meter.enter, is_first))
@@ -214,6 +217,8 @@ class DryRun:
     step: TrainStep
     # FLOPs of a picture, and of a caption as long as the context.
     flops: tuple[PassFlops, PassFlops]
+    # Of a caption in a captioner's decoder, which has no first pass.
+    decoder_flops: PassFlops
     memory: StateMemory
     # The meter of each tower's passes.
     meters: list[Meter]
@@ -232,8 +237,13 @@ class DryRun:
 
     @property
     def trained(self) -> Sequence[bool]:
-        """Whether each tower has a second pass."""
-        return self.step.cache.trained
+        """Whether each tower has a second pass. A captioner's pairs are in the place of the image tower."""
+        return [*self.step.cache.trained, False][:2]
+
+    @property
+    def writes(self) -> bool:
+        """Whether both towers and the decoder are one encoder of pairs."""
+        return self.step.caption_weight > 0
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -256,6 +266,12 @@ class DryRun:
         length = self.model.context_length
         return Row((3, side, side), torch.uint8), Row((length,), torch.int32)
 
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of each tower's input."""
+        image, text = self.inputs
+        return (image.nbytes + text.nbytes, 0) if self.writes else (image.nbytes, text.nbytes)
+
     @cached_property
     def passes(self) -> Callable[[int, int, bool, bool], ChunkMemory]:
         """`_passes`, each measured once."""
@@ -269,17 +285,21 @@ class DryRun:
     def _passes(self, tower: int, size: int, fresh: bool, is_one: bool) -> ChunkMemory:
         """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet.
         `is_one`: it is the only chunk."""
+        if tower == 1 and self.writes:
+            return ChunkMemory(0)
         meter = self.meters[tower]
         encoder = self.step.cache.encoders[tower]
-        row = self.inputs[tower]
+        rows = self.inputs if self.writes else self.inputs[tower : tower + 1]
         weights = CastWeights()
         if self.memory.casts[tower]:
             weights.start_step(encoder, self.step.precision.autocast, 1 if is_one else 2)
 
-        def encoded() -> Tensor:
+        def encoded() -> list[Tensor]:
             meter.start()
             with self.step.precision.autocast(), weights.used(torch.is_grad_enabled(), False):
-                return cast(Tensor, encoder(torch.empty(size, *row.shape, dtype=row.dtype)))
+                out = encoder(*(torch.empty(size, *row.shape, dtype=row.dtype) for row in rows))
+            parts = out if isinstance(out, ChunkOutput) else (out,)
+            return [part for part in parts if isinstance(part, Tensor)]
 
         with torch.no_grad():
             encoded()
@@ -289,11 +309,11 @@ class DryRun:
             return ChunkMemory(encode, encode_operations=encode_operations)
         for p in self.towers[tower].parameters():
             p.grad = torch.empty_like(p) if p.requires_grad and not fresh else None
-        out = encoded()
+        outputs = encoded()
         graph = meter.live()
         meter.is_backward = True
         with weights.used(True, False):  # checkpointing runs the layers again
-            out.backward(torch.empty_like(out))
+            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         replay = meter.end()
         operations = meter.operations
         self.step.optimizer.zero_grad()
@@ -310,6 +330,8 @@ class DryRun:
         features = [
             torch.empty(size, self.model.width).requires_grad_(trained) for size, trained in zip(rows, self.trained)
         ]
+        if self.writes:
+            features = [torch.empty(batch, 2, self.model.width).requires_grad_()]
         self.tracker.take_peak()
         before = self.tracker.live
         self.step.cache.loss(
@@ -330,7 +352,8 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -
     precision = Precision(DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
     sizes = ChunkSizes(1, 1, "")
-    config = replace(config, caption=CaptionConfig(weight=0))  # of the two towers
+    if isinstance(model.decoder, LeanDecoder):
+        model.decoder.takes_wanted = False
     loss = batch_loss(config, model, precision, teachers_of(config, model), machine=machine)
     step = build_step(config, World(0, 1, CPU), model, precision, sizes, loss, sort_captions=False)
     if machine.capability:
@@ -401,6 +424,9 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
 
 
 def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
+    """What the passes encode with; of a captioner one encoder of pairs, and nothing."""
+    if step.caption_weight > 0:
+        return pair_encoder(step.model), nn.Module()
     return step.model.image, step.model.text
 
 
@@ -440,7 +466,7 @@ def divided(memory: StateMemory, step: TrainStep, ranks: int, parallel: str) -> 
     undivided = 0
     gathered = [GatheredWeights(), GatheredWeights()]
     for i, tower in enumerate(towers_of(step)):
-        if step.cache.trained[i]:
+        if any(p.requires_grad for p in tower.parameters()):
             gathered[i] = GatheredWeights.of(tower, parallel, dtype)
             fsdp.cast_gathered_(tower, dtype)
         else:
@@ -481,12 +507,15 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     ring_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
+    decoder = PassFlops(0, 0)
+    if model.decoder is not None and config.caption.weight:
+        decoder = decoder_flops(config.model, trained_of(model.decoder))
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
-        parameters = Parameters.of(model)
         step = build_dry_step(config, model, DryMachine(capability, min(ranks, ring_ranks), ranks_of_node))
+        parameters = Parameters.of(model)
         memory = state_memory(step, tracker, before)
         if ranks > 1:
             memory = divided(memory, step, ranks, config.launch.parallel)
         meters = [leave_blocks_out(tower, tracker) for tower in towers_of(step)]
-        yield DryRun(config, tracker, step, flops, memory, meters, parameters, is_alone=ranks == 1)
+        yield DryRun(config, tracker, step, flops, decoder, memory, meters, parameters, is_alone=ranks == 1)

@@ -49,12 +49,13 @@ class StepModel:
         self.batch = batch
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
-        # Rows of pictures, and of texts.
-        self.rows = batch, batch * dry_run.texts
+        # Rows of pictures, and of texts; of pairs, and none.
+        self.rows = batch, 0 if dry_run.writes else batch * dry_run.texts
         # Rows of a chunk.
-        self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        image, text = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        self.sizes = image, image if dry_run.writes else text
         # Whether a tower has one chunk.
-        self.is_one = [size == rows for size, rows in zip(self.sizes, self.rows)]
+        self.is_one = [size >= rows for size, rows in zip(self.sizes, self.rows)]
 
     @cached_property
     def passes(self) -> list[ChunkMemory]:
@@ -78,11 +79,11 @@ class StepModel:
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
         dry_run = self.dry_run
-        features = [rows * dry_run.model.width * FEATURE for rows in self.rows]
+        features = [rows * dry_run.model.width * FEATURE * (1 + dry_run.writes) for rows in self.rows]
         gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
         stays = [
             features[i]
-            + self.resident * self.rows[i] * dry_run.inputs[i].nbytes
+            + self.resident * self.rows[i] * dry_run.row_bytes[i]
             + dry_run.memory.gathered[i].held
             + dry_run.memory.casts[i] * (not self.is_one[i])
             + kept[i] * self.passes[i].graph

@@ -75,17 +75,21 @@ def step_time(
     seconds, and None. Also None for a model much smaller than all known ones.
     """
     image, text = dry_run.flops
-    forward = image.forward + text.forward * dry_run.texts
-    plain = forward
+    writes = dry_run.decoder_flops
+    forward = image.forward + text.forward * dry_run.texts + writes.forward
+    plain = float(forward + writes.backward)
     second = 0.0
     of_sample = 1, dry_run.texts
-    for trained, passes, inputs, share in zip(dry_run.trained, dry_run.flops, of_sample, replayed_share):
+    has_second = dry_run.trained
+    if dry_run.writes:  # one encoder of both towers
+        has_second, replayed_share = [True, True], [replayed_share[0]] * 2
+    for trained, passes, inputs, share in zip(has_second, dry_run.flops, of_sample, replayed_share):
         if trained:
             plain += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
             second += inputs * passes.forward * share
-    sweeps = OBJECTIVES[config.loss.objective].sweeps if any(dry_run.trained) else 1
+    sweeps = OBJECTIVES[config.loss.objective].sweeps if any(has_second) else 1
     scores = 2 * config.batch * dry_run.texts * (dry_run.model.width + sum(config.loss.sizes))
-    plain += (sweeps + sum(dry_run.trained)) * scores
+    plain += (sweeps + sum(has_second)) * scores
     operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
     if gpu is None or forward < SMALLEST:

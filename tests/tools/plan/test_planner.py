@@ -67,6 +67,22 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
+def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
+    words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "cache.keep=none", "optim=adamw"]
+    alone, both = (predicted(settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
+    phases = {name: both["device"]["phases"][name]["extra_bytes"] for name in ("encode", "replay")}
+    pairs, labels, vocabulary = 256, 27, 49408
+    logits = pairs * labels * vocabulary
+    assert phases["replay"] > 2 * 4 * logits > phases["encode"], "the first pass has no logits"
+    decoder = both["parameters"]["trained"] - alone["parameters"]["trained"]
+    assert decoder > 128 * vocabulary
+    held = [plan["device"]["phases"]["encode"]["before_bytes"] for plan in (both, alone)]
+    assert held[0] - held[1] == pytest.approx(2 * 4 * decoder, rel=0.1), "AdamW's moments"
+    assert both["time"]["step_s"] > 1.5 * alone["time"]["step_s"]
+    assert both["chunk"] == {"image": 256, "text": 256}
+
+
+@pytest.mark.usefixtures("of_any_size")
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
