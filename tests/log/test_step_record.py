@@ -22,7 +22,7 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     records = StepRecords(open_log(tmp_path), 1, flops, stream)
     with (phases := StepTimer(torch.device("cpu")))("encode"):
         pass
-    done = StepResult(0.5, 1.0, Mock(), phases, widths={8: 8}, statistics={})
+    done = StepResult(0.5, {}, 1.0, Mock(), phases, widths={8: 8}, statistics=None)
     records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
