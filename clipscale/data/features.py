@@ -80,36 +80,49 @@ def encoded_array(array: np.ndarray) -> bytes:
 def stored_teachers(
     data: DataConfig, names: Sequence[str], scales: Sequence[float] | None = None
 ) -> tuple[TeacherFeatures, ...]:
-    """The readers of these teachers' features, as the note beside the shards describes them.
+    """The readers of these teachers' features, as the notes beside each source's shards describe them.
 
-    `scales`: replace the note's logit scales.
+    `scales`: replace the notes' logit scales.
 
-    Raises UserError for a teacher that the note does not have, and for other captions.
+    Raises UserError for a teacher that a note does not have, for other captions, and for sources whose features of a
+    teacher are not of one model.
     """
     if not names:
         return ()
-    url = next(url for source in data.train or [] for url in expand(source))
-    notes = notes_beside(url)
+    urls = [url for source in data.train or [] for url in [*expand(source)][:1]]
+    notes = {url: notes_beside(url) for url in urls}
     captions = source_names(data.captions)
     teachers = []
     for number, name in enumerate(names):
-        note = notes.get(name, {})
-        try:
-            scale = scales[number] if scales else note["scale"]
-            width, dtype = int(note["width"]), np.dtype(note["dtype"])
-            if not 0 < width <= MAX_TEXT_BYTES or dtype.kind != "f":
-                raise ValueError(f"width={width}, dtype={dtype}")
-            teachers.append(TeacherFeatures(f"{name}.npy", width, str(dtype), float(scale)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"distill.teachers={name}: no {NOTE} beside {url} has its features; write them with `clipscale embed "
-                f"teacher={name}`"
-            ) from error
-        if note.get("captions", captions) != captions:
-            raise UserError(
-                f"distill.teachers={name}: {url}: the teacher has seen data.captions={note['captions']}; take the same"
-            )
+        scale = scales[number] if scales else None
+        readers = [_reader(name, url, note.get(name, {}), captions, scale) for url, note in notes.items()]
+        teachers.append(readers[0])
+        for url in urls[1:]:
+            if notes[url][name] != notes[urls[0]][name]:
+                raise UserError(
+                    f"distill.teachers={name}: {url} has features of another model or pixels than {urls[0]}; "
+                    f"write both with one `clipscale embed teacher={name}`"
+                )
     return tuple(teachers)
+
+
+def _reader(name: str, url: str, note: TeacherNote, captions: Sequence[str], scale: float | None) -> TeacherFeatures:
+    """The reader of one teacher, by the note beside this shard. Raises UserError."""
+    try:
+        width, dtype = int(note["width"]), np.dtype(note["dtype"])
+        if not 0 < width <= MAX_TEXT_BYTES or dtype.kind != "f":
+            raise ValueError(f"width={width}, dtype={dtype}")
+        teacher = TeacherFeatures(f"{name}.npy", width, str(dtype), float(note["scale"] if scale is None else scale))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"distill.teachers={name}: no {NOTE} beside {url} has its features; write them with `clipscale embed "
+            f"teacher={name}`"
+        ) from error
+    if note.get("captions", captions) != captions:
+        raise UserError(
+            f"distill.teachers={name}: {url}: the teacher has seen data.captions={note['captions']}; take the same"
+        )
+    return teacher
 
 
 def notes_beside(url: str) -> dict[str, TeacherNote]:

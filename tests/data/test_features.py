@@ -49,6 +49,14 @@ def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
         *(({}, [name], missing.format(name, name)) for name in ("c", "odd", "vast")),
         ({"train": [str(other)]}, both, r"distill.teachers=a: no features.json"),
         ({"captions": ["json:alt"]}, both, r"has seen data.captions=\['txt'\]; take the same"),
+        ({"train": [str(shard), str(other)]}, both, r"distill.teachers=a: no features.json beside .*other"),
     ):
         with refused(message):
             stored_teachers(replace(data, **changed), names)
+    twice = replace(data, train=[str(shard), str(other)])
+    (tmp_path / "other/features.json").write_text(json.dumps(note))
+    assert stored_teachers(twice, both) == readers
+    note["b"] |= {"weights": "others"}
+    (tmp_path / "other/features.json").write_text(json.dumps(note))
+    with refused("distill.teachers=b: .*other.* has features of another model or pixels than"):
+        stored_teachers(twice, both)
