@@ -37,7 +37,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, nearest, parse_count
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.data.loader.captions import MAX_CAPTIONS, SortedCaptions, SortedPairs
+from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.models.captioner import count_caption_tokens, init_decoder
@@ -198,9 +198,9 @@ class Step:
         if self.kind in ("unsorted", "unlean"):
             captions = ChunkLoader(texts, batch, self.device, resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
-            most = self.chunk if self.writes_captions else MAX_CAPTIONS
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
-            captions = SortedCaptions(texts, of_all, batch, self.device, resident=False, most=most)
+            is_even = self.writes_captions
+            captions = SortedCaptions(texts, of_all, batch, self.device, resident=False, is_even=is_even)
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0
         if self.writes_captions:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
-from clipscale.data.loader.captions import MAX_CAPTIONS, SortedCaptions, SortedPairs
+from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
@@ -227,10 +227,10 @@ class TrainStep:
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0
         size = self.cache.chunks[-1]
-        most = size if self.caption_weight else MAX_CAPTIONS  # a captioner's chunks are as many images
         if texts is None:
+            is_even = self.caption_weight > 0
             texts = SortedCaptions(
-                batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, most=most
+                batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, is_even=is_even
             )
         return texts, texts.make_chunks(size)
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, CaptionConfig, ModelConfig
+from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig, ModelConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.log.records import read_metrics
 from clipscale.models.towers import build_model, load_model
@@ -54,6 +55,21 @@ def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path) -> Non
     assert new.decoder is not None and trained.decoder is not None
     assert all(torch.equal(x, y) for x, y in zip(new.decoder.parameters(), trained.decoder.parameters(), strict=True))
     assert not torch.equal(new.text.encoder.text_projection, trained.text.encoder.text_projection)
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path: Path) -> None:
+    """With patches dropped at random, graphs kept, and an average."""
+    model = ModelConfig(name="test", architecture=CAPTIONER, patch_dropout=0.3)
+    given = {"model": model, "ema": 0.9, "checkpoint": CheckpointConfig(every="2", keep=0)}
+    train(captioning(shards, tmp_path / "whole", **given))
+    resume = str(checkpoint.path_of(tmp_path / "whole", 2))
+    train(captioning(shards, tmp_path / "resumed", resume=resume, **given))
+    whole, resumed = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "resumed"))
+    for key in ("loss", "contrastive_loss", "caption_loss", "grad_norm"):
+        assert [r[key] for r in whole][2:] == [r[key] for r in resumed], key
+    for which in ("trained", "ema"):
+        ends = [load_model(tmp_path / run, weights=which)[0].state_dict() for run in ("whole", "resumed")]
+        assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
 
 
 @pytest.mark.parametrize(

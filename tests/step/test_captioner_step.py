@@ -128,7 +128,7 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     model = model_of(case)
     theirs = open_clips(model)
     pixels, tokens = captioned(BATCH)
-    out = theirs(model.image.prepared(pixels), tokens)
+    out = theirs(model.image.encoder_inputs(pixels), tokens)
     bias = out.pop("logit_bias", None)
     parts = CoCaLoss(caption_loss_weight=case.weight, clip_loss_weight=1.0)(**out, output_dict=True)
     if bias is not None:
@@ -145,16 +145,16 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 ONE = [Case(), Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3)]
-TWO = [Case(exchange="ring", keep="2M"), Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4)]
+TWO = [Case(exchange="ring", keep="5M"), Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4)]
 MORE = [
     Case(objective="sigmoid", exchange="ring", chunk=BATCH),
     Case(keep="1G", is_legacy=True, offload="none", chunk=3),
     Case(is_sorted=False, chunk=1),
 ]
 SHARDED = [
-    Case("zero2", objective="sigmoid", exchange="ring", keep="2M"),
+    Case("zero2", objective="sigmoid", exchange="ring", keep="5M"),
     Case("zero2", is_sorted=False, is_legacy=True, chunk=3, keep="1G"),
-    Case("zero3", keep="2M", offload="none"),
+    Case("zero3", keep="5M", offload="none"),
     Case("zero3", is_legacy=True, chunk=2, weight=0.3),
 ]
 

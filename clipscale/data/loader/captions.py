@@ -43,18 +43,22 @@ class SortedCaptions(ChunkLoader):
         device: torch.device,
         *,
         resident: bool,
-        most: int = MAX_CAPTIONS,
+        is_even: bool = False,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have. `most`: captions
-        in a chunk, however short they are, unless a whole context has more."""
+        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
+
+        `is_even`: chunks of equally many captions, shortest first, for `SortedPairs`: images then come in few shapes,
+        and the graphs of the first chunks, which are kept, are no larger than one that was measured.
+        """
         super().__init__(self._read, count, device, resident=resident)
-        self._most = most
+        self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
         self._spans: list[tuple[int, int]] = []
 
     def make_chunks(self, size: int) -> int:
-        """Divide the captions into chunks of at most the tokens in `size` whole contexts; returns the number of chunks.
+        """Divide the captions into chunks of at most the tokens in `size` whole contexts, or of `size` captions;
+        returns the number of chunks.
 
         Blocks until all captions have arrived. The methods below need it.
         """
@@ -62,11 +66,15 @@ class SortedCaptions(ChunkLoader):
             self._captions = self._tokens(0, self.count)
             context = self._captions.shape[1]
             widths = widths_of(self._lengths(), context)
-            order = torch.from_numpy(np.argsort(-widths, kind="stable"))  # equal lengths keep the batch's order
+            by_width = widths if self._is_even else -widths
+            order = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
             self._widths = widths[order.numpy()]
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
-            self._spans = chunk_spans(self._widths, size * context, max(size, self._most))
+            if self._is_even:
+                self._spans = [(start, min(start + size, self.count)) for start in range(0, self.count, size)]
+            else:
+                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CAPTIONS))
         return len(self._spans)
 
     def split(self, count: int) -> None:
@@ -91,11 +99,15 @@ class SortedCaptions(ChunkLoader):
         """Width -> captions that the tower computes at it."""
         widths = Counter[int]()
         for start, stop in self._spans:
-            widths[int(self._widths[start])] += stop - start
+            widths[self._width(start, stop)] += stop - start
         return widths
 
+    def _width(self, start: int, stop: int) -> int:
+        """Of a chunk: that of its longest caption."""
+        return int(max(self._widths[start], self._widths[stop - 1]))
+
     def _read(self, start: int, stop: int) -> Tensor:
-        return self.in_order(self._captions[:, : self._widths[start]], start, stop)
+        return self.in_order(self._captions[:, : self._width(start, stop)], start, stop)
 
     def in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
         """Rows of the batch, on the host, at positions start..stop."""
