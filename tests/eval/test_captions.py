@@ -56,7 +56,7 @@ def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken:
     measured = of_set(pair_set(tmp_path / "pairs", broken=broken))
     model = captioner()
     names = [name for number, name in enumerate(NAMES) if number != broken]
-    out = open_clips(model)(model.image.prepared(pixels_of(model, names)), model.tokenizer(names))
+    out = open_clips(model)(model.image.encoder_inputs(pixels_of(model, names)), model.tokenizer(names))
     expected = CoCaLoss(caption_loss_weight=1.0, clip_loss_weight=1.0)(**out)[1].item()
     assert measured["caption_loss"] == pytest.approx(expected, rel=1e-5)
     assert measured["perplexity"] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
@@ -99,7 +99,7 @@ def test_captions_are_those_of_open_clips_generate(monkeypatch: pytest.MonkeyPat
         model.decoder.text_projection[:, 40:] = 0
     pixels = torch.randint(0, 256, (40, 3, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     expected = open_clips(model).generate(
-        model.image.prepared(pixels),
+        model.image.encoder_inputs(pixels),
         seq_len=12,
         generation_type="top_k",
         top_k=1,
