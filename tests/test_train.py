@@ -228,7 +228,7 @@ def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, w
 def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_large(cache: GradCache, before_chunk: Any) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     expected = "out of memory in replay, in chunks of 4 images and 6 captions"

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from clipscale.models.linear import CastLayer, CastLinear, linear
+from clipscale.common.cast_layer import CastLayer
+from clipscale.models.linear import CastLinear, linear
 from clipscale.models.replacement import Replacement
 
 # Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and

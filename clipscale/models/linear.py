@@ -5,32 +5,14 @@ precision, which is cast and added: 26 bytes of a weight in a chunk's second pas
 0: a library product adds to the float32 gradient.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipscale.common.cast_layer import Cast, CastLayer
 from clipscale.models.replacement import Replacement
-
-
-class Cast(NamedTuple):
-    """A layer's weight and bias in half precision."""
-
-    weight: Tensor
-    bias: Tensor | None
-    # The backward pass adds to the weight's `.grad`, which is there. Otherwise autograd does, as always.
-    adds: bool
-
-
-class CastLayer:
-    """A base of modules with a linear layer. `cast` takes the place of its weights for a pass."""
-
-    cast: Cast | None = None
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """The layer's weight (outputs, inputs) and bias (outputs,)."""
-        raise NotImplementedError
 
 
 class CastLinear(Replacement, CastLayer, nn.Linear):

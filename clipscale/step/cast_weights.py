@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.models.linear import Cast, CastLayer
+from clipscale.common.cast_layer import Cast, CastLayer
 from clipscale.step.pass_contexts import is_collective
 
 

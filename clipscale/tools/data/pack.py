@@ -113,7 +113,9 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) 
     for side, folder in PARTS.items():
         sizes = {name: samples for note in notes for name, samples in note[side].items()}
         if not sizes and not folder:
-            why = (reasons or "it is empty") + for_classes(left_out.get("no_caption", []), source)
+            why = reasons or "it is empty"
+            if not left_out.keys() & {*TEXTS}:
+                why += for_classes(left_out.get("no_caption", []), source)
             raise UserError(f"{source}: no pair could be packed: {why}")
         if sizes:
             files.write_json(out / folder / "sizes.json", sizes)
