@@ -87,6 +87,7 @@ def test_what_does_not_go_with_a_captioner_is_refused(tmp_path: Path, given: dic
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # runs of two ranks
 @pytest.mark.parametrize("parallel", ["ddp", "zero3"])
 def test_a_run_of_two_ranks_that_is_killed_has_the_undisturbed_curve(
     shards: str, tmp_path: Path, environment: dict, parallel: str
