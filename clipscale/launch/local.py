@@ -158,7 +158,8 @@ def start(config: Launched, main: str, count: int) -> object:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     # torch sets its own handlers, and would also set one for a signal that nohup ignores.
-    handlers = {number: handler for number in HANDLED if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
             min_nodes=1,

@@ -50,7 +50,8 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
     lean_class = lean_class_for(encoder)
     if lean_class is None:
         return encoder
-    blocks: Any = encoder.resblocks if lean_class is LeanDecoder else encoder.transformer.resblocks  # type: ignore[union-attr]
+    transformer: Any = encoder if lean_class is LeanDecoder else encoder.transformer
+    blocks = transformer.resblocks
     if not all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks):
         return encoder
     for i, block in enumerate(blocks):

@@ -87,8 +87,10 @@ def _load_folder(path: Path) -> EvalSet:
         return folders.load(path)
     if tars:
         return shards.load_pairs(path, tars)
-    if any(map(folders.is_image, inside)) and len(above := captions.caption_files(path.parent)) == 1:
-        return captions.with_images(*above.popitem(), folder=path)
+    if any(map(folders.is_image, inside)):
+        beside = captions.caption_files(path.parent)
+        if len(beside) == 1:
+            return captions.with_images(*beside.popitem(), folder=path)
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
         f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON; "
