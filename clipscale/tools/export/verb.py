@@ -47,13 +47,7 @@ def main(settings: ExportSettings) -> Path:
     if settings.format == "hf":
         name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name
-    readme = out / "README.md"
-    ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
-    if out.is_dir() and any(out.iterdir()) and not ours:
-        raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    if (out / DESCRIPTIONS["open_clip" if settings.format == "hf" else "hf"]).is_file():
-        # one card for two models, perhaps of two runs
-        raise UserError(f"out={out}: the folder has an export of the other format; choose another out=FOLDER")
+    check_folder(out, run, settings.format)
     note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
@@ -61,9 +55,23 @@ def main(settings: ExportSettings) -> Path:
     if isinstance(model.tokenizer.inner, HFTokenizer):
         model.tokenizer.inner.save_pretrained(str(out))
     # The card goes where the folder goes: it names no path of this machine.
-    files.write_text(readme, card(run, model, config, note, call.format(out.name)))
+    files.write_text(out / "README.md", card(run, model, config, note, call.format(out.name)))
     print_line(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
+
+
+def check_folder(out: Path, run: Path, format: str) -> None:
+    """Raise UserError for a folder with anything but an earlier export of this run in this format."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    readme = out / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    if MADE not in text:
+        raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
+    if f"\n# {utf8(run.name)}, step " not in text:
+        raise UserError(f"out={out}: the folder has an export of another run; choose another out=FOLDER, or remove it")
+    if (out / DESCRIPTIONS["open_clip" if format == "hf" else "hf"]).is_file():  # one card for two models
+        raise UserError(f"out={out}: the folder has an export of the other format; choose another out=FOLDER")
 
 
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:

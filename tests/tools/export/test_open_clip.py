@@ -55,6 +55,17 @@ def test_open_clip_loads_what_was_exported_and_computes_the_same(
     assert loaded.logit_bias == bias
 
 
+def test_the_export_of_another_run_is_not_replaced(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    for name in ("first", "second"):
+        saved(tmp_path / name, ModelConfig("own", ARCHITECTURE))
+    main(ExportSettings(run=str(tmp_path / "first"), out=out))
+    with pytest.raises(UserError, match="an export of another run; choose another out=FOLDER"):
+        main(ExportSettings(run=str(tmp_path / "second"), out=out))
+    assert "# first, step " in (tmp_path / "out/README.md").read_text()
+    main(ExportSettings(run=str(tmp_path / "first"), out=out))  # the same run may
+
+
 def test_the_file_names_the_step_and_the_description_has_nothing_of_the_training(tmp_path: Path) -> None:
     saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, patch_dropout=0.5))
     out = main(ExportSettings(run=str(tmp_path / "run")))
