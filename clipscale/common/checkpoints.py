@@ -117,15 +117,21 @@ class Best:
         """The set that the goal means, among these; None: it is not there."""
         return min(self.labels(labels), key=len, default=None)
 
+    def results(self, step: int) -> dict[str, dict[str, float]]:
+        """The metrics at a step of each set that the goal may mean. Empty: the step was not evaluated on any."""
+        with suppress(*files.DAMAGED):
+            results = files.read_record(self.run / "eval" / f"step_{step:08d}.json")["results"]
+            return {label: dict(results[label]) for label in self.labels(results)}
+        return {}
+
     def values(self, step: int) -> dict[str, float]:
         """The metric at a step, by the sets that the goal may mean. What was not measured, or is no number, is left
         out."""
         metric = self.goal.rpartition("/")[2]
-        with suppress(*files.DAMAGED):
-            results = files.read_record(self.run / "eval" / f"step_{step:08d}.json")["results"]
-            values = {label: float(results[label].get(metric, math.nan)) for label in self.labels(results)}
-            return {label: value for label, value in values.items() if not math.isnan(value)}
-        return {}
+        found = {label: metrics.get(metric) for label, metrics in self.results(step).items()}
+        return {
+            label: value for label, value in found.items() if isinstance(value, int | float) and not math.isnan(value)
+        }
 
     def among(self, steps: Iterable[int]) -> int | None:
         """The step with the best value, and the first one of several; None: no step has a value.
@@ -148,7 +154,11 @@ class Best:
         """
         values = self.values(step)
         if not values:
-            log_line(f"warning: checkpoint.best={self.goal}: step {step} has no such result in {self.run / 'eval'}")
+            there = sorted({metric for metrics in self.results(step).values() for metric in metrics})
+            log_line(
+                f"warning: checkpoint.best={self.goal}: step {step} has no such result; its metrics: "
+                f"{', '.join(there) or 'none'}"
+            )
             return False
         steps = [*map(step_of, checkpoints_of(self.run)), step]
         better = self.among(steps if pending is None else [*steps, pending]) == step

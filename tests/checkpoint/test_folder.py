@@ -276,6 +276,15 @@ def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path:
     assert checkpoint.Best(tmp_path, "birds/top1").among([1, 2, 3]) == 2
 
 
+@pytest.mark.parametrize(("goal", "line"), [("birds/top11", "metrics: top1"), ("dogs/top1", "metrics: none")])
+def test_a_goal_without_a_result_names_the_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], goal: str, line: str
+) -> None:
+    result(tmp_path, 1, 0.3)
+    assert not checkpoint.Best(tmp_path, goal).improves(1, None)
+    assert line in caplog.text + "".join(capsys.readouterr())
+
+
 def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
     goal = checkpoint.Best(Path(), "holdout/loss")
     assert goal.label(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"

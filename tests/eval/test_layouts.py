@@ -232,6 +232,13 @@ def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: p
     assert len(load_set(tmp_path / "pairs")) == len(NAMES)
 
 
+def test_a_class_without_a_picture_counts_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = folders(tmp_path / "set", ["red", "green"])
+    (root / "blue").mkdir()
+    assert load_set(root).classnames == ["blue", "green", "red"]
+    assert [line for line in caplog.messages if "'blue'" in line and "without a picture" in line]
+
+
 @pytest.mark.parametrize("name", ["objectnet", "wds_objectnet", "objectnet-1.0/images", "others"])
 def test_the_red_frame_of_objectnets_pictures_is_cut_off(tmp_path: Path, name: str) -> None:
     """Two pixels, as its authors do. A picture without one, and other sets, stay as they are."""

@@ -11,6 +11,7 @@ from timm.data import ImageNetInfo
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.units import counted
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
@@ -55,6 +56,10 @@ def load(root: Path) -> ClassificationSet:
     images = [file for file in inside if is_image(file)]
     if others := Counter(file.suffix or "without a suffix" for file in inside if not is_image(file)):
         warn_once(f"eval.sets: {root}: not read in the class folders: {by_reason(others)}")
+    with_images = {file.parent.name for file in images}
+    empty = [folder for folder in folders if folder not in with_images]
+    if empty:
+        warn_once(f"eval.sets: {root}: {counted(len(empty), 'class')} without a picture, such as {empty[0]!r}")
     return ClassificationSet(
         name=root.name,
         path=root,
