@@ -186,6 +186,8 @@ class Copies:
         self.problem = ""
         # What a complete run returns.
         self.results: RunResult | None = None
+        # The run has ended without its last copy.
+        self.abandoned = False
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
@@ -213,7 +215,10 @@ class Copies:
                 log_line(
                     "the last checkpoint is being copied; if that is stopped, the run's next start goes on with it"
                 )
-                self.thread.join(limit)
+                try:
+                    self.thread.join(limit)
+                finally:
+                    self.abandoned = self.thread.is_alive()
         if self.problem:
             log_line(
                 f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
@@ -232,7 +237,7 @@ class Copies:
                 reported = None
             except Exception as error:  # each library behind fsspec has its own
                 self.problem = one_line(error)
-                if type(error) is not reported:
+                if type(error) is not reported and not self.abandoned:
                     log_line(f"warning: checkpoint.copy: {self.problem}; the run goes on")
                 reported = type(error)
             self.copying = []

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -261,13 +262,21 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
 def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     shards: str, tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
+    ended = Event()
+
     def put(*_: object, **__: object) -> None:
-        time.sleep(1000 * hangs)
+        if hangs:
+            ended.wait()
         raise OSError(28, "No space left on device")
 
+    before = {*threading.enumerate()}
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2))
     train(config)
+    ended.set()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10)
+    ended.clear()
     assert len(curve(tmp_path / "run")) == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint.copy" in line]
     assert len(lines) == 2 - hangs, "and one that waits"
@@ -280,6 +289,7 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     output = capsys.readouterr().out
     assert len(curve(tmp_path / "run")) == 6 and "cannot be read" in output
     assert ("(no answer within 0 s)" if hangs else "No space left") in output
+    ended.set()
 
 
 class Slow:
