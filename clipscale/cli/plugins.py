@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
 from clipscale.cli import train as cli_train
@@ -103,7 +103,7 @@ def main(line: Namespace) -> int:
     return sweep.ended(folder, job.failed())
 
 
-def composed_runs(line: Namespace) -> tuple[Any, Path, list[TrainConfig]]:
+def composed_runs(line: Namespace) -> tuple[DictConfig, Path, list[TrainConfig]]:
     """Hydra's own settings, the sweep's folder, and its runs. Changes the line's words to the runs'. Raises UserError.
 
     Where a sweeper chooses the values, the runs are not known. Then this returns one that it may choose.
@@ -121,7 +121,7 @@ def key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def settings_of_plugins(words: Sequence[str]) -> Any:
+def settings_of_plugins(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings with the words, composed. Raises UserError for what it or the plugins do not know."""
     for word in words:
         key = key_of(word)
@@ -144,7 +144,7 @@ def settings_of_plugins(words: Sequence[str]) -> Any:
     return composed(words)
 
 
-def composed(words: Sequence[str]) -> Any:
+def composed(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings. Raises UserError."""
     try:
         return compose.composed("train", words, with_own=True).hydra
@@ -155,7 +155,7 @@ def composed(words: Sequence[str]) -> Any:
         raise compose.one_line_error(error) from error
 
 
-def check_launcher(name: str, launcher: Any) -> None:
+def check_launcher(name: str, launcher: DictConfig) -> None:
     """Raise UserError for jobs of several tasks, which would all train the same run."""
     for key in ("nodes", "tasks_per_node"):
         if launcher.get(key, 1) != 1:
@@ -198,7 +198,7 @@ def first_run(line: Namespace) -> tuple[Path, list[TrainConfig]]:
     return folder, [sweep.of_sweep(config, folder, "first")]
 
 
-def defaults_of(chosen: Any, metric: str) -> Record:
+def defaults_of(chosen: DictConfig, metric: str) -> Record:
     """Values that suit runs, for keys that the launcher and the sweeper have."""
     low = not metric or metric.rpartition("/")[2] in LOSSES
     wanted = {
@@ -215,7 +215,7 @@ def defaults_of(chosen: Any, metric: str) -> Record:
     return {key: value for key, value in wanted.items() if key.rpartition(".")[2] in sections[key.rpartition(".")[0]]}
 
 
-def prepare_slurm(launcher: Any) -> None:
+def prepare_slurm(launcher: DictConfig) -> None:
     """Set environment variables that submitit and Slurm read, here and in the jobs.
 
     Before its time limit a run then gets SIGTERM, on which it saves, and not SIGUSR2. And srun gets --cpus-per-task,
@@ -279,7 +279,7 @@ class Job:
     # Whether a sweeper asks for the result, and hears of a failure.
     asked: bool
 
-    def __call__(self, _: Any) -> float | None:
+    def __call__(self, _: DictConfig) -> float | None:
         """Train the run, and return its result; None without one. Raises UserError and WorkerError if it is `asked`."""
         here = os.getpid() == self.parent
         if not here:

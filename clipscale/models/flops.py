@@ -18,7 +18,7 @@ from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.blocks import shortened
-from clipscale.models.towers import ClipModel, architecture, encoders_of
+from clipscale.models.towers import ClipModel, Encoders, architecture, encoders_of
 
 
 class PassFlops(NamedTuple):
@@ -87,7 +87,7 @@ def _decoder_flops(model: str, trained: frozenset[str], length: int | None) -> P
     return _count(encoders.text_decoder, (image_NPW.requires_grad_(), words_NTW), trained)
 
 
-def unbuilt_encoders(config: ModelConfig) -> Any:
+def unbuilt_encoders(config: ModelConfig) -> Encoders:
     """open_clip's encoders by a model's settings, without values."""
     return _encoders(_described(config))
 
@@ -98,7 +98,7 @@ def _described(config: ModelConfig) -> str:
 
 
 @cache
-def _encoders(model: str) -> Any:
+def _encoders(model: str) -> Encoders:
     name, description, image_size, context = json.loads(model)
     config = ModelConfig(name=name, architecture=description, image_size=image_size, context_length=context)
     with torch.device("meta"):
@@ -136,7 +136,7 @@ class ProductCounter(TorchDispatchMode):
         # How often each product counts.
         self.times = 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Record | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # a tower of transformers asks whether there is padding
             return False
         result = func(*args, **(kwargs or {}))

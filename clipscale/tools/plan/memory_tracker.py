@@ -3,7 +3,7 @@
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from clipscale.common.record import Record
 from clipscale.loss.exchange import Communicator, Wait
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
@@ -38,7 +39,7 @@ class MemoryTracker(TorchDispatchMode):
         self.operations = 0
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # three quarters of all calls ask for the device
         self.operations += 1
@@ -99,7 +100,7 @@ class DryMachine(Machine):
         self.capability = capability
         self.ranks = ranks
 
-    def communicator(self, group: Any) -> Communicator | None:
+    def communicator(self, group: object) -> Communicator | None:
         return DryCommunicator(self.ranks) if self.ranks > 1 else None
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -111,7 +112,7 @@ class DryMachine(Machine):
     def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return tiles_for(self.capability, dtype) if self.capability else INTERPRETER
 
-    def launch(self, *arguments: Any, **constants: Any) -> None:
+    def launch(self, *arguments: object, **constants: object) -> None:
         pass
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
@@ -139,7 +140,7 @@ class DryCommunicator(Communicator):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x[: len(x) // self.size].clone()
 
-    def all_reduce_(self, x: Tensor, op: Any = None) -> Tensor:
+    def all_reduce_(self, x: Tensor, op: object = None) -> Tensor:
         return x
 
     def grid(self, nodes: int) -> tuple[Communicator, Communicator]:
@@ -161,7 +162,7 @@ def cuda_autocast() -> Iterator[None]:
         del kernels
 
 
-def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_float32(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     half = torch.bfloat16, torch.float16
     args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
     with torch.autocast("cpu", enabled=False):
