@@ -49,7 +49,7 @@ from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
-from clipscale.train import Run
+from clipscale.train import TrainLoop
 
 DEFAULTS = {
     "shards": "1k,41k,232k,500k",
@@ -238,7 +238,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     try:
         with patch("clipscale.distributed.world._sum", summed):
             world = FakeWorld(0, ranks, torch.device("cpu"))
-            run = Run(begin(config, world), world)
+            run = TrainLoop(begin(config, world), world)
             with Sent() as sent:
                 run.train_step()
     finally:

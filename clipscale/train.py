@@ -22,7 +22,7 @@ from clipscale.launch.early_end import closing, ending_if_removed, saving_what_i
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import Stop
 from clipscale.log.records import StepRecord
-from clipscale.start.begin import Begun, begin
+from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared import check_shared
 from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
@@ -46,91 +46,93 @@ def train(config: TrainConfig) -> RunResult:
         world.on_main(lock.acquire)
         check_shared(lock.folder, world)
         while True:
-            begun = begin(config, world, copies)
-            results = Run(begun, world, lock).go()
-            copies = begun.saver.copies
-            if begun.stage.is_last:
+            ready = begin(config, world, copies)
+            results = TrainLoop(ready, world, lock).run()
+            copies = ready.saver.copies
+            if ready.stage.is_last:
                 if copies and world.is_rank0:
                     copies.close(config.launch.timeout_s, results)
                 return results
-            del begun  # frees its model before the next stage's is built
+            del ready  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
     finally:
         lock.release()
         destroy_world()
 
 
-class Run:
+class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
-    def __init__(self, begun: Begun, world: World, lock: RunLock | None = None) -> None:
+    def __init__(self, ready: ReadyRun, world: World, lock: RunLock | None = None) -> None:
         """`lock`: of the run's folder, held by rank 0; None: nobody else uses the folder."""
-        self.begun = begun
+        self.ready = ready
         self.world = world
         self.lock = lock
-        self.trainer = begun.parts.step
-        self.stream = begun.parts.stream
-        self.schedule = begun.parts.schedule
+        self.trainer = ready.parts.trainer
+        self.stream = ready.parts.stream
+        self.schedule = ready.parts.schedule
         # Completed steps.
-        self.step = begun.step
+        self.step = ready.step
         # Steps at the end of the run, or of the stage.
-        self.total = begun.parts.schedule.end
+        self.total = ready.parts.schedule.end
         # The last completed step's loss.
-        self.loss = begun.loss
+        self.loss = ready.loss
         self.stop = Stop(world)
         self.saved_at = time.monotonic()
 
-    def go(self) -> RunResult:
+    def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
-        begun = self.begun
+        ready = self.ready
         self.stream.while_waiting(self.stop.check_alone)
-        with closing(begun.records), self.stop, closing(self.stream, begun.saver), saving_what_is_done(self):
-            if self.step == 0 < self.total and begun.evaluates_start:
+        with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_what_is_done(self):
+            if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
                 agreement = self.train_step()
                 is_last = self.step == self.total
                 is_best = False
-                if begun.every.evaluates_after(self.step) and not is_last:
+                if ready.every.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = begun.saver.would_be_best(self.step)
-                if is_best or is_last or agreement.save or begun.every.saves_after(self.step):
+                    is_best = ready.saver.would_be_best(self.step)
+                if is_best or is_last or agreement.save or ready.every.saves_after(self.step):
                     self.save(wait=is_last)
-            if begun.evaluation.sets:
+            if ready.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(begun.folder), "step": self.step, "loss": self.loss, "eval": results}
+        result: RunResult = {"run": str(ready.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0:
-            log_end(result, begun.evaluation.facts["precision"], begun.expected, begun.saver.retention.best)
+            log_end(result, ready.evaluation.facts["precision"], ready.expected, ready.saver.retention.best)
         return result
 
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
         number = self.step + 1
         trainer = self.trainer
+        ready = self.ready
         lr = self.schedule.apply(trainer.optimizer, self.step)
         with rollback_on_error(trainer.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 show_task("waiting for the first samples")
                 batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
-            if self.step == self.begun.step:
+            if self.step == ready.step:
                 show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
-            overdue = self.world.is_rank0 and self.begun.every.is_overdue(time.monotonic() - self.saved_at)
-            done = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
-        self.step, self.loss = number, done.loss  # what fails from here on undoes nothing
-        stage = self.begun.stage
+            overdue = self.world.is_rank0 and ready.every.is_overdue(time.monotonic() - self.saved_at)
+            result = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
+        self.step = number  # what fails from here on undoes nothing
+        self.loss = result.loss
+        stage = ready.stage
         record: StepRecord = {"step": number, "samples": stage.samples_before(number), "batch": stage.batch, "lr": lr}
-        self.begun.records.add(record, done, trainer.model.logit_scale.exp())
-        trainer.set_keep_budget(done.phases)
-        return done.agreement
+        ready.records.add(record, result, trainer.model.logit_scale.exp())
+        trainer.set_keep_budget(result.phases)
+        return result.agreement
 
     def before_chunk(self, local_batch: int) -> Callable[[], None]:
         """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
         step as soon as the device has finished it. Never waits for the device."""
         number = count()
-        records = self.begun.records
+        records = self.ready.records
 
         def call() -> None:
             self.stop.check()
@@ -142,17 +144,17 @@ class Run:
     def evaluate(self) -> Results:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
         trainer = self.trainer
-        evaluation = self.begun.evaluation
-        records = self.begun.records
+        evaluation = self.ready.evaluation
+        records = self.ready.records
         records.finish()
         average = trainer.average if evaluation.of_average else None
-        with average.swapped_in() if average else nullcontext(), no_compilation(self.begun.parts.is_compiled):
+        with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.parts.is_compiled):
             results = evaluate(
                 trainer.model,
                 evaluation,
                 self.world,
                 autocast=trainer.precision.autocast,
-                file=ResultsFile(self.begun.folder, self.step, evaluation.facts),
+                file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
                 before_batch=self.stop.vote_and_check,
                 while_waiting=self.stop.check_alone,
                 progress=records.progress,
@@ -163,19 +165,19 @@ class Run:
 
     def save(self, *, wait: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. `wait`: until it is complete."""
-        self.begun.records.finish()
+        self.ready.records.finish()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = self.begun.stage.samples_before(self.step)
-        run = replace(self.begun.description, step=self.step, samples=samples, loss=self.loss)
-        saver = self.begun.saver
+        samples = self.ready.stage.samples_before(self.step)
+        description = replace(self.ready.description, step=self.step, samples=samples, loss=self.loss)
+        saver = self.ready.saver
         with ending_if_removed(self.lock, self.world, saver, self.step):
-            saver.save(saved_now(run, self.trainer, self.stream), wait=wait)
+            saver.save(saved_now(description, self.trainer, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
         """Save the completed steps, wait until the checkpoint is complete, and a minute for its copy."""
-        saver = self.begun.saver
+        saver = self.ready.saver
         if self.step != saver.newest_step:
             self.save(wait=True)
         saver.finish(COPY_S)

@@ -25,7 +25,7 @@ from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import load_model
 from clipscale.step.train_step import Agreement
-from clipscale.train import Run, train
+from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
 from tests.support.refused import refused
@@ -34,13 +34,13 @@ from tests.support.runs import curve, records, small
 
 def between_steps(work: Callable[[int], Any]) -> Any:
     """`work(step)` before each step of the runs inside."""
-    train_step = Run.train_step
+    train_step = TrainLoop.train_step
 
-    def disturbed(run: Run) -> Agreement:
+    def disturbed(run: TrainLoop) -> Agreement:
         work(run.step)
         return train_step(run)
 
-    return mock.patch.object(Run, "train_step", disturbed)
+    return mock.patch.object(TrainLoop, "train_step", disturbed)
 
 
 def test_a_run_that_could_not_save_is_refused_at_its_start(

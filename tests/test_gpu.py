@@ -30,7 +30,7 @@ from clipscale.step.cast_weights import CastWeights
 from clipscale.step.compiled import compile_towers
 from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import train_shards
-from clipscale.train import Run, train
+from clipscale.train import TrainLoop, train
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.runs import curve, records, settings
@@ -240,9 +240,9 @@ def test_the_host_waits_for_the_scale_of_the_loss_alone(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the events that it waits for: the loss, the norm, and the records of the step before."""
-    train_step, waited = Run.train_step, []
+    train_step, waited = TrainLoop.train_step, []
 
-    def watched(run: Run) -> None:
+    def watched(run: TrainLoop) -> None:
         with warnings.catch_warnings(record=True, action="always") as caught:
             torch.cuda.set_sync_debug_mode("warn" if run.step >= 2 else "default")  # the first steps measure graphs
             try:
@@ -251,6 +251,6 @@ def test_the_host_waits_for_the_scale_of_the_loss_alone(
                 torch.cuda.set_sync_debug_mode("default")
         waited.extend(f"{Path(w.filename).name}: {w.message}" for w in caught if "synchronizing CUDA" in str(w.message))
 
-    monkeypatch.setattr(Run, "train_step", watched)
+    monkeypatch.setattr(TrainLoop, "train_step", watched)
     run(demo, tmp_path / "run", samples=64 * 5)
     assert waited and all(text.startswith("block.py") for text in waited), waited

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.sections import LossConfig, ModelConfig
 from clipscale.step.train_step import Agreement
-from clipscale.train import Run, train
+from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, small
 
 PACKAGE = str(Path(clipscale.__file__).parent)
@@ -54,10 +54,10 @@ def test_a_step_waits_for_two_values_of_the_device(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, passes: int
 ) -> None:
     steps = []
-    train_step = Run.train_step
+    train_step = TrainLoop.train_step
     as_list = Tensor.tolist
 
-    def counted(run: Run) -> Agreement:
+    def counted(run: TrainLoop) -> Agreement:
         def tolist(tensor: Tensor) -> Any:
             counter.places[place()] += 1
             return as_list(tensor)
@@ -68,7 +68,7 @@ def test_a_step_waits_for_two_values_of_the_device(
         steps.append(counter.places)
         return agreement
 
-    monkeypatch.setattr(Run, "train_step", counted)
+    monkeypatch.setattr(TrainLoop, "train_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)
     train(small(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
     assert len(steps) == 4

@@ -36,7 +36,7 @@ from clipscale.train import train
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, settings, small
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",
@@ -242,7 +242,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
 
 def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Path) -> None:
     """Without the garbage collector: the next stage's model is built in the memory of the last one's."""
-    run = begun(small(shards, tmp_path / "run", ema=0.9), ALONE)
+    run = train_loop(small(shards, tmp_path / "run", ema=0.9), ALONE)
     for _ in range(2):
         run.train_step()
     run.stream.close()

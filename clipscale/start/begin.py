@@ -42,7 +42,7 @@ class Every:
 
 
 @dataclass
-class Begun:
+class ReadyRun:
     """A run, or one stage of it, that is ready for its next step."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Begun:
     description: checkpoint.Saved
 
 
-def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> Begun:
+def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
     """Begin or resume a run, or its next stage. A collective. If it raises UserError, it leaves no process behind.
 
     `copies`: the run's, from its earlier stages; None: this is the first one of this process.
@@ -97,7 +97,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         undo.pop_all()
 
     every = Every(config.eval.every, *config.checkpoint.interval)
-    return Begun(
+    return ReadyRun(
         folder=start.folder,
         stage=start.stage,
         step=start.step,

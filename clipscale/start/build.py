@@ -47,7 +47,7 @@ from clipscale.step.train_step import TrainStep
 class Parts:
     """What the loop of a run needs, built."""
 
-    step: TrainStep
+    trainer: TrainStep
     stream: TrainStream
     schedule: Schedule
     flops: Flops
@@ -99,7 +99,7 @@ def build(start: Start, world: World) -> Parts:
                 pairs=pair_encoder(model) if writes_captions else None,
             )
 
-        step = build_step(
+        trainer = build_step(
             config,
             world,
             model,
@@ -110,15 +110,15 @@ def build(start: Start, world: World) -> Parts:
         )
         if start.checkpoint:
             saved = checkpoint.load(start.checkpoint, verified=True, like=dict(model.named_parameters()))
-            load_state(step, saved, start.stage.optimizer if start.is_stage_start else OptimizerPolicy.RESUME)
+            load_state(trainer, saved, start.stage.optimizer if start.is_stage_start else OptimizerPolicy.RESUME)
         check_streams(start, stream, world)
         restore_random(start, world)
 
         flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
         steps = schedule.end - start.step
-        is_compiled = compile_if_worth(step, config.model.compile, flops, steps, share.samples, world)
+        is_compiled = compile_if_worth(trainer, config.model.compile, flops, steps, share.samples, world)
         undo.pop_all()
-    return Parts(step, stream, schedule, flops, share, is_compiled)
+    return Parts(trainer, stream, schedule, flops, share, is_compiled)
 
 
 def batch_loss(
@@ -266,11 +266,13 @@ def restore_random(start: Start, world: World) -> None:
     """
     torch.manual_seed(start.config.seed + 1 + world.rank + start.step * world.size)
     if start.saved and len(start.saved.random) == world.size:
-        state = start.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
+        state = start.saved.random[world.rank]  # a run on a CPU has saved no state of CUDA
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 
-def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World) -> bool:
+def compile_if_worth(
+    trainer: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
+) -> bool:
     """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
 
     Returns whether they run compiled code.
@@ -279,8 +281,8 @@ def compile_if_worth(step: TrainStep, setting: str, flops: Flops, steps: int, lo
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
-    towers = compile_towers(step.model, lengths_vary=step.sort_captions)
-    problem = try_compiled(step.model, towers, step.chunk_sizes, local_batch, step.precision, world)
+    towers = compile_towers(trainer.model, lengths_vary=trainer.sort_captions)
+    problem = try_compiled(trainer.model, towers, trainer.chunk_sizes, local_batch, trainer.precision, world)
     if problem and world.is_rank0:
         log_line(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

@@ -24,36 +24,37 @@ from clipscale.models.weights import fit_positions
 from clipscale.step.train_step import TrainStep
 
 
-def saved_now(run: Saved, step: TrainStep, stream: TrainStream) -> Saved:
-    """The content of a checkpoint: `run`, with the state of its step and its stream on all ranks. A collective.
+def saved_now(description: Saved, trainer: TrainStep, stream: TrainStream) -> Saved:
+    """The content of a checkpoint: `description`, with the states of the trainer and of all ranks' streams. A
+    collective.
 
     The tensors are views, sharded as the weights are: the next step changes them. Raises UserError on every rank if a
     position is not known.
     """
-    world = step.world
+    world = trainer.world
     position = world.on_all(stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
     return replace(
-        run,
+        description,
         random=random,
         position=merge_positions(world.all_gather_object(position)),
-        model=cast("dict[str, Tensor]", get_model_state_dict(step.model)),
-        optimizer=cast(OptimizerState, get_optimizer_state_dict(step.model, step.optimizer)),
-        chunks=step.chunk_sizes,
-        scaler=step.precision.scaler.state_dict() if step.precision.scaler else None,
-        ema=step.average.state_dict() if step.average else None,
+        model=cast("dict[str, Tensor]", get_model_state_dict(trainer.model)),
+        optimizer=cast(OptimizerState, get_optimizer_state_dict(trainer.model, trainer.optimizer)),
+        chunks=trainer.chunk_sizes,
+        scaler=trainer.precision.scaler.state_dict() if trainer.precision.scaler else None,
+        ema=trainer.average.state_dict() if trainer.average else None,
     )
 
 
-def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
+def load_state(trainer: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
     """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
     parameters.
 
     The optimizer's settings (learning rate, decay) stay as they are.
     """
-    model = step.model
-    optimizer = step.optimizer
-    scaler = step.precision.scaler
+    model = trainer.model
+    optimizer = trainer.optimizer
+    scaler = trainer.precision.scaler
     name_of = {id(p): name for name, p in model.named_parameters()}
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved.optimizer["param_groups"]] != names:
@@ -78,5 +79,5 @@ def load_state(step: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
     set_model_state_dict(model, {**saved.model})
     if scaler and saved.scaler:
         scaler.load_state_dict(saved.scaler)
-    if step.average:
-        step.average.load(saved.ema)
+    if trainer.average:
+        trainer.average.load(saved.ema)

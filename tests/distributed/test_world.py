@@ -19,14 +19,14 @@ from clipscale.data.loader.stream import layout_of
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, init_world
 from tests.support.ranks import run_ranks
-from tests.support.runs import begun, small
+from tests.support.runs import small, train_loop
 
 
 def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int, int, int, list[Tensor]]:
     """How often the second step reads values of the device, sends objects, and waits for a number of the other ranks;
     and the weights after it. With 2 `slots` the second batch has arrived in the first step."""
     with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=slots)):
-        run = begun(config, World(rank, world, torch.device("cpu")))
+        run = train_loop(config, World(rank, world, torch.device("cpu")))
     for step in range(slots):
         run.stream._finish(step)
     run.train_step()

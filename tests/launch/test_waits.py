@@ -36,7 +36,7 @@ from clipscale.launch.stopping import SignalError
 from clipscale.log.records import read_metrics
 from clipscale.log.sinks import Sinks
 from clipscale.step.train_step import Agreement
-from clipscale.train import Run, train
+from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation
@@ -55,9 +55,9 @@ def signalled(ready: Callable[[], bool], number: int = signal.SIGTERM) -> Iterat
     drops its step, and saves."""
     sent: list[float] = []
     heard: list[float] = []
-    save = Run.save_at_once
+    save = TrainLoop.save_at_once
 
-    def save_at_once(run: Run) -> None:
+    def save_at_once(run: TrainLoop) -> None:
         heard.append(time.monotonic())
         save(run)
 
@@ -70,7 +70,7 @@ def signalled(ready: Callable[[], bool], number: int = signal.SIGTERM) -> Iterat
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    with mock.patch.object(Run, "save_at_once", save_at_once):
+    with mock.patch.object(TrainLoop, "save_at_once", save_at_once):
         try:
             yield
         finally:
@@ -305,14 +305,14 @@ def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, 
         began.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def stopped_after_one(run: Run) -> Agreement:
+    def stopped_after_one(run: TrainLoop) -> Agreement:
         if run.step == 1:
             raise SignalError(signal.SIGTERM)
         return train_step(run)
 
-    train_step = Run.train_step
+    train_step = TrainLoop.train_step
     with (
-        mock.patch.object(Run, "train_step", stopped_after_one),
+        mock.patch.object(TrainLoop, "train_step", stopped_after_one),
         closing_for_long(send),
         pytest.raises(StoppedError, match=r"^stopped by SIGTERM after step 1 and saved$"),
     ):

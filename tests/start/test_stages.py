@@ -31,7 +31,7 @@ from tests.support import runs
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import begun, curve, records, small
+from tests.support.runs import curve, records, small, train_loop
 
 # Three steps and four: the first does not use the last two of its samples.
 STAGES = [
@@ -120,9 +120,9 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
 ) -> None:
     config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
     half = TowerConfig(lr_factor=0.5)
-    resumed = begun(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
+    resumed = train_loop(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
     resumed.stream.close()
-    resumed.begun.records.close()
+    resumed.ready.records.close()
     groups = [(group["weight_decay"], group["lr_scale"]) for group in resumed.trainer.optimizer.param_groups]
     assert groups == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
 
@@ -133,9 +133,9 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 ) -> None:
     run = stopped(undisturbed, tmp_path, 3)
     stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
-    resumed = begun(staged(shards, run, stages), ALONE)
+    resumed = train_loop(staged(shards, run, stages), ALONE)
     resumed.stream.close()
-    resumed.begun.records.close()
+    resumed.ready.records.close()
     step = resumed.trainer
     before, encoders = weights(run, 3), torch.nn.Module()
     encoders.visual, encoders.text = step.model.image.encoder, step.model.text.encoder

@@ -38,7 +38,7 @@ from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, settings, small
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], li
         mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
     ):
         for config in configs:
-            run = begun(config, World(rank, world, torch.device("cpu")))
+            run = train_loop(config, World(rank, world, torch.device("cpu")))
             run.stream.close()
             steps.append(run.step)
     return steps, is_sharded
@@ -103,7 +103,7 @@ def test_a_batch_larger_than_the_data_is_warned_of(
     shards: str, tmp_path: Path, capsys: Cap, batch: int, times: str
 ) -> None:
     """There are 48 pairs."""
-    begun(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
+    train_loop(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
@@ -154,7 +154,7 @@ def test_ranks_that_see_different_shards_do_not_start(
 
     monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):
-        begun(settings(demo, tmp_path / "run"), ALONE)
+        train_loop(settings(demo, tmp_path / "run"), ALONE)
 
 
 @pytest.mark.parametrize("part", ["clipscale.start.build.build_model", "clipscale.start.build.Flops.of"])
@@ -175,7 +175,7 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
     monkeypatch.setattr(part, impossible)
     config = small(shards, tmp_path / "run")
     with refused("impossible"):
-        begun(replace(config, data=replace(config.data, workers=1)), ALONE)
+        train_loop(replace(config, data=replace(config.data, workers=1)), ALONE)
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 
 
@@ -196,8 +196,8 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        run = begun(config, ALONE)
-        rates.append(run.begun.parts.flops.per_sample())
+        run = train_loop(config, ALONE)
+        rates.append(run.ready.parts.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]
 

@@ -30,7 +30,7 @@ from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
 from tests.support.kills import whole_and_killed
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, begun, small
+from tests.support.runs import ARCHITECTURE, small, train_loop
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -91,7 +91,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens and keys."""
     cpu = torch.device("cpu")
     with mock.patch("clipscale.start.build.build_model", lambda config, **given: build_model(config, **given).double()):
-        run = begun(config, World(rank, world, cpu))
+        run = train_loop(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value).detach().clone() for name, value in run.trainer.model.state_dict().items()}
         batch = run.stream.next_batch()

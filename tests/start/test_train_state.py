@@ -34,7 +34,7 @@ from tests.conftest import Cap
 from tests.models.test_weights import open_clip_folder
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, begun, curve, on_a_rank, records, small
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small, train_loop
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     monkeypatch.setattr("clipscale.step.train_step.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none"))
-    run = begun(config, ALONE)
+    run = train_loop(config, ALONE)
     run.train_step()
     run.stream.close()
     gradients = [p.grad for p in run.trainer.model.parameters() if p.grad is not None]
@@ -144,7 +144,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch, "compile", compiled)
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
-    run = begun(small(shards, tmp_path / "run", model=model), ALONE)
+    run = train_loop(small(shards, tmp_path / "run", model=model), ALONE)
     calls.clear()
     run.train_step()
     run.stream.close()

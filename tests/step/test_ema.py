@@ -11,7 +11,7 @@ from torch import nn
 from clipscale.config.sections import EvalConfig
 from clipscale.step.ema import WeightAverage
 from tests.support.checkpoints import ALONE
-from tests.support.runs import begun, small
+from tests.support.runs import small, train_loop
 
 
 def test_the_average_follows_its_formula_and_lends_its_values() -> None:
@@ -53,7 +53,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
     config = small(shards, tmp_path / "run", ema=0.9, precision="fp16")
-    run = begun(config, ALONE)
+    run = train_loop(config, ALONE)
     run.train_step()
     run.stream.close()
     average = run.trainer.average
@@ -63,7 +63,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = begun(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
+    run = train_loop(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
     run.train_step()
     model, average = run.trainer.model, run.trainer.average
     before = copy.deepcopy(model.state_dict())

@@ -19,7 +19,7 @@ from clipscale.step.precision import Precision
 from clipscale.step.rollback import rollback_on_error
 from clipscale.train import train
 from tests.support.checkpoints import ALONE
-from tests.support.runs import ARCHITECTURE, begun, small
+from tests.support.runs import ARCHITECTURE, small, train_loop
 from tests.support.towers import RESNET
 
 
@@ -66,7 +66,7 @@ def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, t
 def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = begun(resnet(shards, tmp_path / "run", "sync", None), ALONE)
+    run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ALONE)
     before, calls = copy.deepcopy(run.trainer.model.state_dict()), []
 
     def signalled() -> None:

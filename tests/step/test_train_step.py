@@ -16,7 +16,7 @@ from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.train_step import Agreement
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.runs import begun, small
+from tests.support.runs import small, train_loop
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:
     with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2)):
-        run = begun(small(shards, tmp_path / "run", precision="fp32"), ALONE)
+        run = train_loop(small(shards, tmp_path / "run", precision="fp32"), ALONE)
     for step in range(2):
         run.stream._finish(step)
     with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
@@ -46,7 +46,7 @@ def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, i
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
     with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2 - rank)):
-        run = begun(config, World(rank, world, torch.device("cpu")))
+        run = train_loop(config, World(rank, world, torch.device("cpu")))
     for step in range(2 - rank):
         run.stream._finish(step)
     run.train_step()

@@ -18,7 +18,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
 from clipscale.tools.data.demo import train_shards
-from clipscale.train import Run, train
+from clipscale.train import TrainLoop, train
 
 ARCHITECTURE = {
     "embed_dim": 32,
@@ -54,9 +54,9 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     return with_defaults(config)
 
 
-def begun(config: TrainConfig, world: World) -> Run:
+def train_loop(config: TrainConfig, world: World) -> TrainLoop:
     """A run before its next step. The caller closes its stream."""
-    return Run(begin(config, world), world)
+    return TrainLoop(begin(config, world), world)
 
 
 def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
