@@ -18,7 +18,7 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
-from clipscale.launch.early_end import closing, ending_if_removed, saving_what_is_done
+from clipscale.launch.early_end import closing, ending_if_removed, saving_completed_steps
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import Stop
 from clipscale.log.records import StepRecord
@@ -85,7 +85,7 @@ class TrainLoop:
         results: Results = {}
         ready = self.ready
         self.stream.while_waiting(self.stop.check_alone)
-        with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_what_is_done(self):
+        with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_completed_steps(self):
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
             while self.step < self.total:

@@ -7,7 +7,7 @@ from typing import Protocol
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.distributed.world import World
 from clipscale.launch.run_lock import FolderInUseError, RunLock
-from clipscale.launch.stopping import SignalError, stopped
+from clipscale.launch.stopping import SignalError, stop_message
 
 
 class Closable(Protocol):
@@ -32,7 +32,7 @@ class Savable(Protocol):
 
 
 @contextmanager
-def saving_what_is_done(run: Savable) -> Iterator[None]:
+def saving_completed_steps(run: Savable) -> Iterator[None]:
     """Around a run's loop: saves the completed steps after a signal, and after an error where that is possible.
 
     Raises StoppedError after a signal.
@@ -41,7 +41,7 @@ def saving_what_is_done(run: Savable) -> Iterator[None]:
         yield
     except SignalError as signal:  # on all ranks
         run.save_at_once()
-        raise StoppedError(stopped_after(signal.number, run.step), signal.number) from None
+        raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
     except FolderInUseError:  # the folder is another run's now
         raise
     except (UserError, OSError) as error:
@@ -81,6 +81,6 @@ def closing(*resources: Closable) -> Iterator[None]:
             resource.close()
 
 
-def stopped_after(number: int, step: int) -> str:
+def early_end_message(number: int, step: int) -> str:
     """The message of a run that a signal has ended."""
-    return stopped(number) + (f" after step {step} and saved" if step else " in the first step: nothing is saved")
+    return stop_message(number) + (f" after step {step} and saved" if step else " in the first step: nothing is saved")

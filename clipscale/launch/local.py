@@ -26,7 +26,7 @@ from clipscale.config.libraries import hidden, unneeded
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
-from clipscale.launch.stopping import AtOnce, check_interrupted, stopped
+from clipscale.launch.stopping import StopAtOnce, check_interrupted, effective_signal, stop_message
 from clipscale.log.sinks import wandb_module
 from clipscale.own_machine.launcher import check_launcher
 from clipscale.own_machine.limits import as_user_error
@@ -101,7 +101,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> objec
     signal. No worker outlives this call.
     """
     check_launcher()
-    with AtOnce(AT_ONCE if main == TRAIN else ""):
+    with StopAtOnce(AT_ONCE if main == TRAIN else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
         terminal.show_task("loading torch")
@@ -188,8 +188,8 @@ def start(config: Launched, main: str, count: int) -> object:
             first = first_failure(Path(folder))
             if first and isinstance(first[2], UserError):  # stopped, or the last save failed
                 raise first[2] from None
-            number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
-            raise StoppedError(stopped(number), number) from None
+            number = effective_signal(error.sigval)
+            raise StoppedError(stop_message(number), number) from None
         finally:
             tempfile.tempdir = before
             for handled, handler in handlers.items():
@@ -225,7 +225,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     try:
         if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
-        with AtOnce(AT_ONCE if main == TRAIN else ""):
+        with StopAtOnce(AT_ONCE if main == TRAIN else ""):
             return function(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)

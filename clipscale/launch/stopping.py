@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 # A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
 # launcher forwards it.
-AGAIN_S = 1.0
+SAME_CTRL_C_S = 1.0
+# Signals that ask a run to end.
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
 # Calls of `check` between two votes, at most.
 MOST_CALLS = 256
-# Seconds between two questions whether another rank has a signal, where a rank waits.
+# A rank that waits asks this often, in seconds, whether another rank has a signal.
 ASK_S = 0.5
-# Seconds in which the main thread of a start should hear a signal. Else another thread ends the process.
-HEAR_S = 1.0
-# Seconds after that in which it should have left its work.
+# A start has this many seconds to run its signal handler in the main thread. Then another thread ends the process.
+HANDLER_S = 1.0
+# After the handler the main thread has this many seconds to leave its work.
 LEAVE_S = 15.0
 
 
@@ -45,13 +46,13 @@ class SignalError(UserError):
         self.number = number
 
 
-def stopped(number: int) -> str:
+def stop_message(number: int) -> str:
     """The beginning of the line about a run that a signal has ended."""
     return "stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
-def counted_as(number: int) -> int:
-    """SIGUSR1, which Slurm's users choose for a warning, counts as SIGTERM, so that a run ends with the same status."""
+def effective_signal(number: int) -> int:
+    """SIGTERM for SIGUSR1, which Slurm's users choose for a warning: a run then ends with the same status."""
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 
@@ -61,7 +62,7 @@ _interrupted = Event()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around work that another thread may `interrupt`. A later work is not interrupted for that."""
+    """Around work that another thread may `interrupt`. An interrupt that comes too late does not reach later work."""
     try:
         yield
     finally:
@@ -71,20 +72,20 @@ def interruptible() -> Iterator[None]:
 def interrupt() -> None:
     """Interrupt the main thread, as Ctrl-C does.
 
-    A background shell ignores SIGINT, and an import may swallow it. Work that begins to handle signals later hears of
-    the interrupt then.
+    The signal alone may be lost: a background shell ignores SIGINT, and an import may swallow it. So the interrupt is
+    also noted, and work that begins to handle signals looks at the note.
     """
     _interrupted.set()
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def check_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was an `interrupt`: before work that handles signals in another way."""
+    """Raise KeyboardInterrupt if there was an `interrupt`. For work that handles signals in another way."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 
 
-def stopped_before(error: BaseException | None) -> StoppedError | None:
+def stop_in_context(error: BaseException | None) -> StoppedError | None:
     """The StoppedError in the context of `error`: the run had stopped and saved, and was interrupted while it closed.
     None: there is none.
     """
@@ -96,11 +97,13 @@ def stopped_before(error: BaseException | None) -> StoppedError | None:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], heard: Callable[[int], None]) -> Iterator[None]:
+def _handling_signals(
+    handler: Callable[[int, FrameType | None], None], listener: Callable[[int], None]
+) -> Iterator[None]:
     """Handle Ctrl-C and WARNINGS. SIGHUP stays ignored where it is (nohup).
 
-    `handler` runs in the main thread, when that runs Python. `heard(number)` runs in a thread, also while the main
-    thread waits elsewhere, as in a collective: no handler runs there.
+    `handler` runs in the main thread, as soon as that runs Python. While it waits in a collective, no handler runs. So
+    `listener(number)` runs at once, in a thread of its own.
     """
     before: dict[int, Any] = {}
     for number in (*WARNINGS, signal.SIGINT):
@@ -113,7 +116,7 @@ def _handled(handler: Callable[[int, FrameType | None], None], heard: Callable[[
     def listen() -> None:
         while data := os.read(reader, 1):
             if data[0] in before:
-                heard(data[0])
+                listener(data[0])
 
     thread = Thread(target=listen, name="signals", daemon=True)
     thread.start()
@@ -130,51 +133,54 @@ def _handled(handler: Callable[[int, FrameType | None], None], heard: Callable[[
         os.close(reader)
 
 
-class AtOnce:
+class StopAtOnce:
     """Around work of which nothing is to be saved, such as a start: a signal ends it at once, by StoppedError.
 
-    The process ends by itself where its main thread does not hear the signal: a collective, a library's wait. Signals
-    that follow, as schedulers and launchers send them, change nothing, but a later Ctrl-C raises KeyboardInterrupt.
+    Where the main thread cannot handle the signal, as in a collective or a library's wait, another thread ends the
+    process. Further signals, as schedulers and launchers send them, change nothing. But a later Ctrl-C raises
+    KeyboardInterrupt.
     """
 
-    def __init__(self, said: str = "") -> None:
-        """`said`: how the line about the signal goes on."""
-        self._said = said
-        # The signal that came; 0: none.
+    def __init__(self, suffix: str = "") -> None:
+        """`suffix`: the end of the line about the signal."""
+        self._suffix = suffix
+        # The first signal; 0: none has come.
         self._number = 0
-        self._first = 0.0
-        self._was_heard = Event()
+        self._came_at = 0.0
+        self._handler_ran = Event()
         self._ended = Event()
 
     def __enter__(self) -> None:
-        self._handled = _handled(self._leave, self._watch)
-        self._handled.__enter__()
+        self._handling = _handling_signals(self._leave, self._end_if_stuck)
+        self._handling.__enter__()
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._handled.__exit__(None, None, None)
-        if self._number and error:  # whatever it is: a library's own, or the loss of a rank that ended earlier
-            raise stopped_before(error) or StoppedError(self._line(), self._number) from None
+        self._handling.__exit__(None, None, None)
+        if self._number and error:  # of any kind: a library's own, or the loss of a rank that ended earlier
+            raise stop_in_context(error) or StoppedError(self._line(), self._number) from None
 
     def _line(self) -> str:
-        return stopped(self._number) + self._said
+        return stop_message(self._number) + self._suffix
 
     def _leave(self, number: int, _: object) -> None:
+        """The handler: the first signal and a second Ctrl-C interrupt the work."""
         now = time.monotonic()
-        again = self._number
-        if not again:
-            self._number = counted_as(number)
-            self._first = now
-        self._was_heard.set()
-        if not again or (number == signal.SIGINT and now - self._first > AGAIN_S):
+        is_first = self._number == 0
+        if is_first:
+            self._number = effective_signal(number)
+            self._came_at = now
+        self._handler_ran.set()
+        if is_first or (number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S):
             raise KeyboardInterrupt
 
-    def _watch(self, number: int) -> None:
-        if self._was_heard.wait(HEAR_S) and self._ended.wait(LEAVE_S):
+    def _end_if_stuck(self, number: int) -> None:
+        """The listener: ends the process if the main thread does not leave its work in time."""
+        if self._handler_ran.wait(HANDLER_S) and self._ended.wait(LEAVE_S):
             return
-        self._number = self._number or counted_as(number)
+        self._number = self._number or effective_signal(number)
         if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
             with suppress(OSError):
                 os.write(2, f"{self._line()}\n".encode())
@@ -190,10 +196,10 @@ class Stop:
 
     def __init__(self, world: "World") -> None:
         """Rank 0 prints what a first Ctrl-C does."""
-        # The signal that came; 0: none.
+        # The last signal; 0: none has come.
         self.number = 0
         self._world = world
-        self._first = 0.0
+        self._came_at = 0.0
         self._votes: AsyncReduction | None = None
         # Calls of `check` from the last vote to the next, as all ranks agree.
         self._calls = 1
@@ -202,11 +208,13 @@ class Stop:
         self._voted = self._asked = time.monotonic()
 
     def __enter__(self) -> None:
-        self._handled = _handled(self._record, lambda number: self._world.leave_signal(counted_as(number)))
-        self._handled.__enter__()
+        self._handling = _handling_signals(
+            self._record, lambda number: self._world.leave_signal(effective_signal(number))
+        )
+        self._handling.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._handled.__exit__(None, None, None)
+        self._handling.__exit__(None, None, None)
 
     def check(self) -> None:
         """Raise SignalError on all ranks at once, if a signal has come to any. Every rank calls it equally often.
@@ -257,11 +265,11 @@ class Stop:
 
     def _record(self, number: int, _: object) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and self.number and now - self._first > AGAIN_S:
+        if number == signal.SIGINT and self.number and now - self._came_at > SAME_CTRL_C_S:
             raise KeyboardInterrupt
         if not self.number:
-            self._first = now
+            self._came_at = now
             if self._world.is_rank0 and number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
-        self.number = counted_as(number)
+        self.number = effective_signal(number)

@@ -17,7 +17,7 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig,
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import local, stopping
-from clipscale.launch.stopping import AtOnce, SignalError, Stop, interrupt, interruptible
+from clipscale.launch.stopping import SignalError, Stop, StopAtOnce, interrupt, interruptible
 from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, steps
@@ -63,7 +63,7 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
         assert capfd.readouterr().err.count("Ctrl-C again") == 1
         with pytest.raises(SignalError):
             stop.check()
-        monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
+        monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -75,7 +75,7 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
     try:
         with interruptible():
             interrupt()
-            with pytest.raises(KeyboardInterrupt), AtOnce():
+            with pytest.raises(KeyboardInterrupt), StopAtOnce():
                 pytest.fail("the work begins")
             stop = Stop(ALONE)
             with stop, pytest.raises(SignalError):
@@ -83,7 +83,7 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
             with pytest.raises(KeyboardInterrupt):
                 local.start(TrainConfig(device="cpu"), local.TRAIN, 2)
         later = Stop(ALONE)
-        with later, AtOnce():
+        with later, StopAtOnce():
             later.check()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -96,7 +96,7 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
 def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
     monkeypatch: pytest.MonkeyPatch, first: str, second: str, number: int
 ) -> None:
-    monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
+    monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     with (stop := Stop(ALONE)):
         signal.raise_signal(signal.Signals[first])
