@@ -1,4 +1,4 @@
-"""A layer whose weight may be cast once for several passes, beside the cast."""
+"""Linear layers whose weight is cast once, for several passes."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ from torch import Tensor
 
 
 class Cast(NamedTuple):
-    """A layer's weight and bias in half precision."""
+    """What replaces a layer's weight and bias in a pass: the same in half precision, without a graph."""
 
     weight: Tensor
     bias: Tensor | None
-    # The backward pass adds to the weight's `.grad`, which is there. Otherwise autograd does, as always.
-    adds: bool
+    # Whether the backward pass adds the weight's gradient to its `.grad`, which has to exist. If not, autograd does.
+    accumulates: bool
 
 
 class CastLayer:
-    """A base of modules with a linear layer. `cast` takes the place of its weights for a pass."""
+    """A base of modules with a linear layer. In a pass, `cast` replaces the layer's weight and bias."""
 
     cast: Cast | None = None
 

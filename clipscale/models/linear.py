@@ -1,8 +1,8 @@
 """Linear layers of a step in chunks, under autocast: weights are cast once, their gradients summed in float32.
 
-Autocast by itself casts a float32 weight in every pass of every chunk, and a chunk's gradient is a tensor in half
-precision, which is cast and added: 26 bytes of a weight in a chunk's second pass, 6 in its first. Here they are 8 and
-0: a library product adds to the float32 gradient.
+Autocast by itself casts a float32 weight in every pass of every chunk. A chunk's gradient is a tensor in half
+precision, which is then cast and added. That moves 26 bytes for each weight in a chunk's second pass, and 6 in its
+first. Here it is 8 and 0: one library product adds to the float32 gradient.
 """
 
 from typing import Any
@@ -31,24 +31,26 @@ def replace_linear_layers(encoder: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) -> Tensor:
-    """x W' + b: (..., inputs) -> (..., outputs), in the type of `cast` if that is given."""
+    """x W' + b: (..., inputs) -> (..., outputs). `cast`: computed with it, and in its type."""
     if cast is None:
         return F.linear(x, weight, bias)
-    # The backward pass is not called unless something requires a gradient: where nothing else does, the weight must.
-    # `.grad` is read here, not before a tower's pass: there DDP may replace it.
-    total = weight.grad if cast.adds and x.requires_grad else None
+    # Autograd calls our backward pass only if an input requires a gradient. If x does not, the weight is that input,
+    # and autograd adds its gradient. `.grad` is read here: before a tower's pass DDP may still replace it.
+    weight_grad = weight.grad if cast.accumulates and x.requires_grad else None
     x = x.to(cast.weight.dtype)
-    return _Linear.apply(x, weight if total is None else None, bias, cast.weight, cast.bias, total)
+    return _Linear.apply(x, weight if weight_grad is None else None, bias, cast.weight, cast.bias, weight_grad)
 
 
 class _Linear(torch.autograd.Function):
+    """The product with cast weights, `half` and `half_bias`. Its backward pass adds to a `weight_grad`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-        half: Tensor, half_bias: Tensor | None, total: Tensor | None,
+        half: Tensor, half_bias: Tensor | None, weight_grad: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, half)
-        ctx.total = total  # not saved: graphs that are kept side by side add to it one after the other
+        ctx.weight_grad = weight_grad  # not saved for backward, since other kept graphs change it in between
         return F.linear(x, half, half_bias)
 
     @staticmethod
@@ -56,26 +58,26 @@ class _Linear(torch.autograd.Function):
         x, half = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        total = torch.zeros_like(half, dtype=torch.float32) if needs_weight else ctx.total
-        if total is not None:
+        weight_grad = torch.zeros_like(half, dtype=torch.float32) if needs_weight else ctx.weight_grad
+        if weight_grad is not None:
             add = torch.ops.clipscale.add_product if torch.compiler.is_compiling() else add_product
-            add(total, rows.t(), x.flatten(0, -2))
+            add(weight_grad, rows.t(), x.flatten(0, -2))
         return (
             gradient @ half if needs_x else None,
-            total if needs_weight else None,
+            weight_grad if needs_weight else None,
             rows.sum(0, dtype=torch.float32) if needs_bias else None,
             *(None, None, None),
         )
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (float32) += a b (half precision). On a GPU a chunk's product is not rounded."""
+    """total (float32) += a b (half precision). On a GPU the product is not rounded in between."""
     if a.is_cuda:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
 
-# The same for compiled code, which leaves it as it is and does not copy `total`.
+# `add_product` as an operation of torch: the compiler calls it as it is, and knows that it changes `total` in place.
 _add_product = torch.library.custom_op("clipscale::add_product", add_product, mutates_args=("total",))
 _add_product.register_fake(lambda total, a, b: None)

@@ -69,7 +69,7 @@ def try_compiled(
                 chunk = sizes.image if images else sizes.text
                 weights = CastWeights()
                 weights.start_step(tower, precision.autocast, -(-batch // chunk))
-                weights.sums_by_hooks = world.size > 1
+                weights.is_ddp = world.size > 1
                 for size in {chunk, batch % chunk or chunk}:
                     inputs = (random_pixels if images else random_captions)(model, size, world.device)
                     for sync in (False, True):
