@@ -293,7 +293,7 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
 
 
 class Slow:
-    """A store that sends a byte every fifth of a second, so many in all, and no more."""
+    """A store that sends a byte every tenth of a second, so many in all, and no more."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -302,7 +302,7 @@ class Slow:
         for _ in range(self.size):
             with Path(targets[0]).open("ab") as file:
                 file.write(b"x")
-            time.sleep(0.2)
+            time.sleep(0.1)
         time.sleep(1000 * (self.size < 6))
 
     def ls(self, path: str) -> None:
@@ -311,11 +311,11 @@ class Slow:
 
 def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says what is waited for."""
-    monkeypatch.setattr(copies, "ANSWER_S", 0.6)
+    monkeypatch.setattr(copies, "ANSWER_S", 1.0)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
     monkeypatch.setattr(remote, "SAID_S", 0.3)
-    Limited(Slow(8), "it", says=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
-    assert (tmp_path / "x").stat().st_size == 8
+    Limited(Slow(15), "it", says=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
+    assert (tmp_path / "x").stat().st_size == 15
     assert "waiting" not in capsys.readouterr().err
     silent = Limited(Slow(2), "checkpoint.copy=s3://b", says=True)  # type: ignore[arg-type]
     for call in (lambda: silent.get(["x"], [str(tmp_path / "y")]), lambda: silent.ls("x")):

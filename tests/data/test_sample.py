@@ -15,7 +15,7 @@ def test_the_key_ends_at_the_first_dot_after_the_last_slash(name: str, parts: li
 
 def test_a_name_of_a_megabyte_takes_no_time() -> None:
     """64 kB without a dot took 22 s in a regular expression."""
-    begun = time.perf_counter()
+    begun = time.process_time()
     for name in ("x" * 2**20, "x/" * 2**19, "__" * 2**19):
         assert key_and_extension(name) is None
-    assert time.perf_counter() - begun < 0.1
+    assert time.process_time() - begun < 0.2

@@ -45,8 +45,9 @@ from tests.support.forks import forks
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, on_a_rank, small
 
-# Within which a signal is heard, on a busy machine.
-HEARD_S = 2.0
+# Within which a signal is heard on a busy machine; docs/runs.md has the times on a quiet one. What does not hear it
+# takes 60 s.
+HEARD_S = 10.0
 
 
 @contextmanager
