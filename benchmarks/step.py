@@ -44,7 +44,7 @@ from clipscale.models.captioner import count_caption_tokens, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
 from clipscale.step.compiled import compile_towers
-from clipscale.step.grad_cache import LazyInput
+from clipscale.step.encoder_inputs import LazyInput
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 

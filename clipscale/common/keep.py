@@ -9,8 +9,11 @@ from clipscale.common.units import parse_bytes
 
 @dataclass(frozen=True)
 class Keep:
-    """As many graphs as fit into some memory. `Keep.nothing()`, `Keep.all()`, `Keep.at_most(bytes)`, and
-    `Keep.measure_first()`, whose bytes are known after a first step."""
+    """As many graphs as fit into some memory.
+
+    Made by `Keep.nothing()`, `Keep.all()`, `Keep.at_most(bytes)`, and `Keep.measure_first()`, whose bytes are known
+    after a first step.
+    """
 
     # Bytes for the graphs of all towers; 0: none is kept; math.inf: all are.
     bytes: float
@@ -47,16 +50,16 @@ class Keep:
             raise UserError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
 
     @property
-    def is_open(self) -> bool:
-        """Whether the bytes are to be found by a first step."""
+    def is_unmeasured(self) -> bool:
+        """Whether the bytes are not known before a first step."""
         return self.measures and self.bytes == 0
 
-    def less(self, used: float) -> "Keep":
-        """What is left of it when so many bytes are in use."""
+    def minus(self, used: float) -> "Keep":
+        """What remains if `used` bytes are taken."""
         return replace(self, bytes=self.bytes - used)
 
     def graphs(self, chunks: int, bytes_each: int) -> int:
-        """Of so many chunks the number whose graphs are kept. `bytes_each`: of a graph; 0: not measured."""
+        """How many of the `chunks` keep their graphs. `bytes_each`: bytes of one graph; 0: not measured."""
         if self.bytes == math.inf:
             return chunks
         return min(chunks, max(0, int(self.bytes // bytes_each))) if bytes_each else 0

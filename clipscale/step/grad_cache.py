@@ -8,59 +8,20 @@ By the chain rule the sum over chunks is the gradient of one graph over the whol
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import compress
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.keep import Keep
-from clipscale.common.rng import RandomState
-from clipscale.step.cast_weights import CastWeights
-from clipscale.step.chunk_output import ChunkOutput
-from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
-from clipscale.step.pass_contexts import (
-    batch_norm_preserved,
-    batch_norms,
-    can_rerun,
-    gradient_sync,
-    is_collective,
-    rearm_ddp_sync,
-    trains,
-)
+from clipscale.step.encoder_inputs import equal_spans
+from clipscale.step.kept_graphs import largest_of_ranks
+from clipscale.step.pass_contexts import can_rerun, trains
+from clipscale.step.tower_passes import Representation, TowerPasses
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class LazyInput(Protocol):
-    """An encoder's input that loads its samples on demand, for example from host memory."""
-
-    def __len__(self) -> int: ...
-
-    def chunk(self, start: int, stop: int) -> object:
-        """Arguments of the encoder for samples start..stop: a tuple, a mapping of keywords, or a single value."""
-
-
-@runtime_checkable
-class ReorderedInput(LazyInput, Protocol):
-    """A `LazyInput` that chooses its own order and chunks, for example captions sorted by length."""
-
-    def spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks as ranges start..stop in the input's own order; `size` is the tower's samples per chunk."""
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The rows of the batch at positions start..stop of that order: (stop - start,) int64."""
-
-
-Representation = Callable[[Any], Tensor]
 
 
 def _nothing() -> None: ...
@@ -81,10 +42,13 @@ class GradCache:
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. The same
-            on all ranks. 0: keep none. math.inf: keep all. A number: measure a graph in the first step, then keep as
-            many as fit. None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
-            has no memory for a kept graph keeps none from then on. Under FSDP2, or with synchronised batch
-            normalisation, then no rank keeps any.
+            on all ranks.
+            0: keep none.
+            math.inf: keep all.
+            A number: measure a graph in the first step, then keep as many as fit.
+            None: measure, and keep none yet.
+            May be changed between steps, as `chunks` may. A rank that runs out of memory for a graph keeps none from
+            then on. Under FSDP2, or with synchronised batch normalisation, all ranks then keep none.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: a value that already carries a scale
@@ -122,11 +86,13 @@ class GradCache:
         self.chunks = [chunks] * len(encoders) if isinstance(chunks, int) else [*chunks]
         if len(self.chunks) != len(encoders) or min(self.chunks) < 1:
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
-        self.encoders, self.loss, self.scaler = encoders, loss, scaler
+        self.encoders = encoders
+        self.loss = loss
+        self.scaler = scaler
         self.keep = keep_of(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self._towers = [
-            _Tower(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
+            TowerPasses(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
@@ -159,7 +125,7 @@ class GradCache:
         """The first pass of tower i, after those of all earlier towers; see `encode`."""
         # A tower that keeps no graph counts with one: its replay builds one while later towers' graphs are still kept.
         used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
-        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.less(used)
+        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used)
         return self._towers[i].encode(batch, self.chunks[i], keep, before_chunk)
 
     def backward(self, value: Tensor) -> None:
@@ -178,7 +144,7 @@ class GradCache:
         `before_chunk`: see `encode`. `chunk_loss_weight`: of the chunks' own losses in the gradients; `chunk_loss` is
         their sum without it.
         """
-        self._agree_on_kept()
+        self._keep_none_after_out_of_memory()
 
         def loss_gradient(loss: Tensor) -> Tensor:
             weight = torch.full_like(loss, chunk_loss_weight)
@@ -187,14 +153,13 @@ class GradCache:
         losses = []
         for tower in self._towers:
             losses += tower.replay(before_chunk, loss_gradient)
-            tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
+            tower.end_step()
         self.chunk_loss = _sum(losses) if losses else None
 
-    def _agree_on_kept(self) -> None:
-        """If a graph did not fit, keep none from now on.
+    def _keep_none_after_out_of_memory(self) -> None:
+        """If a graph did not fit, keep none from now on: on this rank, or on all where a second pass is a collective.
 
-        Where a second pass is a collective, this holds for all ranks. It is one under FSDP2, which gathers weights, and
-        with synchronised batch normalisation.
+        It is one under FSDP2, which gathers weights, and with synchronised batch normalisation.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self._towers)
         if self.keep.bytes and not (self._keeps_none or all(can_rerun(tower.encoder) for tower in self._towers)):
@@ -208,7 +173,7 @@ class GradCache:
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        return None if self.keep.is_open else self.keep.bytes
+        return None if self.keep.is_unmeasured else self.keep.bytes
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | Keep | None) -> None:
@@ -230,146 +195,14 @@ class GradCache:
         return next((tower.graphs.meter.bytes_each for tower in self._towers if tower.graphs.meter.bytes_each), 0)
 
     def num_chunks(self, samples: int) -> int:
-        """The chunks of both passes of a step, each of which calls `before_chunk`. An estimate until a
-        `ReorderedInput` has chunks."""
+        """How often a step calls `before_chunk`: the chunks of both passes.
+
+        An estimate for a `ReorderedInput`, until its first pass has begun.
+        """
         return sum(
-            (1 + tower.trained) * (len(tower.spans) or len(_spans(samples, size)))
+            (1 + tower.trained) * (len(tower.spans) or len(equal_spans(samples, size)))
             for tower, size in zip(self._towers, self.chunks)
         )
-
-
-@dataclass
-class _Tower:
-    """One encoder's two passes over its chunks."""
-
-    encoder: Callable[..., object]
-    # Maps the encoder's output to the representations; None: they are the output itself.
-    representation: Representation | None
-    autocast: Callable[[], AbstractContextManager[object]]
-    # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
-    synchronises: bool
-    graphs: KeptGraphs = field(default_factory=KeptGraphs)
-    representations: Tensor = field(default_factory=lambda: torch.empty(0))
-    inputs: LazyInput | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    # Row of the batch at each position of a `ReorderedInput`.
-    order: Tensor | None = None
-    random_states: list[RandomState] = field(default_factory=list)
-    weights: CastWeights = field(default_factory=CastWeights)
-
-    @property
-    def trained(self) -> bool:
-        return torch.is_grad_enabled() and trains(self.encoder)
-
-    def encode(self, batch: object, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
-        """First pass, in chunks of `size`. `keep`: for this tower's graphs."""
-        # Tensors, and some mappings, have a method `chunk` of another meaning.
-        if isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping):
-            inputs: LazyInput = batch
-        else:
-            inputs = _Rows(batch)
-        self.inputs = inputs
-        rows = len(inputs)
-        if rows == 0:
-            raise ValueError("an empty batch has no gradient")
-        self.spans = inputs.spans(size) if isinstance(inputs, ReorderedInput) else _spans(rows, size)
-        self.order = inputs.rows(0, rows) if isinstance(inputs, ReorderedInput) else None
-        trained, self.random_states = self.trained, []
-        if trained:
-            refuse_batch_norm(self.encoder, len(self.spans))
-            refuse_static_graph(self.encoder)
-        on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(rows, trained * len(self.spans), keep, on_gpu=on_gpu)
-        self.weights.start_step(self.encoder, self.autocast, len(self.spans))
-        for i, (start, stop) in enumerate(self.spans):
-            before_chunk()
-            self.random_states.append(RandomState.now())
-            builds_graph, sync = self.graphs.builds(i), self.synchronises and stop == rows
-            with gradient_sync(self.encoder, False), self.weights.used(builds_graph, sync):
-                out = self.output(i, partial(self.run, start, stop))
-            if i == 0:
-                self.representations = out.new_empty((rows, *out.shape[1:]))
-            self.representations[self.rows(start, stop)] = out
-        self.graphs.meter.agree_on_size(self.representations.device)
-        return self.representations.requires_grad_(trained)
-
-    def output(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
-        """Encode chunk i without a graph, or with one that is kept. If a kept graph runs out of memory, drop all of
-        them and encode again."""
-        try:
-            return self.graphs.output(i, encode, is_collective(self.encoder))
-        except torch.OutOfMemoryError:
-            if i >= self.graphs.count or not can_rerun(self.encoder):
-                raise
-        self.graphs.drop()
-        self.random_states[i].restore()
-        return self.graphs.output(i, encode, False)
-
-    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
-
-        Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
-        `loss_gradient`: the gradient with respect to such a loss.
-        """
-        gradient = self.representations.grad
-        losses: list[Tensor] = []
-        if gradient is None:
-            self.weights.end_step()
-            return losses
-        with batch_norm_preserved(self.encoder), RandomState.now().preserved():
-            for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
-                before_chunk()
-                sync = self.synchronises and stop == self.spans[-1][1]
-                with gradient_sync(self.encoder, sync), self.weights.used(True, sync):
-                    if self.graphs.outputs:
-                        out = self.graphs.outputs.pop(0)
-                        out = rearm_ddp_sync(self.encoder, out) if sync else out
-                    else:
-                        random.restore()
-                        out = self.run(start, stop)
-                    roots, gradients = [out.representations], [gradient[self.rows(start, stop)]]
-                    if out.loss is not None:
-                        losses.append(out.loss.detach())
-                        roots.append(out.loss)
-                        gradients.append(loss_gradient(out.loss))
-                    backpropagate(roots, gradients)
-        self.weights.end_step()
-        return losses
-
-    def run(self, start: int, stop: int) -> ChunkOutput:
-        assert self.inputs is not None
-        arguments = self.inputs.chunk(start, stop)
-        with self.autocast():
-            if isinstance(arguments, Mapping):
-                out = self.encoder(**arguments)
-            else:
-                out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-            out, loss = out if isinstance(out, ChunkOutput) else (out, None)
-            if self.representation is not None:
-                out = self.representation(out)
-        if not isinstance(out, Tensor):
-            source = "an encoder" if self.representation is None else "representation="
-            raise ValueError(
-                f"{source} returned a {type(out).__name__}, not a tensor; representation= takes a function that maps "
-                "an encoder's output to its tensor, one row for each sample"
-            )
-        if out.shape[0] != stop - start:
-            raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
-        if loss is not None and loss.shape != ():
-            raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
-        return ChunkOutput(out, loss)
-
-    def rows(self, start: int, stop: int) -> slice | Tensor:
-        """The rows of the batch in a chunk."""
-        return slice(start, stop) if self.order is None else self.order[start:stop]
-
-
-def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
-    """One backward pass from all roots that have a graph. A chunk's own loss may train only a part of the encoder."""
-    if len(roots) > 1:
-        trained = [root.requires_grad for root in roots]
-        roots, gradients = [*compress(roots, trained)], [*compress(gradients, trained)]
-    torch.autograd.backward(roots, gradients)
 
 
 def _sum(losses: list[Tensor]) -> Tensor:
@@ -398,61 +231,3 @@ def _one_for_each(
     if any(isinstance(function, nn.Module) and trains(function) for function in functions):
         raise ValueError("representation= has trainable parameters: put them into the encoder, which has two passes")
     return functions
-
-
-def _spans(rows: int, size: int) -> list[tuple[int, int]]:
-    """Chunks of `size` rows, as ranges start..stop."""
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
-    """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for name, module in batch_norms(encoder).items():
-        problem = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
-        if num_chunks > 1:
-            raise ValueError(
-                f"{problem}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
-            )
-        if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{problem}: over {ranks} ranks it would see only a part of them; synchronise it "
-                "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
-            )
-
-
-def refuse_static_graph(encoder: Callable[..., object]) -> None:
-    """Raise ValueError for DDP whose user has promised that all passes are alike."""
-    if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
-        raise ValueError(
-            "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
-            "has none; leave static_graph out"
-        )
-
-
-class _Rows:
-    """Nested tensors with equal first dimensions, sliced by rows."""
-
-    def __init__(self, tree: object) -> None:
-        tree = _with_dicts(tree)
-        lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
-        if not lengths:
-            raise ValueError("an input holds no tensor (a tokenizer of transformers gives them by return_tensors='pt')")
-        if len(lengths) != 1:
-            raise ValueError(f"the tensors of one input must have the same first dimension, not {sorted(lengths)}")
-        self.tree = tree
-        self.rows = lengths.pop()
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def chunk(self, start: int, stop: int) -> object:
-        return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
-
-
-def _with_dicts(tree: object) -> object:
-    """The same nesting, with a dict for each mapping that torch takes for a leaf, as it does a BatchEncoding."""
-    return tree_map(
-        lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
-        tree,
-    )

@@ -71,7 +71,7 @@ class KeptGraphs:
     outputs: list[ChunkOutput] = field(default_factory=list)
     # Number of chunks to keep in this step.
     count: int = 0
-    # Number of chunks that all ranks meant to keep in this step.
+    # Number of chunks whose graphs all ranks meant to keep when the step began.
     planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
     # Whether a graph did not fit in this step.
@@ -90,26 +90,33 @@ class KeptGraphs:
         self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def output(self, i: int, encode: Callable[[], ChunkOutput], check_memory_first: bool) -> Tensor:
+    def output(self, i: int, encode: Callable[[], ChunkOutput], *, is_collective: bool) -> Tensor:
         """The representations of chunk i, detached. Its graph is kept, or measured and dropped, or not built.
 
-        `check_memory_first`: before the pass, and keep no more graphs if the GPU has too little. Needed where the pass
-        is a collective, because this rank alone cannot repeat it. Then this rank also runs what the others run: with a
-        graph an encoder may gather more weights (see `ChunkOutput`). Not for DDP, whose pass can be repeated: all
-        ranks have to make its first pass with a graph, in which DDP rebuilds its buckets together.
+        `is_collective`: the pass is one, so this rank alone cannot repeat it when it runs out of memory. Therefore:
+
+        - It looks at the memory before the pass, and keeps no more graphs if there is too little.
+        - It still builds the graphs of all `planned` chunks, and discards them, because the other ranks build them:
+          with a graph an encoder may gather more weights (see `ChunkOutput`).
+
+        DDP's pass is none. It is tried and repeated, because all ranks have to build its first graph: DDP then rebuilds
+        its buckets together.
         """
-        check = check_memory_first and self._on_gpu and i < self.count
-        if check and free_gpu_memory() < HEADROOM * self.meter.bytes_each:
+        if is_collective and i < self.count and not self._has_memory():
             self.count = i
             self.out_of_memory = True
         if i < self.count:
             out = encode()
             self.outputs.append(out)
             return out.representations.detach()
-        if check_memory_first and i < self.planned:
+        if is_collective and i < self.planned:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                 return encode().representations.detach()
         return self.meter.encode(encode, on_gpu=self._on_gpu)
+
+    def _has_memory(self) -> bool:
+        """Whether one more graph fits. On a CPU it is not known, and assumed."""
+        return not self._on_gpu or free_gpu_memory() >= HEADROOM * self.meter.bytes_each
 
     def builds(self, i: int) -> bool:
         """Whether the first pass of chunk i builds a graph."""

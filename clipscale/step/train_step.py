@@ -20,8 +20,9 @@ from clipscale.distributed.world import AsyncReduction, World, gradient_norm
 from clipscale.models.captioner import count_caption_tokens
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
+from clipscale.step.encoder_inputs import LazyInput
 from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
-from clipscale.step.grad_cache import GradCache, LazyInput
+from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
 
@@ -214,7 +215,7 @@ class TrainStep:
 
     def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
-        if self.cache.keep.is_open:
+        if self.cache.keep.is_unmeasured:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 

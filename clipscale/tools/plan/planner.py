@@ -70,7 +70,7 @@ class Prediction:
         step = StepModel(self.dry_run, batch, self.chunk_sizes)
         keep = self.config.cache.kept
         budget = keep.bytes
-        if keep.is_open:  # a share of what is free before the step
+        if keep.is_unmeasured:  # a share of what is free before the step
             if self.gpu:
                 share = MARGIN["cuda"]
                 free = self.free

@@ -1,0 +1,72 @@
+"""What an encoder of `GradCache` takes: tensors in any nesting, or an input that loads its samples on demand."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+# A chunk: its range start..stop.
+Span = tuple[int, int]
+
+
+@runtime_checkable
+class LazyInput(Protocol):
+    """An encoder's input that loads its samples on demand, for example from host memory."""
+
+    def __len__(self) -> int: ...
+
+    def chunk(self, start: int, stop: int) -> object:
+        """Arguments of the encoder for samples start..stop: a tuple, a mapping of keywords, or a single value."""
+
+
+@runtime_checkable
+class ReorderedInput(LazyInput, Protocol):
+    """A `LazyInput` that chooses its own order and chunks, for example captions sorted by length."""
+
+    def spans(self, size: int) -> list[Span]:
+        """The chunks as ranges start..stop in the input's own order; `size` is the tower's samples per chunk."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows of the batch at positions start..stop of that order: (stop - start,) int64."""
+
+
+class NestedTensors:
+    """Nested tensors with equal first dimensions, sliced by rows. `lazy_input` makes it."""
+
+    def __init__(self, tree: object, rows: int) -> None:
+        self.tree = tree
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def chunk(self, start: int, stop: int) -> object:
+        return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
+
+
+def lazy_input(batch: object) -> LazyInput:
+    """The input as a `LazyInput`. Raises ValueError for an input without tensors, or with tensors of unequal length."""
+    # Tensors, and some mappings, have a method `chunk` of another meaning.
+    if isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping):
+        return batch
+    tree = _with_dicts(batch)
+    lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    if not lengths:
+        raise ValueError("an input holds no tensor (a tokenizer of transformers gives them by return_tensors='pt')")
+    if len(lengths) != 1:
+        raise ValueError(f"the tensors of one input must have the same first dimension, not {sorted(lengths)}")
+    return NestedTensors(tree, lengths.pop())
+
+
+def _with_dicts(tree: object) -> object:
+    """The same nesting, with a dict for each mapping that torch takes for a leaf, as it does a BatchEncoding."""
+    return tree_map(
+        lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
+        tree,
+    )
+
+
+def equal_spans(rows: int, size: int) -> list[Span]:
+    """Chunks of `size` rows. The last one may be shorter."""
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -1,0 +1,206 @@
+"""The two passes of one encoder over its chunks: without a graph, and again with one and the same random numbers."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clipscale.common.keep import Keep
+from clipscale.common.rng import RandomState
+from clipscale.step.cast_weights import CastWeights
+from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.encoder_inputs import LazyInput, ReorderedInput, Span, equal_spans, lazy_input
+from clipscale.step.kept_graphs import KeptGraphs
+from clipscale.step.pass_contexts import (
+    batch_norm_preserved,
+    batch_norms,
+    can_rerun,
+    gradient_sync,
+    is_collective,
+    rearm_ddp_sync,
+    trains,
+)
+
+# Maps an encoder's output to its tensor.
+Representation = Callable[[Any], Tensor]
+
+
+@dataclass
+class TowerPasses:
+    """One encoder's two passes over its chunks, and what they keep of a step."""
+
+    encoder: Callable[..., object]
+    # Maps the encoder's output to the representations; None: they are the output itself.
+    representation: Representation | None
+    autocast: Callable[[], AbstractContextManager[object]]
+    # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
+    synchronises: bool
+    graphs: KeptGraphs = field(default_factory=KeptGraphs)
+    representations: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: LazyInput | None = None
+    spans: list[Span] = field(default_factory=list)
+    # Row of the batch at each position of a `ReorderedInput`.
+    order: Tensor | None = None
+    # The random state before each chunk.
+    random_states: list[RandomState] = field(default_factory=list)
+    weights: CastWeights = field(default_factory=CastWeights)
+
+    @property
+    def trained(self) -> bool:
+        return torch.is_grad_enabled() and trains(self.encoder)
+
+    def encode(self, batch: object, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`. `keep`: for this tower's graphs."""
+        rows = self.start_step(batch, size, keep)
+        for i, (start, stop) in enumerate(self.spans):
+            before_chunk()
+            self.random_states.append(RandomState.now())
+            builds_graph = self.graphs.builds(i)
+            sync = self.synchronises and stop == rows
+            with gradient_sync(self.encoder, False), self.weights.used(builds_graph, sync):
+                out = self.output(i, partial(self.run, start, stop))
+            if i == 0:
+                self.representations = out.new_empty((rows, *out.shape[1:]))
+            self.representations[self.rows(start, stop)] = out
+        self.graphs.meter.agree_on_size(self.representations.device)
+        return self.representations.requires_grad_(self.trained)
+
+    def start_step(self, batch: object, size: int, keep: Keep) -> int:
+        """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
+        inputs = lazy_input(batch)
+        rows = len(inputs)
+        if rows == 0:
+            raise ValueError("an empty batch has no gradient")
+        self.inputs = inputs
+        self.spans = equal_spans(rows, size)
+        self.order = None
+        if isinstance(inputs, ReorderedInput):
+            self.spans = inputs.spans(size)
+            self.order = inputs.rows(0, rows)
+        self.random_states = []
+        chunks = len(self.spans)
+        if self.trained:
+            refuse_batch_norm(self.encoder, chunks)
+            refuse_static_graph(self.encoder)
+        on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
+        self.graphs.start_step(rows, chunks if self.trained else 0, keep, on_gpu=on_gpu)
+        self.weights.start_step(self.encoder, self.autocast, chunks)
+        return rows
+
+    def output(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
+        """Encode chunk i without a graph, or with one that is kept. If a kept graph runs out of memory, drop all of
+        them and encode again."""
+        try:
+            return self.graphs.output(i, encode, is_collective=is_collective(self.encoder))
+        except torch.OutOfMemoryError:
+            if i >= self.graphs.count or not can_rerun(self.encoder):
+                raise
+        self.graphs.drop()
+        self.random_states[i].restore()
+        return self.graphs.output(i, encode, is_collective=False)
+
+    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
+
+        Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
+        `loss_gradient`: the gradient with respect to such a loss.
+        """
+        gradient = self.representations.grad
+        losses: list[Tensor] = []
+        if gradient is None:
+            self.weights.end_step()
+            return losses
+        with batch_norm_preserved(self.encoder), RandomState.now().preserved():
+            for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
+                before_chunk()
+                sync = self.synchronises and stop == self.spans[-1][1]
+                with gradient_sync(self.encoder, sync), self.weights.used(True, sync):
+                    if self.graphs.outputs:
+                        out = self.graphs.outputs.pop(0)
+                        out = rearm_ddp_sync(self.encoder, out) if sync else out
+                    else:
+                        random.restore()
+                        out = self.run(start, stop)
+                    roots = [out.representations]
+                    gradients = [gradient[self.rows(start, stop)]]
+                    if out.loss is not None:
+                        losses.append(out.loss.detach())
+                        roots.append(out.loss)
+                        gradients.append(loss_gradient(out.loss))
+                    backpropagate(roots, gradients)
+        self.weights.end_step()
+        return losses
+
+    def end_step(self) -> None:
+        """Let go of the batch and its representations."""
+        self.representations = torch.empty(0)
+        self.inputs = None
+
+    def run(self, start: int, stop: int) -> ChunkOutput:
+        """One forward pass over a chunk, checked. Raises ValueError."""
+        assert self.inputs is not None
+        arguments = self.inputs.chunk(start, stop)
+        with self.autocast():
+            if isinstance(arguments, Mapping):
+                out = self.encoder(**arguments)
+            else:
+                out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
+            out, loss = out if isinstance(out, ChunkOutput) else (out, None)
+            if self.representation is not None:
+                out = self.representation(out)
+        if not isinstance(out, Tensor):
+            source = "an encoder" if self.representation is None else "representation="
+            raise ValueError(
+                f"{source} returned a {type(out).__name__}, not a tensor; representation= takes a function that maps "
+                "an encoder's output to its tensor, one row for each sample"
+            )
+        if out.shape[0] != stop - start:
+            raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
+        if loss is not None and loss.shape != ():
+            raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
+        return ChunkOutput(out, loss)
+
+    def rows(self, start: int, stop: int) -> slice | Tensor:
+        """The rows of the batch in a chunk."""
+        return slice(start, stop) if self.order is None else self.order[start:stop]
+
+
+def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
+    """One backward pass from all roots that have a graph. A chunk's own loss may train only a part of the encoder."""
+    if len(roots) > 1:
+        trained = [root.requires_grad for root in roots]
+        roots = [*compress(roots, trained)]
+        gradients = [*compress(gradients, trained)]
+    torch.autograd.backward(roots, gradients)
+
+
+def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
+    """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, module in batch_norms(encoder).items():
+        problem = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
+        if num_chunks > 1:
+            raise ValueError(
+                f"{problem}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
+            )
+        if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{problem}: over {ranks} ranks it would see only a part of them; synchronise it "
+                "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
+            )
+
+
+def refuse_static_graph(encoder: Callable[..., object]) -> None:
+    """Raise ValueError for DDP whose user has promised that all passes are alike."""
+    if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
+        raise ValueError(
+            "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
+            "has none; leave static_graph out"
+        )
