@@ -24,10 +24,10 @@ from clipscale.launch.stopping import Stop
 from clipscale.log.records import StepRecord
 from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared import check_shared
+from clipscale.step.agreement import Agreement
 from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
 from clipscale.step.saved_state import saved_now
-from clipscale.step.train_step import Agreement
 
 # Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save.
 COPY_S = 60.0

@@ -176,7 +176,8 @@ def cut_up(case: Case, rank: int) -> Answer:
     texts = rows_of(tokens, case)
     if case.captions == "sorted":
         texts = sorted_captions(case, tokens)
-        texts.split(world.all_reduce_max(texts.make_chunks(case.chunks[1]))[0])
+        texts.make_chunks(case.chunks[1])
+        texts.split(world.all_reduce_max(texts.num_chunks)[0])
         if world.size > 1:
             assert len(set(world.all_gather_object(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equal counts"
     if case.keep:  # the first step measures graphs

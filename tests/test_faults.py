@@ -24,7 +24,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import load_model
-from clipscale.step.train_step import Agreement
+from clipscale.step.agreement import Agreement
 from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving

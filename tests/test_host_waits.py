@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clipscale
 from clipscale.config.sections import LossConfig, ModelConfig
-from clipscale.step.train_step import Agreement
+from clipscale.step.agreement import Agreement
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, small
 

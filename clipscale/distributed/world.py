@@ -81,8 +81,8 @@ class World:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.all_reduce_max_async(*values).values()
 
-    def at_own_rank(self, value: int) -> list[int]:
-        """[0, ..., value, ..., 0]: the largest over ranks of each number are the values of all ranks."""
+    def one_hot(self, value: int) -> list[int]:
+        """Zeros, with the value at this rank's place. `all_reduce_max` makes of them the values of all ranks."""
         return [value * (rank == self.rank) for rank in range(self.size)]
 
     def sum_(self, tensor: Tensor) -> None:

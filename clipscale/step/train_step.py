@@ -1,4 +1,4 @@
-"""One exact optimizer step over the global batch: encode, loss, replay, update; and what the ranks agree on in it."""
+"""One exact optimizer step over the global batch: encode, loss, replay, update."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,9 +16,10 @@ from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
-from clipscale.distributed.world import AsyncReduction, World, gradient_norm
+from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.captioner import count_caption_tokens
 from clipscale.models.towers import ClipModel
+from clipscale.step.agreement import Agreement
 from clipscale.step.ema import WeightAverage
 from clipscale.step.encoder_inputs import LazyInput
 from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
@@ -44,31 +45,6 @@ class LossParts(TypedDict, total=False):
 
     contrastive_loss: float
     caption_loss: float
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks tell each other in a step: the next step's numbers of text chunks and of caption tokens, and
-    whether to save."""
-
-    message: AsyncReduction
-
-    @property
-    def num_text_chunks(self) -> int:
-        """The most text chunks of any rank; 0 if a rank did not know its number. Waits for the message."""
-        num_chunks, unknown, *_ = self.message.values()
-        return 0 if unknown else num_chunks
-
-    @property
-    def num_caption_tokens(self) -> int:
-        """The labels in the captions of all ranks; 0 if a rank did not know its number. Waits for the message."""
-        _, unknown, _, *tokens = self.message.values()
-        return 0 if unknown else sum(tokens)
-
-    @property
-    def save(self) -> bool:
-        """Whether any rank wishes to save a checkpoint. Waits for the message."""
-        return self.message.values()[2] > 0
 
 
 @dataclass(frozen=True)
@@ -99,23 +75,23 @@ class TrainStep:
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
-    # Largest global gradient norm; None or 0: gradients are not clipped.
+    # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
     # Whether a batch's pixels and captions stay on the device between the passes.
     is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by the captions' length and lose their padding: for text
-    # towers whose features do not depend on it.
+    # Whether captions, or a captioner's pairs, are sorted by the captions' length, and lose their padding. For text
+    # towers whose features do not depend on the padding.
     sort_captions: bool
     # The kind of device of the chunk sizes, which are the cache's.
     chunk_device: str
-    # The weight of a captioner's loss beside the contrast: its mean cross entropy over the tokens of the global batch.
-    # 0: the cache's encoders are the two towers.
+    # The weight of a captioner's loss, its mean cross entropy over the tokens of the global batch; the contrast's is 1.
+    # 0: the model writes no captions, and the cache's encoders are the two towers.
     caption_weight: float = 0.0
     # What the ranks agreed on in the last step.
     agreement: Agreement | None = None
     # The next step's captions, if they had arrived in the last one.
     sorted_ahead: SortedCaptions | None = None
-    # Whether an update has begun and not ended. After an error the weights are then those of no step.
+    # Whether an update has begun and not ended. If an error ends it, the weights are those of no step.
     is_updating: bool = False
 
     def run(
@@ -135,13 +111,9 @@ class TrainStep:
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         with self.phase(phases, "encode", number):
-            encode = self.encode_pairs if self.caption_weight else self.encode_towers
-            features, texts = encode(batch, before_chunk)
-            caption_tokens = self.num_caption_tokens(batch) if self.caption_weight else 1
-        wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
-        of_towers = features[0].unbind(1) if self.caption_weight else features
-        statistics = begin_statistics(*of_towers) if wants_statistics else None
-        del of_towers
+            features, texts = self.encode(batch, before_chunk)
+            caption_tokens = self.num_caption_tokens(batch)
+        statistics = self.statistics(features, number)
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)
@@ -151,10 +123,14 @@ class TrainStep:
             self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / caption_tokens)
         with self.phase(phases, "optim", number):
             loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
-        widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
-        return StepResult(loss, parts, norm, self.agreement, phases, widths, statistics)
+        return StepResult(loss, parts, norm, self.agreement, phases, self.widths(texts), statistics)
 
     # ---- first pass ----
+
+    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        """The features of the batch, as the loss takes them; and the captions."""
+        encode = self.encode_pairs if self.caption_weight else self.encode_towers
+        return encode(batch, before_chunk)
 
     def encode_towers(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of images and of captions, (N, D) each; and the captions."""
@@ -177,16 +153,31 @@ class TrainStep:
 
     def agreed_texts(self, batch: HostBatch) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks."""
-        texts, num_chunks = self.texts(batch, self.sorted_ahead)
+        texts = self.texts(batch) if self.sorted_ahead is None else self.sorted_ahead
         if isinstance(texts, SortedCaptions):
             agreed = self.agreement.num_text_chunks if self.agreement else 0
-            texts.split(agreed or self.world.all_reduce_max(num_chunks)[0])
+            texts.split(agreed or self.world.all_reduce_max(texts.num_chunks)[0])
+        return texts
+
+    def texts(self, batch: HostBatch) -> ChunkLoader:
+        """The text tower's input. If captions are sorted, in chunks; that waits for all captions."""
+        device = self.world.device
+        if not self.sort_captions:
+            return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident)
+        is_even = self.caption_weight > 0
+        texts = SortedCaptions(
+            batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, is_even=is_even
+        )
+        texts.make_chunks(self.cache.chunks[-1])
         return texts
 
     def num_caption_tokens(self, batch: HostBatch) -> int:
-        """The labels in the captions of the global batch: from the last step's message, or by one of its own."""
+        """The labels in the captions of the global batch: from the last step's message, or by one of its own. 1 for a
+        model that writes no captions."""
+        if not self.caption_weight:
+            return 1
         agreed = self.agreement.num_caption_tokens if self.agreement else 0
-        return agreed or sum(self.world.all_reduce_max(*self.world.at_own_rank(self.own_caption_tokens(batch))))
+        return agreed or sum(self.world.all_reduce_max(*self.world.one_hot(self.own_caption_tokens(batch))))
 
     def own_caption_tokens(self, batch: HostBatch) -> int:
         """The labels in this rank's captions. Waits for all samples."""
@@ -208,6 +199,17 @@ class TrainStep:
             "teachers": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
+    def statistics(self, features: list[Tensor], number: int) -> PendingStatistics | None:
+        """Begin the statistics of the features, on rank 0 in some steps; else None."""
+        if not self.world.is_rank0 or (number > 1 and number % EVERY):
+            return None
+        images, texts = features[0].unbind(1) if self.caption_weight else features
+        return begin_statistics(images, texts)
+
+    def widths(self, texts: ChunkLoader) -> dict[int, int]:
+        """Width in tokens -> captions that the text tower computed at it."""
+        return dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
+
     @property
     def chunk_sizes(self) -> ChunkSizes:
         """Samples per chunk of each tower."""
@@ -219,30 +221,20 @@ class TrainStep:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
-    def texts(self, batch: HostBatch, texts: SortedCaptions | None = None) -> tuple[ChunkLoader, int]:
-        """The text tower's input, and the number of its sorted chunks; 0: captions are not sorted.
-
-        Sorting waits for all captions. `texts`: the input, if it has been sorted before.
-        """
-        device = self.world.device
-        if not self.sort_captions:
-            return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident), 0
-        size = self.cache.chunks[-1]
-        if texts is None:
-            is_even = self.caption_weight > 0
-            texts = SortedCaptions(
-                batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, is_even=is_even
-            )
-        return texts, texts.make_chunks(size)
-
     def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
         """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
-        texts, num_chunks = self.texts(upcoming) if upcoming else (None, 0)
+        texts = self.texts(upcoming) if upcoming else None
         self.sorted_ahead = texts if isinstance(texts, SortedCaptions) else None
-        tokens: list[int] = []
+        caption_tokens = None
         if self.caption_weight:
-            tokens = self.world.at_own_rank(self.own_caption_tokens(upcoming) if upcoming else 0)
-        return Agreement(self.world.all_reduce_max_async(num_chunks, upcoming is None, save, *tokens))
+            caption_tokens = self.own_caption_tokens(upcoming) if upcoming else 0
+        return Agreement.begin(
+            self.world,
+            text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
+            is_known=upcoming is not None,
+            save=save,
+            caption_tokens=caption_tokens,
+        )
 
     @contextmanager
     def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:

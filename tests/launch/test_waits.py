@@ -35,7 +35,7 @@ from clipscale.launch import local
 from clipscale.launch.stopping import SignalError
 from clipscale.log.records import read_metrics
 from clipscale.log.sinks import Sinks
-from clipscale.step.train_step import Agreement
+from clipscale.step.agreement import Agreement
 from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving

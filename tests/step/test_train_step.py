@@ -13,7 +13,7 @@ from clipscale.data.loader import stream
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.train_step import Agreement
+from clipscale.step.agreement import Agreement
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import small, train_loop

@@ -47,8 +47,8 @@ class SortedCaptions(ChunkLoader):
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
-        `is_even`: chunks of equally many captions, shortest first, for `SortedPairs`: images then come in few shapes,
-        and the graphs of the first chunks, which are kept, are no larger than one that was measured.
+        `is_even`: chunks of equally many captions, shortest first, for `SortedPairs`. Images then come in few shapes.
+        The first chunks, whose graphs are kept, take no more memory than the largest one, which is measured.
         """
         super().__init__(self._read, count, device, resident=resident)
         self._is_even = is_even
@@ -56,9 +56,13 @@ class SortedCaptions(ChunkLoader):
         self._lengths = lengths
         self._spans: list[tuple[int, int]] = []
 
-    def make_chunks(self, size: int) -> int:
-        """Divide the captions into chunks of at most the tokens in `size` whole contexts, or of `size` captions;
-        returns the number of chunks.
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks; 0 before `make_chunks`."""
+        return len(self._spans)
+
+    def make_chunks(self, size: int) -> None:
+        """Divide the captions, once, into chunks of at most the tokens in `size` whole contexts, or of `size` captions.
 
         Blocks until all captions have arrived. The methods below need it.
         """
@@ -75,7 +79,6 @@ class SortedCaptions(ChunkLoader):
                 self._spans = [(start, min(start + size, self.count)) for start in range(0, self.count, size)]
             else:
                 self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CAPTIONS))
-        return len(self._spans)
 
     def split(self, count: int) -> None:
         """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
@@ -103,7 +106,7 @@ class SortedCaptions(ChunkLoader):
         return widths
 
     def _width(self, start: int, stop: int) -> int:
-        """Of a chunk: that of its longest caption."""
+        """The width of a chunk: that of its longest caption."""
         return int(max(self._widths[start], self._widths[stop - 1]))
 
     def _read(self, start: int, stop: int) -> Tensor:

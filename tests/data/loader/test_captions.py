@@ -66,7 +66,8 @@ def test_equal_lengths_keep_the_batchs_order() -> None:
 def test_ranks_make_equally_many_chunks(short: int) -> None:
     """A rank with fewer chunks than another halves its largest."""
     inputs = sorted_captions(captions([5] * short + [30] * (7 - short)))
-    inputs.split(max(inputs.make_chunks(7), 5))
+    inputs.make_chunks(7)
+    inputs.split(max(inputs.num_chunks, 5))
     spans = inputs.spans(7)
     assert len(spans) == 5 and spans[-1][1] == 7
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
