@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,7 @@ DEFAULTS = {
     "precision": "fp32",  # or bf16 (autocast)
     "device": "auto",
     "repeats": 5,
+    "rounds": 1,  # of all methods, one after the other; each is compared with the others of its round
     "clock": "wall",  # or processor: the seconds of all cores, on a CPU that others use too (set OMP_NUM_THREADS=1)
     "warm": 0,  # pairs of the warm-up; 0: two chunks, or the batch where graphs are kept
     "profile": 0,  # the slowest kernels to record of one more step, the time of each kind, and the time in none
@@ -80,14 +82,15 @@ def named(method: str) -> tuple[str, str]:
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     """Raises UserError for a method that is none."""
-    jobs, common = [], {key: value for key, value in vars(settings).items() if key not in ("methods", "out")}
-    for word in settings.methods.split(","):
+    common = {key: value for key, value in vars(settings).items() if key not in ("methods", "rounds", "out")}
+    jobs = []
+    for number, word in product(range(settings.rounds), settings.methods.split(",")):
         method, _, size = word.partition("@")
         base = named(method)[1]
         if base not in ("plain", "cache", "keep", "open_clip", "open_clip-plain") and not base.startswith("keep-"):
             raise UserError(f"methods={word}: unknown{nearest(method, ('plain', 'cache', 'keep-20G', 'open_clip'))}")
         batch = parse_count(size) if size else settings.batch
-        jobs.append({"case": f"{method}@{batch}", "method": method, **common, "batch": batch})
+        jobs.append({"case": f"{method}@{batch}", "method": method, **common, "batch": batch, "round": number})
     return f"step-{settings.device}", jobs
 
 
@@ -326,8 +329,9 @@ def compare(rows: list[Row]) -> None:
     timed = [row for row in rows if "step_s" in row]
     for row in timed:
         plain = "frozen-plain" if named(row["method"])[0] == "frozen" else "plain"
-        row["ratio"] = time_beside(row, [other for other in timed if other["method"] == plain])
-        same = [other for other in timed if other["method"] == "open_clip-plain" and other["batch"] == row["batch"]]
+        beside = [other for other in timed if other["round"] == row["round"]]
+        row["ratio"] = time_beside(row, [other for other in beside if other["method"] == plain])
+        same = [other for other in beside if other["method"] == "open_clip-plain" and other["batch"] == row["batch"]]
         row["to_open_clip"] = time_beside(row, same)
 
 
