@@ -31,13 +31,15 @@ class Captioner(nn.Module):
         self.text = text
         self.decoder = decoder
 
-    def forward(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """uint8 pixels (N, 3, H, W) and integer tokens (N, T) -> unit rows (N, D) of images and of captions.
+    def forward(self, images: Tensor | tuple[Tensor, Tensor], tokens: Tensor) -> tuple[Tensor, ...]:
+        """Images and integer tokens (N, T) -> unit rows (N, D) of images and of captions.
+
+        `images`: uint8 pixels (N, 3, H, W), or what the image tower gives for them with its tokens.
 
         Where gradients are enabled, also the sum of the captions' cross entropies: 0-d, float32 (float64 for float64
         encoders). Without a graph the decoder does not run: the contrast does not need its loss.
         """
-        image_ND, image_NPW = self.image(pixels, with_tokens=True)
+        image_ND, image_NPW = images if isinstance(images, tuple) else self.image(images, with_tokens=True)
         text_ND, text_NTW = self.text(tokens, with_tokens=True)
         if not torch.is_grad_enabled():
             return image_ND, text_ND

@@ -121,11 +121,16 @@ class GradCache:
         towers = range(len(self._towers))
         return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
 
-    def encode_tower(self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing) -> Tensor:
-        """The first pass of tower i, after those of all earlier towers; see `encode`."""
+    def encode_tower(
+        self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
+    ) -> Tensor:
+        """The first pass of tower i, after those of all earlier towers; see `encode`.
+
+        `reserved`: bytes of `keep_bytes` that are not for graphs.
+        """
         # A tower that keeps no graph counts with one: its replay builds one while later towers' graphs are still kept.
         used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
-        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used)
+        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used + reserved)
         return self._towers[i].encode(batch, self.chunks[i], keep, before_chunk)
 
     def backward(self, value: Tensor) -> None:

@@ -19,16 +19,16 @@ from clipscale.step.pass_contexts import gradient_sync
 class PairEncoder(nn.Module):
     """Both towers and the decoder as one encoder of `GradCache`.
 
-    Pixels and tokens of the same samples -> unit rows of images and captions, (N, 2, D), and with a graph the sum of
-    the captions' cross entropies.
+    Images, as `Captioner` takes them, and tokens of the same samples -> unit rows of images and captions, (N, 2, D),
+    and with a graph the sum of the captions' cross entropies.
     """
 
     def __init__(self, image: nn.Module, text: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
         self.captioner = Captioner(image, text, decoder)
 
-    def forward(self, pixels: Tensor, tokens: Tensor) -> ChunkOutput:
-        image_ND, text_ND, *loss = self.captioner(pixels, tokens)
+    def forward(self, images: Tensor | tuple[Tensor, Tensor], tokens: Tensor) -> ChunkOutput:
+        image_ND, text_ND, *loss = self.captioner(images, tokens)
         return ChunkOutput(torch.stack([image_ND, text_ND], 1), *loss)
 
 

@@ -18,11 +18,11 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.captioner import count_caption_tokens
-from clipscale.models.towers import ClipModel
+from clipscale.models.towers import ClipModel, frozen
 from clipscale.step.agreement import Agreement
 from clipscale.step.ema import WeightAverage
-from clipscale.step.encoder_inputs import LazyInput
 from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
+from clipscale.step.frozen_images import FrozenImages
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
@@ -87,6 +87,8 @@ class TrainStep:
     # The weight of a captioner's loss, its mean cross entropy over the tokens of the global batch; the contrast's is 1.
     # 0: the model writes no captions, and the cache's encoders are the two towers.
     caption_weight: float = 0.0
+    # Of what a captioner's frozen image tower gives for one image, as an earlier step measured; 0: unknown.
+    image_bytes: int = 0
     # What the ranks agreed on in the last step.
     agreement: Agreement | None = None
     # The next step's captions, if they had arrived in the last one.
@@ -142,10 +144,16 @@ class TrainStep:
         """The features of a captioner's pairs, (N, 2, D); and the captions."""
         texts = self.agreed_texts(batch)
         if isinstance(texts, SortedCaptions):
-            pairs: LazyInput = SortedPairs(batch.pixels, texts)
+            pairs: SortedPairs | PairLoader = SortedPairs(batch.pixels, texts)
         else:
             pairs = PairLoader(self.images(batch), texts)
-        return [self.cache.encode_tower(0, pairs, before_chunk)], texts
+        if not frozen(self.model.image):
+            return [self.cache.encode_tower(0, pairs, before_chunk)], texts
+        for_images = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
+        pairs.images = images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, for_images)
+        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=for_images)
+        self.image_bytes = images.bytes_each
+        return [features], texts
 
     def images(self, batch: HostBatch) -> ChunkLoader:
         """The image tower's input."""

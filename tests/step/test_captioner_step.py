@@ -14,12 +14,20 @@ from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
 from clipscale.checkpoint.saved import ChunkSizes
-from clipscale.config.sections import CacheConfig, CaptionConfig, LaunchConfig, LossConfig, ModelConfig, OptimConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CaptionConfig,
+    LaunchConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    TowerConfig,
+)
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.distributed.world import World
-from clipscale.models.towers import ClipModel
+from clipscale.models.towers import ClipModel, frozen
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step import kept_graphs
 from clipscale.step.kept_graphs import KeptGraphs
@@ -45,11 +53,14 @@ class Case:
     is_legacy: bool = False
     offload: str = "host"
     weight: float = 2.0
+    # Whether the image tower is frozen.
+    is_frozen: bool = False
 
 
 def model_of(case: Case) -> ClipModel:
     bias = -2.0 if case.objective == "sigmoid" else None
-    model = small_captioner(init_bias=bias).double()
+    image = TowerConfig(train="none" if case.is_frozen else "all")
+    model = small_captioner(init_bias=bias, image=image).double()
     model.text.encoder.correct_cls_mask = not case.is_legacy
     return model
 
@@ -92,11 +103,12 @@ def last_of(step: TrainStep, rank: int, ranks: int, numbers: range) -> StepResul
 
 
 class Answer(NamedTuple):
-    """The loss and its parts, the gradients, and how many graphs were kept."""
+    """The loss and its parts, the gradients, how many graphs were kept, and images in the image tower's passes."""
 
     losses: dict[str, float]
     gradients: dict[str, Tensor]
     kept: int
+    encoded: int
 
 
 def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
@@ -104,8 +116,12 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        result = last_of(step, rank, ranks, range(1, 3))
-        answers.append(Answer({"loss": result.loss, **result.parts}, gradients(step.model), *step.cache.kept))
+        last_of(step, rank, ranks, range(1, 2))
+        encoded: list[int] = []
+        step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
+        result = last_of(step, rank, ranks, range(2, 3))
+        losses = {"loss": result.loss, **result.parts}
+        answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
 
 
@@ -119,6 +135,7 @@ def open_clips(model: ClipModel) -> CoCa:
     theirs.logit_scale.data.copy_(model.logit_scale)
     if model.logit_bias is not None:
         theirs.logit_bias.data.copy_(model.logit_bias)
+    theirs.visual.requires_grad_(not frozen(model.image))
     theirs.text.correct_cls_mask = model.text.encoder.correct_cls_mask
     return theirs
 
@@ -145,7 +162,11 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 ONE = [Case(), Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3)]
-TWO = [Case(exchange="ring", keep="5M"), Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4)]
+TWO = [
+    Case(exchange="ring", keep="5M"),
+    Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4),
+    Case(keep="5M", is_frozen=True),
+]
 MORE = [
     Case(objective="sigmoid", exchange="ring", chunk=BATCH),
     Case(keep="1G", is_legacy=True, offload="none", chunk=3),
@@ -173,9 +194,34 @@ def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, 
     for i, case in enumerate(cases):
         values, expected = one_graph(case)
         values["loss"] = values["contrastive_loss"] + case.weight * values["caption_loss"]
-        for losses, found, kept in (answer[i] for answer in answers):
+        for losses, found, kept, _ in (answer[i] for answer in answers):
             assert losses == pytest.approx(values, rel=1e-10), case
             assert bool(kept) == (case.keep != "none"), case
+            assert_same(found, expected, 1e-10, case)
+
+
+# Memory in which no image's tokens are kept, those of a chunk of 5, those of all images, and graphs, too; and how many
+# images of a rank's 12 or 6 are encoded again.
+KEPT = {"none": (12, 6), "8k": (7, 1), "30k": (0, 0), "5M": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "keeps"),
+    [
+        (1, "ddp", ["8k", "30k"]),
+        *(pytest.param(*how, [*KEPT], marks=pytest.mark.slow) for how in ((1, "ddp"), (2, "ddp"), (2, "zero3"))),
+    ],
+)
+def test_a_frozen_image_tower_has_one_pass_where_its_tokens_are_kept(
+    ranks: int, parallel: str, keeps: list[str]
+) -> None:
+    cases = [Case(parallel, keep=keep, is_frozen=True, is_sorted=keep != "30k") for keep in keeps]
+    answers = [stepped(0, 1, cases)] if ranks == 1 else run_ranks(stepped, ranks, cases)
+    expected = one_graph(cases[0])[1]
+    for i, case in enumerate(cases):
+        for _, found, kept, encoded in (answer[i] for answer in answers):
+            assert encoded == BATCH // ranks + KEPT[case.keep][ranks - 1], case
+            assert bool(kept) == (case.keep == "5M"), case
             assert_same(found, expected, 1e-10, case)
 
 

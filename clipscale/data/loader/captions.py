@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.loader.to_device import ChunkLoader, Images
 
 # Chunks are a multiple of this wide: fast on tensor cores, and few shapes.
 GRAIN = 8
@@ -126,7 +126,7 @@ class SortedPairs:
         """`pixels(start, stop)` blocks until those images have arrived."""
         self.captions = captions
         count = len(captions)
-        self.images = ChunkLoader(
+        self.images: Images = ChunkLoader(
             lambda start, stop: captions.in_order(pixels(0, count), start, stop),
             count,
             captions.device,
@@ -138,8 +138,8 @@ class SortedPairs:
     def __len__(self) -> int:
         return len(self.captions)
 
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Pixels and tokens on the device."""
+    def chunk(self, start: int, stop: int) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        """Images and tokens on the device."""
         return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 

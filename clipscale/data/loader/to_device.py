@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,18 +22,27 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Images(Protocol):
+    """The images of a captioner's pairs."""
+
+    def __len__(self) -> int: ...
+
+    def chunk(self, start: int, stop: int) -> Tensor | tuple[Tensor, Tensor]:
+        """Pixels on the device, or what a frozen tower makes of them."""
+
+
 class PairLoader:
     """Input of a captioner's encoder: images and captions of the same samples, in the batch's order."""
 
-    def __init__(self, images: "ChunkLoader", captions: "ChunkLoader") -> None:
+    def __init__(self, images: Images, captions: "ChunkLoader") -> None:
         self.images = images
         self.captions = captions
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Pixels and tokens on the device."""
+    def chunk(self, start: int, stop: int) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        """Images and tokens on the device."""
         return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
