@@ -44,7 +44,7 @@ DEFAULTS = {
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAIR_COSINE = 0.2
 """Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""
-MOST_COUNTED = 2**18
+MAX_COUNTED = 2**18
 """Pairs up to which a further step counts FLOPs."""
 COUNTED_UNITS = 4
 """Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward."""
@@ -189,7 +189,7 @@ def facts(loss: LossFunction, method: Method, job: Row) -> Row:
     gradients = sum(grad.nbytes for grad in grads)
     forward -= gradients if method.sigmoid else 0  # which makes them in the forward pass
     row: Row = {"extra_bytes": max(forward, backward - gradients, 0)}
-    if not method.cuda and job["method"] != "compile" and job["n"] <= MOST_COUNTED:
+    if not method.cuda and job["method"] != "compile" and job["n"] <= MAX_COUNTED:
         with FlopCounterMode(display=False, custom_mapping=ADDMM_FLOPS) as counter:
             step(loss, inputs)
         row["units"] = counter.get_total_flops() / (2 * job["n"] ** 2 * job["d"]) or None  # kernels are not counted

@@ -162,7 +162,7 @@ def test_what_ends_a_run_saves_first(
 def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses, resets, is silent, cuts answers off or gives wrong ones; all is counted."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name, value in {"REQUEST_BYTES": 8192, "LONGEST_WAIT_S": 0.01, "WAIT_S": 0.3}.items():
+    for name, value in {"REQUEST_BYTES": 8192, "MAX_WAIT_S": 0.01, "WAIT_S": 0.3}.items():
         monkeypatch.setattr(store, name, value)
     paths = write_shards(tmp_path / "set", [40, 40])
     random = Random(7)

@@ -16,7 +16,7 @@ from tests.breaks import BREAKS
 
 CHECKOUT = PACKAGE.parent
 TABLE = CHECKOUT / "docs/contributing/private-parts.md"
-MOST_ROWS = 25
+MAX_ROWS = 25
 # Bases of other packages that classes of ours read attributes of. Their packages document these attributes.
 DOCUMENTED = {"Module", "Conv2d", "Linear", "Optimizer", "FileSystemReader", "FileSystemWriter", "GzipFile"}
 # Names with an underscore that Python documents.
@@ -166,7 +166,7 @@ def package() -> list[ast.Module]:
 
 def test_every_private_part_of_another_package_has_a_row() -> None:
     listed = [*rows()]
-    assert len(listed) <= MOST_ROWS
+    assert len(listed) <= MAX_ROWS
     spans = [name for row in listed for name in re.findall("`(.+?)`", row.what)]
     words = {word for name in spans for word in re.split(r"\W+", name)}
     names, bases = private_parts(package())

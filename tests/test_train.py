@@ -174,7 +174,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 a step that overflows is skipped and halves the loss scale, but not for ever."""
-    monkeypatch.setattr("clipscale.step.precision.LEAST_LOSS_SCALE", 2.0**15)
+    monkeypatch.setattr("clipscale.step.precision.MIN_LOSS_SCALE", 2.0**15)
     with refused("training has diverged"):
         train(diverging(demo, tmp_path / "run", "fp16"))
     assert sum(record["skipped"] for record in records(tmp_path / "run")) >= 2, (

@@ -20,7 +20,7 @@ from clipscale.common.printable import printable, without_password
 
 T = TypeVar("T")
 # Most characters of a printed error or warning.
-LONGEST = 4000
+MAX_LENGTH = 4000
 # Empties a terminal's last line.
 CLEAR = "\r\x1b[K"
 # Wraps lines of a log on a terminal.
@@ -129,7 +129,7 @@ def tracked(items: Iterable[T], task: str, total: int) -> Iterator[T]:
 
 def print_failure(error: object, details: str = "") -> None:
     """Print a failure on stderr: the lines of its traceback, if there is one, and one line that says what it is."""
-    for line in [*details.splitlines(), without_password(f"error: {error}")[:LONGEST]]:
+    for line in [*details.splitlines(), without_password(f"error: {error}")[:MAX_LENGTH]]:
         print_line(line, error=True)
 
 
@@ -138,7 +138,7 @@ class _Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clear()
-        return without_password(printable(record.getMessage()))[:LONGEST]
+        return without_password(printable(record.getMessage()))[:MAX_LENGTH]
 
 
 def make_warnings_printable() -> None:

@@ -12,7 +12,7 @@ from clipscale.common.printable import without_password
 # Environment variable that lists the variables that the configuration reads. All processes of a run inherit it.
 READ = "CLIPSCALE_ENV_READ"
 # Shorter values are words and numbers, not secrets.
-SHORTEST_SECRET = 8
+MIN_SECRET_LENGTH = 8
 
 
 def from_environment(name: str, *default: str | None) -> str | None:
@@ -34,6 +34,6 @@ def hidden(tree: Any) -> Any:
         return tree
     for name in os.environ.get(READ, "").split(","):
         value = os.environ.get(name, "")
-        if len(value) >= SHORTEST_SECRET:
+        if len(value) >= MIN_SECRET_LENGTH:
             tree = tree.replace(value, f"${{oc.env:{name}}}")
     return without_password(tree)

@@ -124,7 +124,7 @@ def batch_exceeds_data(config: TrainConfig, epoch: int | None) -> str:
 # Most samples of a run -> the best batch in LAION's sweeps of that length (scaling-laws-for-comparison, NeurIPS 2025).
 BEST_BATCHES = {12_800_000: 2048, 64_000_000: 4096, 128_000_000: 8192, 1_280_000_000: 16384}
 # The largest batch that shows a gain in published runs of more samples. DataComp and LAION-2B took up to 90k.
-LARGEST_SHOWN = 1 << 18
+LARGEST_PUBLISHED_BATCH = 1 << 18
 # This many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
 TOLERATED = 5.5
 
@@ -143,8 +143,8 @@ def beyond_published(batch: int, samples: int | None) -> str:
             f"{format_count(best)} was best, and a larger "
             "batch makes too few steps; take a smaller one, or more samples"
         )
-    if not best and batch > LARGEST_SHOWN:
-        most = format_count(LARGEST_SHOWN)
+    if not best and batch > LARGEST_PUBLISHED_BATCH:
+        most = format_count(LARGEST_PUBLISHED_BATCH)
         return (
             f"batch={format_count(batch)}: no published run shows a gain beyond {most}; a smaller one makes more steps"
         )

@@ -30,14 +30,14 @@ IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo",
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
 Image.init()
 warnings.filterwarnings("ignore", module=r"PIL\.")
-"""Pillow's warnings do not say which picture. Damaged pictures are counted, and MOST_PIXELS limits sizes."""
+"""Pillow's warnings do not say which picture. Damaged pictures are counted, and MAX_PIXELS limits sizes."""
 # The decoders that Pillow may use. EPS would run a program. A TIFF may claim tiles larger than its picture.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
-MOST_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485
 # Most rows or columns of a picture: each row costs time and memory, even of one pixel, and a picture may be turned.
 # JPEG, WebP and GIF have at most 65,535.
-LONGEST_SIDE = 1_048_576
+MAX_SIDE = 1_048_576
 # Canvases that Pillow holds while it decodes a WebP, which may be animated.
 WEBP_CANVASES = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
@@ -50,16 +50,16 @@ RUN_LENGTHS = 16
 SCAN = b"\xff\xda"
 SCANS_AND_CODES = re.compile(rb"\xff(?:\xda|[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08)")
 # Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10.
-MOST_SCANS = 100
+MAX_SCANS = 100
 # Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture.
-MOST_SCANNED = 10 * MOST_PIXELS
+MAX_SCANNED_PIXELS = 10 * MAX_PIXELS
 # Most EXIF or Photoshop segments of a JPEG, or colour profiles of a PNG: Pillow joins the first in quadratic time, and
 # reads thousands of records in each of the second. Usual is one.
-MOST_PROFILES = 100
+MAX_PROFILES = 100
 # Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
 # or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
-MOST_HEADER_READS = 1 << 14
-MOST_READS = 1 << 18
+MAX_HEADER_READS = 1 << 14
+MAX_READS = 1 << 18
 _ORIENTATION = 0x0112
 # Chunks of a PNG without pixels that Pillow unpacks, and refuses above a megabyte: texts and a colour profile. Of texts
 # XMP may hold the orientation.
@@ -155,7 +155,7 @@ def broken_pictures() -> Iterator[None]:
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
-def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
+def open_picture(data: bytes, most: float = MAX_PIXELS) -> Image.Image:
     """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
     Pillow's many errors."""
     check_profiles(data)
@@ -168,22 +168,22 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
         content = content_of(data) or f"begins with {data[:8]!r}"
         content = content if "damaged" in content else f"{content}, no picture of {', '.join(FORMATS)}"
         raise BrokenSampleError("unreadable_image", content) from None
-    source.reads_left = MOST_READS
+    source.reads_left = MAX_READS
     check_pixels(*image.size, most / decoding_cost(image, data))
     return image
 
 
 def check_profiles(data: bytes) -> None:
     """Raise BrokenSampleError for a picture of too many EXIF or Photoshop segments or colour profiles."""
-    if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
-        raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
+    if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MAX_PROFILES:
+        raise BrokenSampleError("unreadable_image", f"over {MAX_PROFILES} profiles")
 
 
 def without_texts(data: bytes) -> bytes:
     """A PNG without its chunks of _PNG_TEXTS, apart from XMP."""
     parts = [data[:8]]
     start = 8
-    while start < len(data) and len(parts) < MOST_READS:
+    while start < len(data) and len(parts) < MAX_READS:
         end = start + 12 + int.from_bytes(data[start : start + 4], "big")
         if data[start + 4 : start + 8] not in _PNG_TEXTS or data.startswith(_XMP, start + 8):
             parts.append(data[start:end])
@@ -194,7 +194,7 @@ def without_texts(data: bytes) -> bytes:
 class Pieces(io.BytesIO):
     """A picture's bytes, in a bounded number of reads: each takes Pillow microseconds."""
 
-    reads_left = MOST_HEADER_READS
+    reads_left = MAX_HEADER_READS
 
     def read(self, size: int | None = -1) -> bytes:
         self.reads_left -= 1
@@ -223,15 +223,15 @@ def check_code(jpeg: bytes, width: int, height: int) -> None:
     """Raise BrokenSampleError for a JPEG of many scans or of another code."""
     found = SCANS_AND_CODES.findall(jpeg)
     scans = found.count(SCAN)
-    if scans > MOST_SCANS or scans * width * height > MOST_SCANNED:
+    if scans > MAX_SCANS or scans * width * height > MAX_SCANNED_PIXELS:
         raise BrokenSampleError("too_many_scans", f"{scans} of {width} x {height} pixels")
     if len(found) > scans:
         raise BrokenSampleError("unreadable_image", "a JPEG in an arithmetic or lossless code")
 
 
-def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
+def check_pixels(width: int, height: int, most: float = MAX_PIXELS) -> None:
     """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels, or too long a side."""
-    if width * height > most or max(width, height) > LONGEST_SIDE:
+    if width * height > most or max(width, height) > MAX_SIDE:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
 
@@ -259,14 +259,14 @@ class Picture:
     opened: Image.Image | None = None
 
     @classmethod
-    def read(cls, data: bytes, most: float = MOST_PIXELS) -> "Picture":
+    def read(cls, data: bytes, most: float = MAX_PIXELS) -> "Picture":
         """Read the header. `most`: the limit of pixels. For a file that the user names, callers take Pillow's own.
 
         Raises BrokenSampleError: `huge_image`, `unreadable_image`.
         """
         with broken_pictures():
             frame = usual_frame(data)
-            if frame and frame.width * frame.height <= MOST_PIXELS:
+            if frame and frame.width * frame.height <= MAX_PIXELS:
                 check_profiles(data)
                 check_code(data, frame.width, frame.height)
                 check_pixels(frame.width, frame.height, most)

@@ -16,7 +16,7 @@ KNOWN = {0xE0: (b"JFIF\0", 12), 0xEE: (b"Adobe", 12)}
 # A quantisation table of 8 bits, and its number.
 TABLE = 65
 # More segments before the pixels are unusual.
-MOST_SEGMENTS = 64
+MAX_SEGMENTS = 64
 
 
 class Frame(NamedTuple):
@@ -37,7 +37,7 @@ def usual_frame(data: bytes) -> Frame | None:
         return None
     frame = None
     at = len(START)
-    for _ in range(MOST_SEGMENTS):
+    for _ in range(MAX_SEGMENTS):
         length = int.from_bytes(data[at + 2 : at + 4], "big")
         end = at + 2 + length
         if length < 2 or end > len(data) or data[at] != 0xFF:

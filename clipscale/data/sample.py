@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 # Members that webdataset reserves for itself.
 _META = re.compile(r"__[^/]*__($|/)")
 # Bytes of a member's name; a longer one belongs to no sample, as on file systems.
-LONGEST_NAME = 4096
+MAX_NAME_BYTES = 4096
 
 # Size limit of an encoded picture.
 MAX_IMAGE_BYTES = 64 << 20
@@ -84,7 +84,7 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
 
     webdataset's rule: the key ends at the first dot after the last slash.
     """
-    if len(name) > LONGEST_NAME or _META.match(name):
+    if len(name) > MAX_NAME_BYTES or _META.match(name):
         return None
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")

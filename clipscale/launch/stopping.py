@@ -29,7 +29,7 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
 # Calls of `check` between two votes, at most.
-MOST_CALLS = 256
+MAX_CALLS = 256
 # A rank that waits asks this often, in seconds, whether another rank has a signal.
 ASK_S = 0.5
 # A start has this many seconds to run its signal handler in the main thread. Then another thread ends the process.
@@ -260,7 +260,7 @@ class Stop:
         self._calls_to_vote = self._calls
         self._voted = now
         # The rank with the fewest calls decides.
-        self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MOST_CALLS))
+        self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MAX_CALLS))
         return votes[0]
 
     def _record(self, number: int, _: object) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "adapter_config.json"
-LONGEST = 2**20
+MAX_CONFIG_BYTES = 2**20
 # Files of weights in a folder that has only adapters.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Segments that PEFT puts into names: for an adapter, for a module that is saved whole, and for a wrapped module.
@@ -38,7 +38,7 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
         return 0.0
     with files.reported(f"{setting}: damaged", folder / CONFIG, "download it again"):
         path = folder / CONFIG
-        has_config = path.is_file() and path.stat().st_size < LONGEST
+        has_config = path.is_file() and path.stat().st_size < MAX_CONFIG_BYTES
         config: dict[str, object] = files.read_json(path) if has_config else {}
     alpha, rank = config.get("lora_alpha"), config.get("r")
     plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in OTHER)

@@ -35,7 +35,7 @@ OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
 # Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
-LONGEST_JSON = 2**26
+MAX_JSON_BYTES = 2**26
 FETCH_REMEDY = "; download it elsewhere, give it"
 UNKNOWN_MODEL = ModelConfig("")
 PARTS = {"vision_cfg": VISUAL, "text_cfg": TEXT}
@@ -239,7 +239,7 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
         shards = _checked(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
-            if file.stat().st_size > LONGEST_JSON:
+            if file.stat().st_size > MAX_JSON_BYTES:
                 raise ValueError(f"{file.name} is too large to describe a model")
         alone = _tower_of(folder)
         if alone and origin.startswith("model.weights="):

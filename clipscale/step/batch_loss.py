@@ -14,7 +14,7 @@ from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 
 # Least length by which the first numbers of a feature are divided. Their gradient grows at most 1,000 times.
-SHORTEST = 1e-3
+MIN_LENGTH = 1e-3
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BatchLoss:
 
     With `sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
     whole features, and for each size one of their first `size` numbers, normalised to unit length. Numbers of a length
-    below SHORTEST are divided by SHORTEST.
+    below MIN_LENGTH are divided by MIN_LENGTH.
     """
 
     # The model, which has the logit scale and bias.
@@ -63,7 +63,7 @@ class BatchLoss:
         with self.autocast():
             value = self._value(image_features, text_features, used, taught)
             for size in self.sizes:
-                images, texts = (unit_rows(rows[:, :size], SHORTEST) for rows in (image_features, text_features))
+                images, texts = (unit_rows(rows[:, :size], MIN_LENGTH) for rows in (image_features, text_features))
                 value = value + self._value(images, texts, used, taught)
             return value
 

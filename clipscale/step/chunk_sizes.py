@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from clipscale.step.pass_contexts import batch_norms, trains
 # Samples per chunk on a CPU. Larger chunks fit there too, but are no faster.
 CPU_CHUNK = 256
 # Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid.
-SMALLEST, LARGEST = 16, 2**15
-# Share of the best speed that is good enough. Small chunks waste less of the memory for kept graphs, so the smallest
-# chunk that reaches this speed is taken if some graphs are kept.
+MIN_CHUNK = 16
+MAX_CHUNK = 2**15
+# Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is
+# taken: small chunks leave less of the memory for graphs unused.
 GOOD_ENOUGH = 0.95
-# Makes random inputs of a tower: so many samples on a device.
-Draw = Callable[[ClipModel, int, torch.device], Tensor | tuple[Tensor, ...]]
+Inputs = Tensor | tuple[Tensor, ...]
+# Draws random inputs of a tower: (model, device, samples) -> inputs.
+Draw = Callable[[ClipModel, torch.device, int], Inputs]
 
 
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
@@ -88,25 +91,32 @@ def agreed_chunk_sizes(
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
-            rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
-            fastest = find_chunk(rate, rows, world.device, keep=keeps_graphs)
-            size = min(world.all_gather_object(fastest))
+            size = measured_chunk(tower, partial(draw, model, world.device), rows, world, keep=keeps_graphs)
         sizes[name] = size
     return ChunkSizes(**{"text": sizes["image"], **sizes}, device=device)
 
 
-def random_pairs(model: ClipModel, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def measured_chunk(tower: nn.Module, draw: Callable[[int], Inputs], rows: int, world: World, *, keep: bool) -> int:
+    """The chunk size of `find_chunk`, the smallest of all ranks. A collective. `draw(n)`: n samples of inputs."""
+
+    def rate(size: int) -> float:
+        return samples_per_second(tower, draw(size))
+
+    return min(world.all_gather_object(find_chunk(rate, rows, world.device, keep=keep)))
+
+
+def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
     """Inputs of a captioner's encoder."""
-    return random_pixels(model, count, device), random_captions(model, count, device)
+    return random_pixels(model, device, count), random_captions(model, device, count)
 
 
-def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:
+def random_pixels(model: ClipModel, device: torch.device, count: int) -> Tensor:
     """Inputs of the image tower: (count, 3, side, side) uint8."""
     side = model.image_size
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=device)
 
 
-def random_captions(model: ClipModel, count: int, device: torch.device) -> Tensor:
+def random_captions(model: ClipModel, device: torch.device, count: int) -> Tensor:
     """Inputs of the text tower: (count, context length) int64."""
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
@@ -122,16 +132,16 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
     rates: dict[int, float] = {}
-    size = min(SMALLEST, local_batch)
+    size = min(MIN_CHUNK, local_batch)
     with RandomState.now().preserved():
         while True:
             try:
                 rates[size] = rate(size)
             except torch.OutOfMemoryError:
                 break
-            if size in (local_batch, LARGEST) or rates[size] < GOOD_ENOUGH * max(rates.values()):
+            if size in (local_batch, MAX_CHUNK) or rates[size] < GOOD_ENOUGH * max(rates.values()):
                 break
-            size = min(2 * size, local_batch, LARGEST)
+            size = min(2 * size, local_batch, MAX_CHUNK)
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
@@ -141,7 +151,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     return min(n for n, speed in tried.items() if speed >= least)
 
 
-def samples_per_second(tower: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> float:
+def samples_per_second(tower: nn.Module, inputs: Inputs) -> float:
     """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
     try:
         for _ in range(2):
@@ -154,7 +164,7 @@ def samples_per_second(tower: nn.Module, inputs: Tensor | tuple[Tensor, ...]) ->
     return len(tree_leaves(inputs)[0]) / seconds
 
 
-def both_passes(tower: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> None:
+def both_passes(tower: nn.Module, inputs: Inputs) -> None:
     """A pass without a graph and, if the tower trains, one with a graph, which adds to its gradients."""
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def try_compiled(
                 weights.start_step(tower, precision.autocast, -(-batch // chunk))
                 weights.is_ddp = world.size > 1
                 for size in {chunk, batch % chunk or chunk}:
-                    inputs = (random_pixels if images else random_captions)(model, size, world.device)
+                    inputs = (random_pixels if images else random_captions)(model, world.device, size)
                     for sync in (False, True):
                         with batch_norm_preserved(tower), precision.autocast(), weights.used(True, sync):
                             both_passes(tower, inputs)

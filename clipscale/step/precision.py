@@ -12,7 +12,7 @@ from clipscale.step.pass_contexts import trains
 # Type of autocast.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # If fp16 gradients overflow even below this loss scale, training has diverged.
-LEAST_LOSS_SCALE = 1.0
+MIN_LOSS_SCALE = 1.0
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Precision:
 
     @property
     def can_lower_loss_scale(self) -> bool:
-        return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
+        return self.scaler is not None and self.scaler.get_scale() >= MIN_LOSS_SCALE
 
     def cast_frozen_(self, *towers: nn.Module) -> None:
         """Cast the frozen towers' weights of matrix products in place.

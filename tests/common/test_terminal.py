@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.printable import printable
-from clipscale.common.terminal import LONGEST
+from clipscale.common.terminal import MAX_LENGTH
 from clipscale.log.table import TextTable, show
 from tests.conftest import Cap
 from tests.support.interpreter import interpreted
@@ -36,7 +36,7 @@ def test_printable_text_has_no_control_characters_and_loses_nothing(text: str) -
 def test_an_error_is_one_printable_line(text: str, capsys: Cap) -> None:
     assert main([text]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.isprintable() and len(line) <= LONGEST
+    assert line.isprintable() and len(line) <= MAX_LENGTH
 
 
 def test_a_warning_is_one_printable_line(capsys: Cap) -> None:

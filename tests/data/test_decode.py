@@ -237,7 +237,7 @@ def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest
     Picture.read(many)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture.read(data[:-2] + 120 * scan + data[-2:])
-    monkeypatch.setattr(decode, "MOST_SCANNED", 20 * 40 * 40)  # as a large picture's are too many
+    monkeypatch.setattr(decode, "MAX_SCANNED_PIXELS", 20 * 40 * 40)  # as a large picture's are too many
     Picture.read(data)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture.read(many)

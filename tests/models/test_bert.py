@@ -51,7 +51,7 @@ def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(
     other = build_model(shorter).eval()
     assert (model.context_length, other.context_length) == (77, 16)
     assert [m.tokenizer(["a red ring"]).shape[1] for m in (model, other)] == [77, 16]
-    assert random_captions(other, 3, torch.device("cpu")).shape == (3, 16)
+    assert random_captions(other, torch.device("cpu"), 3).shape == (3, 16)
     assert text_flops(config) == text_flops(config, length=77)
     assert text_flops(shorter) == text_flops(config, length=16)
     with pytest.raises(UserError, match=r"text_cfg.context_length is 600, and its text tower has 512 positions"):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.models.towers import unit_rows
-from clipscale.step.batch_loss import SHORTEST, BatchLoss
+from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
 
 SCALE = torch.tensor(3.0)
 
@@ -48,5 +48,5 @@ def test_a_feature_of_zeros_has_a_bounded_gradient() -> None:
 
 def test_ordinary_rows_are_as_before_bit_for_bit() -> None:
     features = torch.randn(1000, 4, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 3, 1000)[:, None]
-    features = features[features.norm(dim=-1) > SHORTEST]
-    assert torch.equal(unit_rows(features, SHORTEST), F.normalize(features, dim=-1)) and len(features) > 900
+    features = features[features.norm(dim=-1) > MIN_LENGTH]
+    assert torch.equal(unit_rows(features, MIN_LENGTH), F.normalize(features, dim=-1)) and len(features) > 900

@@ -92,7 +92,7 @@ def checked() -> None:
     from clipscale.cli.main import main
     from clipscale.data.shards import store
 
-    store.LONGEST_WAIT_S = 0.01
+    store.MAX_WAIT_S = 0.01
     for words in json.load(sys.stdin):
         out = StringIO()
         with redirect_stdout(out), redirect_stderr(out):

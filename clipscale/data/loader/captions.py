@@ -130,7 +130,7 @@ class SortedPairs:
             lambda start, stop: captions.in_order(pixels(0, count), start, stop),
             count,
             captions.device,
-            resident=captions.held is not None,
+            resident=captions.resident is not None,
         )
         self.spans = captions.spans
         self.rows = captions.rows

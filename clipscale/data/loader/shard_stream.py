@@ -29,13 +29,13 @@ from clipscale.data.shards.subset import subset_of
 # Takes a phrase that names the shard or the sample that is read now.
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
-MOST_IN_SHARD = 20_000
+MAX_BROKEN_IN_SHARD = 20_000
 # A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of a few
 # must not end a run, and a stream of a small set may hold a single sample an epoch.
-MOST_BROKEN = 200_000
-MOST_FRUITLESS = 200
+MAX_BROKEN = 200_000
+MAX_FRUITLESS_VISITS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.
-MOST_UNREACHABLE = 3
+MAX_UNREACHABLE = 3
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ShardStream:
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
-                if self._skipped(error, segment, item) > MOST_IN_SHARD:
+                if self._skipped(error, segment, item) > MAX_BROKEN_IN_SHARD:
                     reader.abandoned = segment
             else:
                 self._used += 1
@@ -162,12 +162,12 @@ class ShardStream:
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)
-        if len(self._unreachable) >= MOST_UNREACHABLE:
+        if len(self._unreachable) >= MAX_UNREACHABLE:
             raise LoaderError(
-                f"data.train: {MOST_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
+                f"data.train: {MAX_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
                 f"(the last: {error}); go on with resume=auto when the storage is back"
             )
-        if len(self._visits) > MOST_FRUITLESS or self._visits.total() > MOST_BROKEN:
+        if len(self._visits) > MAX_FRUITLESS_VISITS or self._visits.total() > MAX_BROKEN:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
             holds = unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(

@@ -8,9 +8,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import call
 from typing import TypedDict
 
 import numpy as np
@@ -31,20 +30,21 @@ from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import CHANGED, EVENT
-from clipscale.data.shards.counts import OnMain, build_order
+from clipscale.data.shards.counts import OnMain, build_order, in_this_process
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
 
 log = logging.getLogger(__name__)
 
-# A worker delivers PIECE samples at once: enough to tokenise together, few enough for the first chunk to start early.
-# A large batch comes in PIECES larger pieces: more reports could fill the pipe while nobody reads it.
+# A worker delivers this many samples at once: enough to tokenise together, few enough for the first chunk to start
+# early.
 PIECE = 64
-PIECES = 64
+# A worker delivers a large batch in at most this many pieces. More reports could fill the pipe while nobody reads it.
+MAX_PIECES = 64
 
 
 @dataclass
-class _Filling:
+class PendingBatch:
     """A batch that the workers are filling."""
 
     done: list[int]  # rows that each worker has filled
@@ -85,13 +85,13 @@ class TrainStream:
         self._streams = len(start)
         self._step = -1
         self._given_back = False
-        self._batches: dict[int, _Filling] = {}
+        self._batches: dict[int, PendingBatch] = {}
         self._counts: Counter[str] = Counter()  # what the workers have counted so far
         self._waited_s = 0.0
         self._defers = False
         self._while_waiting: Callable[[], None] = lambda: None
-        # The error of the workers, or of a wait for them. From then on reads return at once, with garbage. Discard the
-        # batch with `give_back`.
+        # The error of the workers, or of a wait for them. After it, reads return at once, and rows may be garbage.
+        # Discard the batch with `give_back`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
@@ -135,9 +135,9 @@ class TrainStream:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers = True
 
-    def while_waiting(self, call: Callable[[], None]) -> None:
-        """Call it a few times a second while samples are waited for. What it raises is a failure."""
-        self._while_waiting = call
+    def while_waiting(self, tick: Callable[[], None]) -> None:
+        """Call `tick` a few times a second while samples are waited for. What it raises is a failure."""
+        self._while_waiting = tick
 
     def check(self) -> None:
         """Raise the `failure`, if there is one."""
@@ -157,7 +157,7 @@ class TrainStream:
         return self._batch(step)
 
     def upcoming(self) -> HostBatch | None:
-        """The batch after the last if all of it has arrived. Does not wait."""
+        """The batch after the last one, if all of it has arrived. Does not wait."""
         self._receive([])
         step = self._step + 1
         batch = self._batches.get(step)
@@ -175,7 +175,7 @@ class TrainStream:
         return HostBatch(self._arena.slot(step), self._arena.layout, wait)
 
     def give_back(self) -> None:
-        """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
+        """Discard the last batch: `position` is then the one before it. No further batch may be requested."""
         self._given_back = True
 
     def position(self) -> DataPosition:
@@ -202,7 +202,7 @@ class TrainStream:
 
     def _request(self, step: int) -> None:
         """Let the workers fill a batch, after those requested before."""
-        self._batches[step] = _Filling([0] * len(self._rows), set(range(len(self._rows))))
+        self._batches[step] = PendingBatch([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
     def _finish(self, step: int) -> dict[int, StreamPosition]:
@@ -224,7 +224,7 @@ class TrainStream:
     def _receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> None:
         try:
             messages = [] if self.failure else self.workers.receive(needed, tick)
-        except Exception as error:  # a bug in there loses no steps either: the run saves, and ends
+        except Exception as error:  # also a bug of the loader: the run saves its steps, and ends
             failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
             if failure is not error:
                 print_failure("the data loader failed", "".join(traceback.format_exception(error)))
@@ -253,7 +253,7 @@ def ordered_shards(
     share: BatchShare,
     seed: int,
     position: DataPosition | None = None,
-    on_main: OnMain = call,
+    on_main: OnMain = in_this_process,
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> OrderedShards:
@@ -295,22 +295,19 @@ def open_stream(
     memory = stated_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
-    specs = [
-        WorkerSpec(
-            config=config,
-            shards=shards,
-            transform=TrainTransform(side, config.augment),
-            tokenizer=tokenizer,
-            pad=int(empty[0, -1]),
-            selection=chosen,
-            start_of=dict(
-                islice(start.items(), number, None, count)
-            ),  # so that all workers fill the batch from its first rows on
-            share=share,
-            piece=max(PIECE, share.samples // (count * PIECES)),
-        )
-        for number in range(count)
-    ]
+    spec = WorkerSpec(
+        config=config,
+        shards=shards,
+        transform=TrainTransform(side, config.augment),
+        tokenizer=tokenizer,
+        pad=int(empty[0, -1]),
+        selection=chosen,
+        start_of=start,
+        share=share,
+        piece=max(PIECE, share.samples // (count * MAX_PIECES)),
+    )
+    # Streams in turn, so that all workers fill the batch from its first rows on.
+    specs = [replace(spec, start_of=dict(islice(start.items(), number, None, count))) for number in range(count)]
     readers: Workers | InProcess
     if workers:
         readers = start_workers(specs, arena, config.timeout_s)

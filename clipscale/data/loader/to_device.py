@@ -10,10 +10,10 @@ from torch import Tensor
 
 # Chunks on the device at once: one that computes and one that is copied.
 AHEAD = 2
-# Of inputs that take little memory, so that the device has work while the host begins the next tower.
-FAR_AHEAD = 4
-# Bytes of a chunk that take little.
-FEW_BYTES = 8 << 20
+# The same for small chunks. They compute quickly, and the device needs work while the host begins the next tower.
+SMALL_AHEAD = 4
+# A chunk of at most this many bytes is small.
+SMALL_BYTES = 8 << 20
 
 
 @cache
@@ -50,7 +50,7 @@ class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
     `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies have their own stream,
-    and at most AHEAD chunks, or FAR_AHEAD small ones, are on the device, so its memory does not grow with the batch.
+    and at most AHEAD chunks, or SMALL_AHEAD small ones, are on the device. So its memory does not grow with the batch.
     With `resident`, every chunk stays on the device for the second pass.
     """
 
@@ -58,31 +58,35 @@ class ChunkLoader:
         self.read = read
         self.count = count
         self.device = device
-        self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
+        # The chunks that stay; None: none does.
+        self.resident: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
-        self.computed: deque[torch.cuda.Event] = deque()
+        # For each chunk on the device the event before its copy: when it has passed, an earlier chunk is computed.
+        self.events: deque[torch.cuda.Event] = deque()
         self.ahead = AHEAD
 
     def __len__(self) -> int:
         return self.count
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        if self.held is None:
-            return self.fetch(start, stop)
-        if (start, stop) not in self.held:
-            self.held[start, stop] = self.fetch(start, stop)
-        return self.held[start, stop]
+        """The rows start..stop on the device."""
+        if self.resident is None:
+            return self.copied(start, stop)
+        if (start, stop) not in self.resident:
+            self.resident[start, stop] = self.copied(start, stop)
+        return self.resident[start, stop]
 
-    def fetch(self, start: int, stop: int) -> Tensor:
+    def copied(self, start: int, stop: int) -> Tensor:
+        """A new copy of the rows. The host waits while too many chunks are on the device."""
         if self.copies is None:
             return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)
-        self.computed.append(compute.record_event())
-        while len(self.computed) >= self.ahead:
-            self.computed.popleft().synchronize()
+        self.events.append(compute.record_event())
+        while len(self.events) >= self.ahead:
+            self.events.popleft().synchronize()
         with torch.cuda.stream(self.copies):
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
-        self.ahead = FAR_AHEAD if chunk.nbytes <= FEW_BYTES else AHEAD
+        self.ahead = SMALL_AHEAD if chunk.nbytes <= SMALL_BYTES else AHEAD
         compute.wait_stream(self.copies)
         # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)

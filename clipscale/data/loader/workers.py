@@ -24,12 +24,13 @@ from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, 
 from clipscale.data.shards.addresses import utf8
 from clipscale.own_machine.output import prepare_output
 
-# Seconds after which a wait for samples looks for a signal.
-SLICE_S = 0.25
-# Seconds in which workers end by themselves. Others are in the middle of a long read or decode.
-END_S = 0.5
-# A worker without anything to deliver reports that it is alive after this time.
-ALIVE_S = 2.0
+# A wait for samples calls `tick` this often, in seconds.
+POLL_S = 0.25
+# Seconds in which workers may end by themselves. Those that do not are in a long read or decode, and are killed.
+EXIT_S = 0.5
+# A worker that has nothing to deliver reports this often, in seconds, that it is alive.
+HEARTBEAT_S = 2.0
+# Size of the text about what a worker reads.
 STATUS_BYTES = 1024
 
 
@@ -82,7 +83,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
         nonlocal last_tick
-        if time.monotonic() - last_tick > ALIVE_S:
+        if time.monotonic() - last_tick > HEARTBEAT_S:
             last_tick = time.monotonic()
             send(filler.report())
 
@@ -101,7 +102,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
 
 @contextmanager
 def _ended_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection: these errors mean there that the training process is gone."""
+    """Around a worker's use of its connection: ends the worker if the training process is gone."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -146,12 +147,12 @@ class Workers:
     def fill(self, step: int) -> None:
         """Let every worker fill its part of batch `step`."""
         for connection in self._connections:
-            with suppress(ConnectionError):  # it has died: `receive` reports that
+            with suppress(ConnectionError):  # the worker has died: `receive` reports that
                 connection.send(step)
 
     def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
-        `tick` every SLICE_S.
+        `tick` every POLL_S.
 
         Raises UserError if a worker has died, or if one of `needed` is silent for the time-out; what a worker has sent
         as its failure; and what `tick` raises. Before it raises, a call returns the messages that came before the
@@ -176,7 +177,7 @@ class Workers:
                     f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
             tick()
-            wait(self._connections, timeout=min(remaining_s, SLICE_S))
+            wait(self._connections, timeout=min(remaining_s, POLL_S))
 
     def _drain(self, number: int) -> Iterator[Report]:
         connection = self._connections[number]
@@ -185,7 +186,7 @@ class Workers:
                 if not connection.poll():
                     return
                 message = connection.recv()
-            except (EOFError, OSError):  # OSError: it has died while it sent a message
+            except (EOFError, OSError):  # the worker has died; OSError: while it sent a message
                 self._failure = self._failure or self._death(number)
                 return
             self._heard_at[number] = time.monotonic()
@@ -224,7 +225,7 @@ def start_workers(specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -
 def _end(connections: Sequence[Connection], processes: Sequence[BaseProcess]) -> None:
     for connection in connections:
         connection.close()
-    until = time.monotonic() + END_S
+    until = time.monotonic() + EXIT_S
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.exitcode is None:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from operator import call
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +22,11 @@ class OnMain(Protocol):
     """Calls a function on one rank, and returns its result on all, as `World.on_main` does."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+def in_this_process(work: Callable[[], T], /) -> T:
+    """`OnMain` where there is one process."""
+    return work()
 
 
 # At most this many shards without an index are scanned for their counts: more would delay the start of a run.
@@ -109,7 +113,7 @@ def build_order(
     share: BatchShare,
     seed: int,
     num_streams: int | None = None,
-    on_main: OnMain = call,
+    on_main: OnMain = in_this_process,
 ) -> Order:
     """The order of all samples. `num_streams`: the checkpoint's number of shard streams, used if it fits.
 

@@ -12,7 +12,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import call
 from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
@@ -21,7 +20,7 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.remote import within
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
-from clipscale.data.shards.counts import OnMain
+from clipscale.data.shards.counts import OnMain, in_this_process
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
-def list_shards(config: DataConfig, on_main: OnMain = call) -> tuple[list[str], list[int] | None]:
+def list_shards(config: DataConfig, on_main: OnMain = in_this_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
 
     Missing shards and other files are left out with a warning. `on_main`: see `counts.OnMain`.

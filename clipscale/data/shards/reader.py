@@ -19,14 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.sample import LONGEST_NAME, MAX_TEXT_BYTES, RawSample, key_and_extension
+from clipscale.data.sample import MAX_NAME_BYTES, MAX_TEXT_BYTES, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, basename
 from clipscale.data.shards.store import ObjectState, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import (
     DAMAGE,
+    MAX_HEADER_BYTES,
     MAX_SAMPLE_SPAN,
-    MOST_HEADERS,
     Stream,
     check_end,
     next_member,
@@ -40,12 +40,12 @@ from clipscale.data.shards.tar import (
 # `unusable` looks at this many samples, and at this many members of each.
 MAX_LOOKED_AT = 1000
 # Most links that are followed from one to the next.
-MOST_LINKS = 8
+MAX_LINKS = 8
 # Most names of an archive that are remembered, to look up links.
-MOST_PLACES = 1 << 18
+MAX_PLACES = 1 << 18
 NO_LINKS = "`tar -h --hard-dereference` stores files in the place of links; this one"
 # Characters of an error's text: it may hold a member's name or a server's answer.
-LONGEST_DETAIL = 400
+MAX_DETAIL_LENGTH = 400
 # `unusable` names this many kinds of samples, and this many members of each.
 KINDS = 3
 RULE = (
@@ -114,7 +114,7 @@ class Archive:
                 self.samples_begun += 1
             headers += header_bytes
             span = next_offset - start
-            if span > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
+            if span > MAX_SAMPLE_SPAN or headers > MAX_HEADER_BYTES:
                 raise tarfile.ReadError(f"{span} bytes from one sample to the next, {headers} of headers")
             if key_extension is not None and target is None:
                 yield Member(self.samples_begun, *key_extension, name, size)
@@ -141,12 +141,12 @@ class Archive:
         if not self._can_seek:
             return member._replace(fault=f"{NO_LINKS} is in a gzipped tar")
         place: Place | str | None = target
-        for _ in range(MOST_LINKS):
+        for _ in range(MAX_LINKS):
             if not isinstance(place, str):
                 break
             place = self._places.get(place)
         if not isinstance(place, Place):
-            shown = target[:LONGEST_DETAIL]
+            shown = target[:MAX_DETAIL_LENGTH]
             return member._replace(fault=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
         return member._replace(offset=place.offset, size=place.size)
 
@@ -161,10 +161,10 @@ class Archive:
             end = self.stream.seek(0, os.SEEK_END)
         offset = 0
         with self._elsewhere(0), suppress(tarfile.TarError, ValueError, EOFError):
-            while len(places) < MOST_PLACES and (header := next_member(self.stream)) is not None:
+            while len(places) < MAX_PLACES and (header := next_member(self.stream)) is not None:
                 offset += header.bytes_before
                 is_whole = offset + header.size <= end
-                if is_whole and max(len(header.name), len(header.target or "")) <= LONGEST_NAME:
+                if is_whole and max(len(header.name), len(header.target or "")) <= MAX_NAME_BYTES:
                     name = normalised(header.name)
                     place = header.target or Place(offset, header.size)
                     places[name] = None if name in places else place
@@ -199,7 +199,7 @@ class ReadProblem:
         self.error = error
         self.reason = getattr(error, "reason", reason)
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        self.detail = f"{url}: {why[:LONGEST_DETAIL]}"
+        self.detail = f"{url}: {why[:MAX_DETAIL_LENGTH]}"
 
 
 @dataclass

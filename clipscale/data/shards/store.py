@@ -38,7 +38,7 @@ MIN_PROGRESS_BYTES = 1 << 14
 # The time limit of a request allows for at least this speed.
 MIN_BYTES_PER_S = 1 << 16
 # Bound on the random wait between two attempts, and on what a server adds to it by Retry-After.
-LONGEST_WAIT_S = 30.0
+MAX_WAIT_S = 30.0
 # Interval at which a reader that waits for a request calls `tick`.
 TICK_S = 0.1
 # Counter of requests that timed out.
@@ -154,8 +154,8 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
             request.cancel()
         request = None
         # a random wait, so that readers do not all return at once
-        random_s = random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S))
-        again = time.monotonic() + min(retry_after_s, LONGEST_WAIT_S) + random_s
+        random_s = random.uniform(0, min(0.25 * 2**failures, MAX_WAIT_S))
+        again = time.monotonic() + min(retry_after_s, MAX_WAIT_S) + random_s
         while (remaining_s := again - time.monotonic()) > 0:
             store.tick()
             time.sleep(min(remaining_s, TICK_S))

@@ -31,7 +31,7 @@ BUFFER = 1 << 20
 # Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte.
 ROWS_PER_BYTE = 32
 # Bound on a weight: a reader counts a sample's repeats one by one.
-MOST_TIMES = 10_000
+MAX_WEIGHT = 10_000
 
 
 class Table(NamedTuple):
@@ -137,11 +137,11 @@ def _weights(setting: str, file: Path, name: str) -> Table:
     if not cached.exists():
         rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
         rows = rows[np.lexsort((rows["f1"], rows["f0"]))]
-        bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MOST_TIMES))  # NaN too
+        bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MAX_WEIGHT))  # NaN too
         halves = rows[["f0", "f1"]]
         twice = halves[1:] == halves[:-1]
         if bad.any() or twice.any():
-            wrong = f"{bad.sum()} weights are no numbers from 0 to {MOST_TIMES:,}"
+            wrong = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
             problem = wrong if bad.any() else f"{twice.sum()} samples come twice"
             raise UserError(f"{setting}: {problem}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)

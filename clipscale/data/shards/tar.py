@@ -21,21 +21,21 @@ BLOCK_BYTES = 512
 # What reading a damaged archive may raise.
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 # Most bytes of a member: no picture is larger, so a header that claims more is damaged.
-LARGEST_MEMBER = 1 << 28
+MAX_MEMBER_BYTES = 1 << 28
 # Most bytes of extended headers up to a file, which are held in memory.
-LARGEST_HEADER = 1 << 20
+MAX_EXTENDED_HEADER_BYTES = 1 << 20
 # Most bytes of headers up to a file, and in a sample after its first file. A million headers take seconds.
-MOST_HEADERS = 1 << 23
+MAX_HEADER_BYTES = 1 << 23
 # Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end.
 MAX_SAMPLE_SPAN = 1 << 30
 # Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes.
-LARGEST_END = 1 << 16
+MAX_END_BYTES = 1 << 16
 # An archive may unpack to this many times its gzipped size, plus UNPACK_ALLOWANCE. Pictures hardly shrink; a gzip bomb
 # reaches 1000.
-MOST_UNPACKED = 100
+MAX_UNPACKED_RATIO = 100
 UNPACK_ALLOWANCE = 1 << 24
 # Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call.
-LEAST_SEEK = 1 << 14
+MIN_SEEK_BYTES = 1 << 14
 # What `content_of` says of compressed files -> the program that unpacks one to its output.
 UNPACKERS = {"Zstandard": "zstd -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "LZ4": "lz4 -dc", "gzip": "gzip -dc"}
 # What it says of others -> how shards are made of one.
@@ -93,7 +93,7 @@ def check_is_tar(first: bytes, name: str, wrapped: str = "") -> None:
 
 
 class Unpacked(gzip.GzipFile):
-    """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MOST_UNPACKED allows."""
+    """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MAX_UNPACKED_RATIO allows."""
 
     def __init__(self, packed: io.BufferedReader) -> None:
         super().__init__(fileobj=packed)
@@ -101,8 +101,8 @@ class Unpacked(gzip.GzipFile):
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
-        if self.tell() > UNPACK_ALLOWANCE + MOST_UNPACKED * self.packed.tell():
-            raise tarfile.ReadError(f"unpacks to over {MOST_UNPACKED} times its size")
+        if self.tell() > UNPACK_ALLOWANCE + MAX_UNPACKED_RATIO * self.packed.tell():
+            raise tarfile.ReadError(f"unpacks to over {MAX_UNPACKED_RATIO} times its size")
         return data
 
 
@@ -123,11 +123,11 @@ class Header(NamedTuple):
 def next_member(stream: Stream) -> Header | None:
     """The header of the next plain file or link. None at the archive's end. Leaves the stream at the content.
 
-    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes,
-    or MOST_HEADERS of headers, without a file.
+    Raises tarfile.TarError for damage, for a member of more than MAX_MEMBER_BYTES, and after MAX_SAMPLE_SPAN bytes, or
+    MAX_HEADER_BYTES of headers, without a file.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
-    header_budget = LARGEST_HEADER
+    header_budget = MAX_EXTENDED_HEADER_BYTES
     headers = 0
     bytes_before = 0
     while (block := _header(stream)) is not None:
@@ -135,7 +135,7 @@ def next_member(stream: Stream) -> Header | None:
         type_flag = block[156:157]
         headers += BLOCK_BYTES
         bytes_before += BLOCK_BYTES
-        if bytes_before > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
+        if bytes_before > MAX_SAMPLE_SPAN or headers > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"{bytes_before} bytes without a file")
         if type_flag in b"LxK":
             extended |= _extended(type_flag, read_exactly(stream, size, header_budget))
@@ -152,7 +152,7 @@ def next_member(stream: Stream) -> Header | None:
             size = 0
         else:
             size = int(extended.get("size", size))
-            if not 0 <= size <= LARGEST_MEMBER:
+            if not 0 <= size <= MAX_MEMBER_BYTES:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             if type_flag in b"0\x007" and not name.endswith("/"):
                 return Header(name, size, bytes_before, headers)
@@ -174,7 +174,7 @@ def normalised(name: str) -> str:
 
 def check_end(stream: Stream) -> None:
     """Check what follows the block that ends an archive. Raises tarfile.ReadError for anything but zeros."""
-    if any(stream.read(LARGEST_END)):
+    if any(stream.read(MAX_END_BYTES)):
         raise tarfile.ReadError("more follows where the archive ends, perhaps another one")
 
 
@@ -241,7 +241,7 @@ def _pax(content: bytes) -> dict[str, str]:
     return fields
 
 
-def read_exactly(stream: Stream, size: int, most: int = LARGEST_MEMBER) -> bytes:
+def read_exactly(stream: Stream, size: int, most: int = MAX_MEMBER_BYTES) -> bytes:
     """Exactly `size` bytes. Raises tarfile.ReadError if there are fewer, or if `size` is over `most`."""
     if not 0 <= size <= most:
         raise tarfile.ReadError(f"a member claims {size} bytes")
@@ -256,7 +256,7 @@ def skip(stream: Stream, size: int, can_seek: bool) -> None:
 
     In a stream that can seek the end goes unnoticed.
     """
-    if can_seek and size >= LEAST_SEEK:
+    if can_seek and size >= MIN_SEEK_BYTES:
         stream.seek(size, os.SEEK_CUR)
         return
     while size > 0:

@@ -13,7 +13,7 @@ from clipscale.data.sample import BrokenSampleError
 CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
 # Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
-MOST_LINES = 1 << 17
+MAX_LINES = 1 << 17
 # A line of a program in the place of a text: a function, a string in quotes, a list's beginning or end, an assignment.
 _PROGRAM = re.compile(
     r"lambda\b.*:.*|[fbru]{0,2}['\"].*['\"\]}]\s*,?|[\[({]+(\s*['\"].*)?|[\])}]+\s*,?|\w+\s*[=:]\s*[\[({'\"].*"
@@ -58,8 +58,8 @@ def read(file: Path) -> str:
 def lines(file: Path) -> list[str]:
     """The lines of a text in a set's folder without spaces around them; empty ones are left out. Raises UserError."""
     texts = stripped(read(file).splitlines())
-    if len(texts) > MOST_LINES:
-        raise UserError(f"eval.sets: {file} has {len(texts)} lines, more than {MOST_LINES}; fetch the set again")
+    if len(texts) > MAX_LINES:
+        raise UserError(f"eval.sets: {file} has {len(texts)} lines, more than {MAX_LINES}; fetch the set again")
     if program := [text for text in texts if _PROGRAM.fullmatch(text)]:
         raise UserError(
             f"eval.sets: {file} has lines of a program, such as {program[0][:80]!r}; write the texts alone, one a line"

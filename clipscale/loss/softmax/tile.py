@@ -15,7 +15,7 @@ from clipscale.loss.tile import TorchObjective
 # e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
 # terms of e^60 stay finite in float32, and e^-60 is still a normal number.
 MARGIN = 60.0
-SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
+MIN_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
 
 class SoftmaxTile(TorchObjective):
@@ -30,7 +30,7 @@ class SoftmaxTile(TorchObjective):
         exponentials = torch.sub(scores, reference, out=scratch).exp_() if reference else torch.exp(scores, out=scratch)
         for _, lse, dim in sides:
             total = exponentials.sum(dim)
-            underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
+            underflow = reference > 0 and bool(total.min() < MIN_SUM)
             there = _logsumexp(scores, dim) if underflow else total.double().log_().add_(reference)
             lse.copy_(torch.logaddexp(lse, there))
 

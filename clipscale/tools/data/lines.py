@@ -13,7 +13,7 @@ from clipscale.data.sample import MAX_TEXT_BYTES
 # Bytes in which a table shows its encoding.
 START = 1 << 20
 # Characters of a line; what follows is another one.
-LONGEST_LINE = 4 * MAX_TEXT_BYTES
+MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES
 
 
 def lines_of(file: Path) -> Iterator[str]:
@@ -34,6 +34,6 @@ def lines_of(file: Path) -> Iterator[str]:
             )
     errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
     with file.open(encoding=encoding, errors=errors, newline="") as text:
-        rest = iter(partial(text.readline, LONGEST_LINE), "")
+        rest = iter(partial(text.readline, MAX_LINE_LENGTH), "")
         first = next(rest, "")
         yield from rest if re.fullmatch(r"\ufeff?sep=.\s*", first) else chain([first], rest)  # Excel's

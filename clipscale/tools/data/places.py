@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import LONGEST_NAME, MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_NAME_BYTES, BrokenSampleError
 from clipscale.data.shards.store import first_bytes
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.separated import PICTURE
@@ -108,7 +108,7 @@ def cell_bytes(cell: Cell, most: int) -> object:
     value = column.cell(cell.row).as_py()
     if isinstance(value, dict):  # Hugging Face's
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes) and len(value) <= LONGEST_NAME:  # a path, written by what knows no type of texts
+    if isinstance(value, bytes) and len(value) <= MAX_NAME_BYTES:  # a path, written by what knows no type of texts
         text = value.decode("utf-8", "replace").strip()
         value = text if PICTURE.fullmatch(text) else value
     return bytes_at(cell.base._replace(name=value), most) if cell.base and isinstance(value, str) else value

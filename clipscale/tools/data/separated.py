@@ -19,7 +19,7 @@ PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re
 # A row of a table: values by column, of any type, since strangers write them.
 Row = dict[str, object]
 # Most lines of a value. Looking for the end of a quote takes as long for each line that opens one.
-MOST_LINES = 200
+MAX_LINES = 200
 # Lines in which a table shows how it names pictures.
 FIRST_LINES = 100
 
@@ -42,11 +42,11 @@ class Lines:
         return line
 
     def until(self, is_end: Callable[[str], bool], passed: list[str]) -> Iterator[str]:
-        """The following lines, at most MOST_LINES, up to the first that `is_end` accepts; `passed` gets them, too."""
+        """The following lines, at most MAX_LINES, up to the first that `is_end` accepts; `passed` gets them, too."""
         for line in self:
             passed.append(line)
             yield line
-            if is_end(line) or len(passed) == MOST_LINES:
+            if is_end(line) or len(passed) == MAX_LINES:
                 return
 
     def put_back(self, lines: list[str]) -> None:

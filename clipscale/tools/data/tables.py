@@ -39,7 +39,7 @@ SEPARATORS = "\t,;|"
 # Rows whose keys are the columns of JSON.
 FIRST_ROWS = 100
 # Columns that a message names.
-MOST_NAMES = 20
+MAX_NAMES = 20
 Rows = Iterator[tuple[int, Row | None]]
 
 
@@ -94,7 +94,7 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
             f"{file.name}: column {nests!r} holds objects, and no captions; write a table with one of texts"
         )
     if missing:
-        there = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
+        there = ", ".join(names[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES) or "none"
         remedy = "give one of them, holdout.by=COLUMN" if missing == by else "give 'columns=[IMAGE,CAPTION]'"
         raise UserError(f"{file.name} has no column {missing!r}; it has {there}: {remedy}")
 

@@ -7,9 +7,9 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # Most connections, and most requests at a time. Further ones are answered with status 503.
-MOST = 128
+MAX_CONNECTIONS = 128
 # Most connections that have not asked yet. A browser opens some in advance.
-MOST_SILENT = 64
+MAX_SILENT = 64
 # Seconds that a connection has for its first request.
 ASK_S = 10.0
 
@@ -24,7 +24,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.silent[self] = None
         self.loop.call_later(ASK_S, self.end_if_silent)
-        while len(self.silent) > MOST_SILENT:
+        while len(self.silent) > MAX_SILENT:
             next(iter(self.silent)).end_if_silent()
 
     def data_received(self, data: bytes) -> None:
@@ -45,6 +45,10 @@ class Connection(H11Protocol):
 def server(application: Starlette) -> uvicorn.Server:
     """What serves an application. It ends within two seconds."""
     options = uvicorn.Config(
-        application, http=Connection, log_level="warning", limit_concurrency=MOST, timeout_graceful_shutdown=2
+        application,
+        http=Connection,
+        log_level="warning",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=2,
     )
     return uvicorn.Server(options)

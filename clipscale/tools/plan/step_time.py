@@ -18,13 +18,13 @@ PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 # Models of about the same size: the logarithm of their operations' ratio.
 SAME_SIZE = math.log(1.6)
 # The most by which a share of a chip's peak exceeds that of the chip where it was measured.
-MOST_MORE = 1.2
+MAX_SHARE_RATIO = 1.2
 
 # Seconds in which a host issues one operation of torch, at least: the dispatcher and a launch take 5 to 8 us.
 LAUNCH_S = 6e-6
 # The estimate needs a model with this many operations in a sample's forward pass: a tenth of the smallest known
 # model's. A smaller one waits for the launches of its kernels.
-SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
+MIN_FLOPS = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 
 
 class StepTime(TypedDict):
@@ -92,7 +92,7 @@ def step_time(
     plain += (sweeps + sum(has_second)) * scores
     operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
-    if gpu is None or forward < SMALLEST:
+    if gpu is None or forward < MIN_FLOPS:
         return min_seconds, None
     evidence, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
@@ -120,7 +120,8 @@ def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, 
     """The share of the GPU's peak that the most similar plain step has reached: the evidence, the lowest, the highest.
 
     These make a step similar, in this order: the kind of its model, new software, its size, the chip's speed. A share
-    of another chip changes as the two chips' rates are known to differ, and grows to at most MOST_MORE of the highest.
+    of another chip changes as the two chips' rates are known to differ, and grows to at most MAX_SHARE_RATIO of the
+    highest.
     `forward`: operations of a sample.
     """
     speeds = PLAIN_STEPS["chips"]
@@ -136,7 +137,7 @@ def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, 
     there = next(chip.half for chip in HARDWARE.values() if chip.words[0] == row["chip"])
     factors = sorted(speed * there / gpu.half for speed in (least / slow, most / fast))
     shares = [rate * 3e-3 * row["gflop"] / there for rate in row["rates"]]
-    low, high = (min(share * factor, MOST_MORE * shares[1]) for share, factor in zip(shares, factors))
+    low, high = (min(share * factor, MAX_SHARE_RATIO * shares[1]) for share, factor in zip(shares, factors))
     rates = "{} to {}".format(*row["rates"])
     evidence = f"known, {rates} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
     return f"{evidence} ({row['source']})", low, high

@@ -61,7 +61,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
             for step in range(steps)
         ]
 
-    with inline_workers(seed), mock.patch("clipscale.data.loader.shard_stream.MOST_IN_SHARD", 8):
+    with inline_workers(seed), mock.patch("clipscale.data.loader.shard_stream.MAX_BROKEN_IN_SHARD", 8):
         alone = opened(1, 0)
         whole = read(alone, stop + 5)
         assert alone[0].broken["fruitless_shard"] or order == "resampled"

@@ -15,7 +15,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(store, "REQUEST_BYTES", 4096)
     monkeypatch.setattr(store, "MIN_PROGRESS_BYTES", 1024)
-    monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(store, "MAX_WAIT_S", 0.002)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_busy_server_says_how_long_to_wait(tmp_path: Path, web: Web, monkeypat
     """Up to a bound, which is beyond the first random wait here."""
     path = write_shards(tmp_path, [4])[0]
     times: list[float] = []
-    monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.6)
+    monkeypatch.setattr(store, "MAX_WAIT_S", 0.6)
     web.faults = lambda number, _: times.append(time.monotonic()) or (None if number else "429")
     assert len(read(f"{web.url}/{path.name}")[0]) == 4 and 0.6 <= times[1] - times[0] < 10
 

@@ -112,7 +112,7 @@ def test_members_without_end_are_damage(members: bytes, monkeypatch: pytest.Monk
     most = 1 << (23 if bytes(9000) in members else 21)
     for module in tar, reader:
         monkeypatch.setattr(module, "MAX_SAMPLE_SPAN", 1 << 22)
-        monkeypatch.setattr(module, "MOST_HEADERS", 1 << 20)
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", 1 << 20)
     stream = Endless(members)
     with pytest.raises(tarfile.ReadError):
         for _, taken in reader.Archive(stream, False).samples():

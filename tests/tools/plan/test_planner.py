@@ -33,7 +33,7 @@ def settings(*words: str) -> Any:
 @pytest.fixture
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models have a speed, too."""
-    monkeypatch.setattr(step_time, "SMALLEST", 0)
+    monkeypatch.setattr(step_time, "MIN_FLOPS", 0)
 
 
 @pytest.mark.usefixtures("of_any_size")
