@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from clipscale.common.record import Metrics, Written
 from clipscale.eval.encode import Encoder, gather_batches
-from clipscale.models.captioner import LENGTH, PAD, caption_losses, write_captions
+from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, write_captions
 
 # Pairs whose logits are in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
 PAIRS_AT_ONCE = 32
-# A report shows this many pictures, the first ones of a set.
-SHOWN = 8
+# A report shows the first pictures of a set, this many.
+MAX_SHOWN = 8
 
 
 @dataclass
@@ -69,8 +69,8 @@ class CaptionMeter:
         """Write captions of the first pictures. Every rank does: all of them gather sharded weights."""
         model = self.encoder.model
         with self.encoder.autocast():
-            length = min(LENGTH, model.context_length)
-            written = write_captions(model.text, self.decoder, image_nPW[:SHOWN], model.tokenizer.edges, length)
+            length = min(WRITTEN_TOKENS, model.context_length)
+            written = write_captions(model.text, self.decoder, image_nPW[:MAX_SHOWN], model.tokenizer.edges, length)
         for index, picture, tokens in zip(span, pixels.cpu(), written.tolist()):
             caption = model.tokenizer.text(tokens)
             self.written.append({"picture": jpeg(picture), "caption": self.first(index), "written": caption})

@@ -47,5 +47,6 @@ class ClassificationSet(EvalSet):
             ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))
         ranks_NS = gather_batches(ranks, len(self), encoder.batch, encoder.world)
         usable_N = ranks_NS[:, 0] != MISSED
-        right_N, counts = target_N[usable_N], {"images": int(usable_N.sum())}
+        right_N = target_N[usable_N]
+        counts = {"images": len(right_N)}
         return [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]

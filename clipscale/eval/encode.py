@@ -31,8 +31,8 @@ from clipscale.models.towers import ClipModel
 T = TypeVar("T")
 
 # Seconds between two calls of `Encoder.while_waiting`.
-SLICE_S = 0.25
-# Rank of a query without an answer, a miss at every k; and of an image that is left out.
+POLL_S = 0.25
+# The rank of a query that finds no answer: a miss at every k. Also the rank of an image that is left out.
 MISSED = torch.iinfo(torch.int64).max
 
 
@@ -69,26 +69,28 @@ class Encoder:
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""
-    # The numbers of features that were trained too (Matryoshka).
+    # The first so many numbers of the features were trained as features of their own (Matryoshka).
     sizes: Sequence[int] = ()
     # Of the last set: captions that a captioner has written of its first pictures.
     written: list[Written] = field(default_factory=list)
     # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)
-    # The error that has ended a wait of this rank, which the other ranks do not know of yet.
+    # The error that has ended a wait of this rank. The other ranks do not know of it yet.
     failure: UserError | None = None
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
         """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
         return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in self.sizes)]
 
-    def counted(self, spans: list[range], subject: str) -> Iterator[range]:
+    def with_progress(self, spans: list[range], subject: str) -> Iterator[range]:
+        """The batches, one after another; `progress` shows how many are done."""
         for done, span in enumerate(spans):
             self.progress(f"evaluation of {subject}", done, len(spans))
             yield span
         self.progress(f"evaluation of {subject}", len(spans), len(spans))
 
     def text(self, texts: list[str]) -> Tensor:
+        """Features (n, D) of one batch of texts."""
         self.before_batch()
         tokens_nT = self.model.tokenizer(texts)
         with self.autocast():
@@ -100,11 +102,11 @@ class Encoder:
         def features(span: range) -> Tensor:
             return F.normalize(self.text([texts[i] for i in span]).float(), dim=-1)
 
-        return self.joined(len(texts), self.batch, "captions", features)
+        return self.gathered_rows(len(texts), self.batch, "captions", features)
 
-    def joined(self, count: int, batch: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
+    def gathered_rows(self, count: int, batch: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
         """The rows (count, ...) that `rows` makes of each batch, on every rank. `subject`: for the progress."""
-        batches = self.counted(spans(count, batch, self.world), subject)
+        batches = self.with_progress(spans(count, batch, self.world), subject)
         return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,7 @@ class Encoder:
         def embeddings(span: range) -> Tensor:
             return zero_shot.class_embeddings(self.text, [names[i] for i in span], templates, batch=self.batch)
 
-        classes_UD = self.joined(
+        classes_UD = self.gathered_rows(
             len(names), max(1, self.batch // len(templates)), f"the classes of {label}", embeddings
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
@@ -141,7 +143,6 @@ class Encoder:
         (n, P, W).
         """
         transform = self.model.eval_transform()
-
         blank = np.zeros((3, transform.side, transform.side), np.uint8)
 
         def pixels_of(index: int) -> tuple[np.ndarray, str]:
@@ -155,9 +156,9 @@ class Encoder:
         reasons: Counter[str] = Counter()
         batches = spans(count, self.batch, self.world)
         with ThreadPool(self.threads) as pool:
-            counted = self.counted(batches, f"{label}'s pictures")
-            for span, (_, pending) in zip(counted, ahead(pool, pixels_of, batches)):
-                decoded = self.waited_for(pending, [(blank, "")] * len(span))
+            shown = self.with_progress(batches, f"{label}'s pictures")
+            for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):
+                decoded = self.wait_for(pending, [(blank, "")] * len(span))
                 self.before_batch()
                 reasons.update(reason for _, reason in decoded if reason)
                 usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
@@ -172,14 +173,14 @@ class Encoder:
         self.world.on_all(self.check)
         self.broken = sum(self.world.all_gather_object(reasons), Counter())
 
-    def waited_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
+    def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
         """The results of `pending`, waited for in slices.
 
         If `while_waiting` fails on one of several ranks, that rank goes on with `substitutes`. The other ranks learn of
         the failure in a later `before_batch`, or at the end.
         """
         while not (self.failure or pending.ready()):
-            pending.wait(SLICE_S)
+            pending.wait(POLL_S)
             try:
                 self.while_waiting()
             except UserError as error:

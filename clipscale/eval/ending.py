@@ -13,7 +13,9 @@ from clipscale.log.table import print_results, with_start
 
 def log_end(result: RunResult, precision: object, expected: Expected, best: Best | None) -> None:
     """Print the end of a run. `precision`: of its evaluations. `best`: see `checkpoint.Retention`."""
-    folder, step, results = Path(result["run"]), result["step"], result["eval"]
+    folder = Path(result["run"])
+    step = result["step"]
+    results = result["eval"]
     of_start = ResultsFile(folder, 0).record()["results"]
     print_results(with_start(results, of_start), f"{folder.name}, step {step}, {precision}")
     if line := expected.line(results):

@@ -26,26 +26,29 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Belonging:
-    """Which captions belong to which images. Where captions or images repeat, a caption is right for an image if an
-    equal caption belongs to an equal image."""
+class Relevance:
+    """Which captions are relevant for which images, and so right answers.
 
-    # (M,) int64: the image of each caption. Every image has at least one.
+    A caption is relevant for an image if an equal caption belongs to an equal image.
+    """
+
+    # (M,) int64: the image that each caption belongs to. Every image has at least one caption.
     owner: Tensor
-    # (N,) and (M,) int64 from 0: equal numbers for equal ones.
-    image: Tensor
-    caption: Tensor
+    # (N,) int64 from 0: equal for equal images.
+    image_id: Tensor
+    # (M,) int64 from 0: equal for equal captions.
+    caption_id: Tensor
 
     @classmethod
-    def of_distinct(cls, owner_M: Tensor) -> "Belonging":
-        """Every image and every caption is equal to itself alone."""
+    def of_distinct(cls, owner_M: Tensor) -> "Relevance":
+        """As if no two images and no two captions were equal."""
         image_N = torch.arange(distinct(owner_M), device=owner_M.device)
         return cls(owner_M, image_N, torch.arange(len(owner_M), device=owner_M.device))
 
     @property
     def pairs(self) -> Tensor:
-        """(K, 2) int64: the numbers of an image and of a caption that belong together."""
-        return torch.stack([self.image[self.owner], self.caption], 1).unique(dim=0)
+        """(K, 2) int64: the ids of an image and of a caption that is relevant for it."""
+        return torch.stack([self.image_id[self.owner], self.caption_id], 1).unique(dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +57,16 @@ class RetrievalSet(EvalSet):
 
     kind = "retrieval"
     main = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
-    equal_ones: ClassVar[str] = "an equal caption of another picture is wrong, as in clip-benchmark"
+    # What a warning says about equal captions and pictures.
+    equal_rule: ClassVar[str] = "an equal caption of another picture is wrong, as in clip-benchmark"
 
     answers: Sequence[Sequence[str]]
 
     def measure(self, encoder: Encoder) -> list[Metrics]:
-        """Recalls, and of a captioner how well it predicts each picture's first caption. Every rank ranks the whole
-        set."""
+        """Recalls; for a captioner also how well it predicts each picture's first caption.
+
+        Every rank ranks the whole set.
+        """
         hashes: dict[int, int] = {}
 
         def read(index: int) -> bytes:
@@ -74,38 +80,42 @@ class RetrievalSet(EvalSet):
         device = encoder.world.device
         meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
         batches = list(self.pictures(encoder, read, meter.add if meter else None))
-        numbers = [[hashes.get(index, 0) for index in span] for span, *_ in batches]
-        hash_N = gathered([torch.tensor(rows, dtype=torch.int64, device=device) for rows in numbers])
+        hash_N = gathered(
+            [
+                torch.tensor([hashes.get(index, 0) for index in span], dtype=torch.int64, device=device)
+                for span, *_ in batches
+            ]
+        )
         usable_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
         images_ND = gathered([features for _, features, _ in batches])[usable_N]
         captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])
         owner_M = torch.tensor([image for _, image in captions], device=device)
         keys = [same_key(compared(text), str(number)) for number, (text, _) in enumerate(captions)]
-        image_N, caption_M = (rows.unique(return_inverse=True)[1] for rows in (hash_N[usable_N], torch.tensor(keys)))
-        belonging = Belonging(owner_M, image_N, caption_M.to(device))
+        key_M = torch.tensor(keys, device=device)
+        relevance = Relevance(owner_M, image_id=ids(hash_N[usable_N]), caption_id=ids(key_M))
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
         if meter:
             counts |= meter.metrics(usable_N)
             encoder.written = meter.written
         if encoder.world.is_rank0:
-            self.warn_of_equal(belonging)
+            self.warn_of_equal(relevance)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
-        return [self.metrics(encoder, images, texts, belonging) | counts for images, texts in pairs]
+        return [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
 
-    def warn_of_equal(self, belonging: Belonging) -> None:
+    def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""
         counts = [
-            f"{len(numbers):,} {name}, {distinct(numbers):,} distinct"
-            for name, numbers in (("captions", belonging.caption), ("pictures", belonging.image))
-            if distinct(numbers) < len(numbers)
+            f"{len(ids):,} {name}, {distinct(ids):,} distinct"
+            for name, ids in (("captions", relevance.caption_id), ("pictures", relevance.image_id))
+            if distinct(ids) < len(ids)
         ]
         if counts:
-            warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_ones}")
+            warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_rule}")
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
         """What `retrieval_metrics` gives for these features."""
-        return retrieval_metrics(images_ND, captions_MD, Belonging.of_distinct(belonging.owner))
+        return retrieval_metrics(images_ND, captions_MD, Relevance.of_distinct(relevance.owner))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,22 +126,22 @@ class PairSet(RetrievalSet):
     """
 
     kind = "pairs"
-    equal_ones = "equal ones are right answers"
+    equal_rule = "equal ones are right answers"
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
         """These metrics:
 
         - the recalls;
         - `distinct`, the number of distinct captions, if some repeat;
-        - `loss`, if the objective is known: the mean over all full batches of LOSS_BATCH images, each with its first
-          caption, in the set's order. It does not depend on how many are encoded at a time.
+        - `loss`, if the objective is known: its mean over all full batches of LOSS_BATCH images, each with its first
+          caption, in the set's order. It does not depend on how many images are encoded at a time.
         """
-        recalls = retrieval_metrics(images_ND, captions_MD, belonging)
-        if distinct(belonging.caption) < len(captions_MD):
-            recalls["distinct"] = distinct(belonging.caption)
+        recalls = retrieval_metrics(images_ND, captions_MD, relevance)
+        if distinct(relevance.caption_id) < len(captions_MD):
+            recalls["distinct"] = distinct(relevance.caption_id)
         if not encoder.objective:
             return recalls
-        first_N = torch.searchsorted(belonging.owner, torch.arange(len(images_ND), device=images_ND.device))
+        first_N = torch.searchsorted(relevance.owner, torch.arange(len(images_ND), device=images_ND.device))
         size = min(LOSS_BATCH, len(images_ND))
         used = len(images_ND) // size * size
         images, texts = (rows[:used].split(size) for rows in (images_ND, captions_MD[first_N]))
@@ -146,38 +156,46 @@ class PairSet(RetrievalSet):
         return {"loss": float(torch.stack(losses).mean())} | recalls
 
 
-def distinct(numbers: Tensor) -> int:
-    """How many are distinct, by their numbers from 0."""
-    return int(numbers.max()) + 1
+def ids(values: Tensor) -> Tensor:
+    """Numbers from 0, equal for equal values: int64, in the values' shape."""
+    return values.unique(return_inverse=True)[1]
+
+
+def distinct(ids: Tensor) -> int:
+    """The number of distinct ids."""
+    return int(ids.max()) + 1
 
 
 def first_right_ranks(
-    queries_QD: Tensor, candidates_CD: Tensor, number_Q: Tensor, number_C: Tensor, pairs_K2: Tensor
+    queries_QD: Tensor, candidates_CD: Tensor, id_Q: Tensor, id_C: Tensor, pairs_K2: Tensor
 ) -> Tensor:
     """Rank of each query's first right candidate, from 0: the number of wrong candidates not below the best right one.
 
-    A candidate is right if the query's number and its own (int64, from 0) are among the pairs. Every query has a right
+    A candidate is right if the query's id and its own (int64, from 0) are among the pairs. Every query has a right
     candidate. Ties count against the model: a wrong answer ranks before an equally similar right one. A NaN never finds
     its answer.
 
     Returns (Q,) int64.
     """
     ranks = []
-    for queries_qD, number_q in zip(queries_QD.split(BLOCK), number_Q.split(BLOCK)):
+    for queries_qD, id_q in zip(queries_QD.split(BLOCK), id_Q.split(BLOCK)):
         scores_qC = queries_qD @ candidates_CD.T
-        row, pair = (number_q[:, None] == pairs_K2[:, 0]).nonzero(as_tuple=True)
-        right_qG = torch.zeros(len(number_q), distinct(number_C), dtype=torch.bool, device=number_q.device)
+        row, pair = (id_q[:, None] == pairs_K2[:, 0]).nonzero(as_tuple=True)
+        right_qG = torch.zeros(len(id_q), distinct(id_C), dtype=torch.bool, device=id_q.device)
         right_qG[row, pairs_K2[pair, 1]] = True
-        right_qC = right_qG.gather(1, number_C.expand(len(number_q), -1))
+        right_qC = right_qG.gather(1, id_C.expand(len(id_q), -1))
         best_q = scores_qC.masked_fill(~right_qC, -torch.inf).amax(1)  # keeps a NaN among the right ones
         before_q = (~(scores_qC < best_q[:, None]) & ~right_qC).sum(1)
         ranks.append(before_q.masked_fill(best_q.isnan(), MISSED))
     return torch.cat(ranks)
 
 
-def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
-    """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is."""
-    image_N, caption_M, pairs_K2 = belonging.image, belonging.caption, belonging.pairs
+def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
+    """`image_to_text_r{1,5,10}`: the share of images with a relevant caption in the top k. `text_to_image_...`: the
+    share of captions with an image for which they are relevant."""
+    image_N = relevance.image_id
+    caption_M = relevance.caption_id
+    pairs_K2 = relevance.pairs
     ranks = {
         "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, caption_M, pairs_K2),
         "text_to_image": first_right_ranks(captions_MD, images_ND, caption_M, image_N, pairs_K2.flip(1)),

@@ -14,8 +14,8 @@ from clipscale.models.lean import LeanDecoder
 
 # What fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
 PAD = 0
-# Tokens of a written caption, as in open_clip.
-LENGTH = 30
+# Tokens of a written caption, with its first and last one, as in open_clip.
+WRITTEN_TOKENS = 30
 
 
 class Captioner(nn.Module):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from clipscale.eval import retrieval
 from clipscale.eval.encode import MISSED
-from clipscale.eval.retrieval import Belonging, first_right_ranks, retrieval_metrics
+from clipscale.eval.retrieval import Relevance, first_right_ranks, retrieval_metrics
 
 
 def ranks_of(images: torch.Tensor, captions: torch.Tensor, owner: torch.Tensor) -> tuple[list[int], list[int]]:
-    of = Belonging.of_distinct(owner)
-    by_image = first_right_ranks(images, captions, of.image, of.caption, of.pairs)
-    return by_image.tolist(), first_right_ranks(captions, images, of.caption, of.image, of.pairs.flip(1)).tolist()
+    of = Relevance.of_distinct(owner)
+    by_image = first_right_ranks(images, captions, of.image_id, of.caption_id, of.pairs)
+    return by_image.tolist(), first_right_ranks(captions, images, of.caption_id, of.image_id, of.pairs.flip(1)).tolist()
 
 
 def test_ties_count_against_the_model() -> None:
@@ -51,7 +51,7 @@ def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: 
 def test_where_captions_repeat_a_perfect_model_is_perfect_and_another_is_not() -> None:
     """A shop's photographs: 1,936 of 64 titles."""
     title = torch.randint(0, 64, (1936,), generator=torch.Generator().manual_seed(0))
-    of = Belonging(torch.arange(1936), torch.arange(1936), title.unique(return_inverse=True)[1])
+    of = Relevance(torch.arange(1936), torch.arange(1936), title.unique(return_inverse=True)[1])
     perfect = torch.eye(64)[title]
     assert set(retrieval_metrics(perfect, perfect, of).values()) == {1.0}
     untrained = [F.normalize(torch.randn(1936, 64, generator=torch.Generator().manual_seed(n)), dim=-1) for n in (1, 2)]
@@ -88,8 +88,8 @@ def test_equal_captions_and_pictures_are_right_by_a_direct_definition(data: st.D
             right[i, c] = any(caption[d] == caption[c] and picture[owner[d]] == picture[i] for d in range(M))
     _, picture_numbers = torch.tensor(picture).unique(return_inverse=True)
     _, caption_numbers = torch.tensor(caption).unique(return_inverse=True)
-    belonging = Belonging(torch.tensor(owner), picture_numbers, caption_numbers)
-    metrics = retrieval_metrics(torch.tensor(images), torch.tensor(captions), belonging)
+    relevance = Relevance(torch.tensor(owner), picture_numbers, caption_numbers)
+    metrics = retrieval_metrics(torch.tensor(images), torch.tensor(captions), relevance)
     scores = images @ captions.T
     for k in (1, 5, 10):
         assert metrics[f"image_to_text_r{k}"] == recall(scores, right, k)
