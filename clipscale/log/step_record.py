@@ -17,17 +17,17 @@ from clipscale.step.train_step import StepResult
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class UnfinishedStep:
     """A step that the device may still be computing, and what is known of it."""
 
     record: StepRecord
-    done: StepResult
+    result: StepResult
     logit_scale: Readback
 
     @property
     def ready(self) -> bool:
         """Whether completing its record would not wait."""
-        return self.logit_scale.ready and (self.done.statistics is None or self.done.statistics.ready)
+        return self.logit_scale.ready and (self.result.statistics is None or self.result.statistics.ready)
 
 
 class StepRecords:
@@ -40,18 +40,18 @@ class StepRecords:
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
-        self._unfinished: Unfinished | None = None
+        self._unfinished: UnfinishedStep | None = None
 
-    def add(self, record: StepRecord, done: StepResult, logit_scale: Tensor) -> None:
+    def add(self, record: StepRecord, result: StepResult, logit_scale: Tensor) -> None:
         """Take over a step that the device may still be computing. `record`: what the loop knows of it."""
         self.finish()
         now = time.monotonic()
-        widths = done.widths
+        widths = result.widths
         measured: StepRecord = {
-            "loss": done.loss,
-            **done.parts,
-            "grad_norm": done.grad_norm,
-            "skipped": done.grad_norm is None,
+            "loss": result.loss,
+            **result.parts,
+            "grad_norm": result.grad_norm,
+            "skipped": result.grad_norm is None,
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),
@@ -60,7 +60,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = Unfinished({**record, **measured}, done, Readback.start(logit_scale))
+        self._unfinished = UnfinishedStep({**record, **measured}, result, Readback.start(logit_scale))
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -90,19 +90,20 @@ class StepRecords:
         if self._log:
             self._log.close()
 
-    def _complete(self, unfinished: "Unfinished") -> StepRecord:
-        record, done = unfinished.record, unfinished.done
-        phases = done.phases
+    def _complete(self, unfinished: UnfinishedStep) -> StepRecord:
+        record = unfinished.record
+        result = unfinished.result
+        phases = result.phases
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")
         complete = {
             **record,
             "logit_scale": unfinished.logit_scale.read()[0],
-            **(done.statistics.read() if done.statistics else {}),
+            **(result.statistics.read() if result.statistics else {}),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,
             **phases.record(),
-            "mfu": self._flops.utilisation(rate / self._ranks, done.widths),
+            "mfu": self._flops.utilisation(rate / self._ranks, result.widths),
         }
         return cast(StepRecord, complete)

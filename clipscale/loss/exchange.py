@@ -19,8 +19,9 @@ from torch.profiler import record_function
 
 from clipscale.loss.block import FeatureBlock
 
-BLOCK_SPAN, WAIT_SPAN = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
-Visit = Callable[[FeatureBlock, int | None], None]  # this rank's rows against these columns; the int is Block.positive
+BLOCK_SPAN = "contrastive_loss: block"  # a span in a profiler's trace
+WAIT_SPAN = "contrastive_loss: wait"
+Visit = Callable[[FeatureBlock, int | None], None]  # computes our rows against these columns; int: Block.positive
 Wait = Callable[[], list[Tensor]]  # waits for a transfer, and returns the tensors received
 
 

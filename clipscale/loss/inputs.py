@@ -39,7 +39,7 @@ class Inputs:
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
-    captions: Captions  # the first captions of all images come first, then the second ones; then hard negatives
+    captions: Captions  # the columns: first captions of all images, then their second ones, ...; then hard negatives
 
     @property
     def is_paired(self) -> bool:
@@ -93,7 +93,7 @@ def checked_inputs(
     has_module: bool,
     check: bool,
 ) -> Inputs:
-    """The inputs, ready for use: captions apart, so that the first ones of all images come first.
+    """The inputs, ready for use. Texts are reordered: first captions of all images, then their second ones, and so on.
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """

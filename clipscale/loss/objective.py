@@ -121,9 +121,9 @@ class Sigmoid(Objective):
 
 
 EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
-# Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes.
+# Across nodes `auto` gathers if the texts of all ranks and their gradients take at most this much memory.
 GATHER_BYTES = 5 << 30
-# Most memory for them within a node of GPUs: 64 MiB for texts in half precision, 128 MiB for their gradients.
+# The same within a node of GPUs: 64 MiB for texts in half precision, 128 MiB for their gradients.
 SMALL_GATHER_BYTES = 192 << 20
 BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {
@@ -134,8 +134,8 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def exchange_of(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
-    """The exchange that `auto` stands for. `numbers`: in the texts' features of all ranks, which are on `nodes` nodes.
+def auto_exchange(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
+    """The name of the exchange that `auto` stands for. `numbers`: how many the texts' features of all ranks have.
 
     Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
     longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from clipscale.loss.block import Block, widened
 
 Vjp = Callable[[Tensor], None]
-GPU_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
+GPU_TILE = 4096, 8192  # rows and columns of the dot product's tiles
+CPU_TILE = 1024, 2048
 MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for each pair
 
 
@@ -82,19 +83,21 @@ class ModuleSimilarity:
 
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
         parameters = tile.parameters
-        scale_grad = torch.zeros_like(parameters.scale, dtype=torch.float64) if parameters.trains_scale else None
-        inputs = (tile.rows.features, tile.cols.features, parameters.scale)
-        totals = (tile.rows.grad, tile.cols.grad, scale_grad, *parameters.module_grads)
-        u, v, scale = (x.detach().requires_grad_(total is not None) for x, total in zip(inputs, totals))
-        leaves = [(x, total) for x, total in zip((u, v, scale, *self.parameters), totals) if total is not None]
-        with torch.set_grad_enabled(bool(leaves)):
+        u = tile.rows.features.detach().requires_grad_(tile.rows.grad is not None)
+        v = tile.cols.features.detach().requires_grad_(tile.cols.grad is not None)
+        scale = parameters.scale.detach().requires_grad_(parameters.trains_scale)
+        scale_grad = torch.zeros_like(scale, dtype=torch.float64) if parameters.trains_scale else None
+        # What is trained, and where its gradient is summed.
+        sums = (tile.rows.grad, tile.cols.grad, scale_grad, *parameters.module_grads)
+        trained = [(x, total) for x, total in zip((u, v, scale, *self.parameters), sums) if total is not None]
+        with torch.set_grad_enabled(bool(trained)):
             scores = scale * self._similarities(u, v, scale.dtype)
 
         def vjp(score_grad: Tensor) -> None:
             if not scores.requires_grad:
                 return
-            grads = torch.autograd.grad(scores, [x for x, _ in leaves], score_grad, allow_unused=True)
-            for (_, total), grad in zip(leaves, grads):
+            grads = torch.autograd.grad(scores, [x for x, _ in trained], score_grad, allow_unused=True)
+            for (_, total), grad in zip(trained, grads):
                 if grad is not None:
                     total += grad
             if scale_grad is not None:

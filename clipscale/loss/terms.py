@@ -10,7 +10,7 @@ from torch import Tensor
 from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Objective, exchange_of
+from clipscale.loss.objective import Objective, auto_exchange
 from clipscale.loss.similarity import Dot, Similarity
 
 
@@ -38,7 +38,7 @@ def terms_of(
         return replicated(objective, inputs, comm, machine)
     if not objective.reads_hard_negatives:
         inputs = inputs.without_hard_negatives()
-    exchange = exchange_named(name, inputs, comm, machine)
+    exchange = make_exchange(name, inputs, comm, machine)
     inputs = objective.prepared(inputs, exchange, machine)
     if name == "local" and is_paired and objective.is_symmetric:
         return local(objective, inputs, exchange)
@@ -58,7 +58,7 @@ def local(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[Term
     return [Term(one_sided, inputs, exchange), Term(one_sided, of_texts, exchange)]
 
 
-def exchange_named(name: str, inputs: Inputs, comm: Communicator | None, machine: Machine) -> Exchange:
+def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, machine: Machine) -> Exchange:
     """The exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()
@@ -67,7 +67,7 @@ def exchange_named(name: str, inputs: Inputs, comm: Communicator | None, machine
         nodes = of_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
         numbers = comm.size * inputs.cols.features.numel()
-        name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
+        name = auto_exchange(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
     if name == "nodes" and nodes > 1:
         return Ring.between_nodes(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)

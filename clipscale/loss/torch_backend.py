@@ -42,7 +42,8 @@ class TorchBackend:
 
     def _tiles(self, block: Block) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Each tile, and two tensors of its shape to write to."""
-        n, m = height, width = len(block.rows), len(block.cols)
+        n = height = len(block.rows)
+        m = width = len(block.cols)
         if not self.dense:
             height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))

@@ -13,29 +13,29 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 
-# Least length by which the first numbers of a feature are divided. Their gradient grows at most 1,000 times.
+# A part of a feature is divided by its length, and by no less than this: its gradient grows at most 1,000 times.
 MIN_LENGTH = 1e-3
 
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The global mean of the loss, on every rank. Each rank's gradient is a share: the shares sum to the gradient.
+    """The global mean of the loss, on every rank. The gradient is the sum of the ranks' gradients.
 
     With `sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
-    whole features, and for each size one of their first `size` numbers, normalised to unit length. Numbers of a length
-    below MIN_LENGTH are divided by MIN_LENGTH.
+    whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are shorter
+    than MIN_LENGTH, they are divided by MIN_LENGTH.
     """
 
     # The model, which has the logit scale and bias.
     model: ClipModel
     # Makes the context in which the loss runs.
     autocast: Callable[[], AbstractContextManager[object]]
-    # The next three are arguments of `contrastive_loss`.
+    # `objective`, `exchange` and `backend`: see `contrastive_loss`.
     objective: str = "softmax"
     exchange: str = "auto"
     backend: str = "auto"
     sizes: tuple[int, ...] = ()
-    # Texts of each image that are its positives; texts beyond them are hard negatives.
+    # How many texts of each image are its positives. Texts beyond them are hard negatives.
     captions: int = 1
     # Whether samples with equal keys are no negatives of each other.
     uses_keys: bool = False
@@ -55,16 +55,16 @@ class BatchLoss:
         teachers: Sequence[Tensor] = (),
     ) -> Tensor:
         """`keys`: (N,) int64; see `uses_keys`. `teachers`: each one's features of pictures and captions, (N, 2, D)."""
-        used = keys if self.uses_keys else None
-        taught = [
+        keys = keys if self.uses_keys else None
+        scaled_teachers = [
             (features[:, 0], features[:, 1], scale)
             for features, scale in zip(teachers, self.teacher_scales, strict=True)
         ]
         with self.autocast():
-            value = self._value(image_features, text_features, used, taught)
+            value = self._value(image_features, text_features, keys, scaled_teachers)
             for size in self.sizes:
                 images, texts = (unit_rows(rows[:, :size], MIN_LENGTH) for rows in (image_features, text_features))
-                value = value + self._value(images, texts, used, taught)
+                value = value + self._value(images, texts, keys, scaled_teachers)
             return value
 
     def of_pairs(self, features: Tensor, **targets: Any) -> Tensor:
@@ -73,20 +73,20 @@ class BatchLoss:
         return self(images.contiguous(), texts.contiguous(), **targets)
 
     def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
-        """The loss of the pairs, of the teachers, or of both."""
+        """The contrastive loss, the distillation, or both."""
         if not teachers:
-            return self._of_pairs(images, texts, keys)
-        of_pairs, of_teachers = self.distill_weights
-        is_one = self.objective == "softmax"  # then both are one softmax
+            return self._contrastive(images, texts, keys)
+        pair_weight, teacher_weight = self.distill_weights
+        is_one_softmax = self.objective == "softmax"  # then `distillation_loss` computes both
         value = self.model.logit_scale.new_zeros(())
-        if of_pairs and not is_one:
-            value = of_pairs * self._of_pairs(images, texts, keys)
+        if pair_weight and not is_one_softmax:
+            value = pair_weight * self._contrastive(images, texts, keys)
         return value + distillation_loss(
             images,
             texts,
             self.model.logit_scale.exp(),
             teachers,
-            (of_pairs if is_one else 0.0, of_teachers),
+            (pair_weight if is_one_softmax else 0.0, teacher_weight),
             exchange=self.exchange,
             backend="auto" if self.backend == "triton" else self.backend,
             keys=keys,
@@ -94,7 +94,7 @@ class BatchLoss:
             check=False,
         )
 
-    def _of_pairs(self, images: Tensor, texts: Tensor, keys: Tensor | None) -> Tensor:
+    def _contrastive(self, images: Tensor, texts: Tensor, keys: Tensor | None) -> Tensor:
         return contrastive_loss(
             images,
             texts,

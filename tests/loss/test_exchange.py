@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from clipscale import contrastive_loss
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import OBJECTIVES, exchange_of
+from clipscale.loss.objective import OBJECTIVES, auto_exchange
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.ranks import workers
@@ -78,8 +78,8 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
 
 
 def test_auto_is_a_gather_where_that_is_small_and_else_a_ring_in_a_node() -> None:
-    assert [exchange_of(1, 2**15 * 768, 2, on_gpu) for on_gpu in (True, False)] == ["gather", "ring"], "48 MiB"
-    assert [exchange_of(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
+    assert [auto_exchange(1, 2**15 * 768, 2, on_gpu) for on_gpu in (True, False)] == ["gather", "ring"], "48 MiB"
+    assert [auto_exchange(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
     assert Machine().nodes(8) == 1, "not started by torchrun"
     assert Machine(ranks_of_node=4).nodes(8) == 2
 

@@ -22,7 +22,8 @@ class DistillationTile(SoftmaxTile):
 
     def __init__(self, teachers: Sequence[tuple[int, float]], share: float) -> None:
         """`teachers`: the feature width and the logit scale of each. `share`: theirs in the targets."""
-        self.teachers, self.share = teachers, share
+        self.teachers = teachers
+        self.share = share
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         if tile.rows.target is not None:

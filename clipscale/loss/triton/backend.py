@@ -79,7 +79,8 @@ class TritonBackend:
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature
         gradients."""
-        features, store = block.rows.features, None
+        features = block.rows.features
+        store = None
         factor = block.parameters.scale_number / GRAD_SCALE.value  # the panel holds GRAD_SCALE * G
         t = self.tiles
         for panel in self.panels(block, t.panel_bytes // features.itemsize):

@@ -21,7 +21,7 @@ from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import GRAIN
 from clipscale.distributed import fsdp
 from clipscale.distributed.world import World
-from clipscale.loss.objective import exchange_of
+from clipscale.loss.objective import auto_exchange
 from clipscale.models.blocks import repeated_blocks
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_of
@@ -502,7 +502,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     if exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
         texts = config.batch * config.data.texts_per_step
-        exchange = exchange_of(nodes, texts * model.width, itemsize, capability is not None)
+        exchange = auto_exchange(nodes, texts * model.width, itemsize, capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     ring_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
