@@ -1,10 +1,12 @@
 """The verb `clipscale export`, and the model card: how the model was trained and how well it scores."""
 
+import zlib
 from pathlib import Path
 
 from jinja2 import Template
-from open_clip.constants import HF_CONFIG_NAME
+from open_clip.constants import HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
+from safetensors import SafetensorError, safe_open
 
 from clipscale import __version__
 from clipscale.common import files
@@ -24,10 +26,8 @@ from clipscale.tools.export.settings import ExportSettings
 # Settings of the run in the card, as far as they are set.
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
          "schedule.warmup", "precision", "seed")  # fmt: skip
-# In every model card. A folder whose card has it may be written again.
-MADE = "exported with clipscale"
-# What describes the model, by format.
-DESCRIPTIONS = {"open_clip": HF_CONFIG_NAME, "hf": "config.json"}
+# The file of weights, by format. It notes the run.
+FILES = {"open_clip": HF_SAFE_WEIGHTS_NAME, "hf": "model.safetensors"}
 STARTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 
@@ -55,7 +55,7 @@ def main(settings: ExportSettings) -> Path:
     if isinstance(model.tokenizer.inner, HFTokenizer):
         model.tokenizer.inner.save_pretrained(str(out))
     # The card goes where the folder goes: it names no path of this machine.
-    files.write_text(out / "README.md", card(run, model, config, note, call.format(out.name)))
+    write_card(out / "README.md", card(run, model, config, note, call.format(out.name)))
     print_line(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 
@@ -64,14 +64,42 @@ def check_folder(out: Path, run: Path, format: str) -> None:
     """Raise UserError for a folder with anything but an earlier export of this run in this format."""
     if not out.is_dir() or not any(out.iterdir()):
         return
-    readme = out / "README.md"
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    if MADE not in text:
-        raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    if f"\n# {utf8(run.name)}, step " not in text:
-        raise UserError(f"out={out}: the folder has an export of another run; choose another out=FOLDER, or remove it")
-    if (out / DESCRIPTIONS["open_clip" if format == "hf" else "hf"]).is_file():  # one card for two models
+    if noted_run(out / FILES["open_clip" if format == "hf" else "hf"]):  # one card for two models
         raise UserError(f"out={out}: the folder has an export of the other format; choose another out=FOLDER")
+    noted = noted_run(out / FILES[format])
+    if noted is None:
+        raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
+    if noted != utf8(run.name):
+        raise UserError(f"out={out}: the folder has an export of another run; choose another out=FOLDER, or remove it")
+
+
+def noted_run(path: Path) -> str | None:
+    """The name of the run whose weights an export has written to the file; None for other files."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("run")
+    except (OSError, SafetensorError):
+        return None
+
+
+def write_card(path: Path, text: str) -> None:
+    """Write the card, unless one is there that is not as an export has left it."""
+    card = text.encode("utf-8", "backslashreplace")  # names of runs may hold bytes that are no UTF-8
+    if path.is_file() and not is_unedited(path.read_bytes()):
+        print_line(f"{path}: has been edited, and is kept as it is; remove it for a new one")
+        return
+    with files.replacing(path) as file:
+        file.write(card + mark(card))
+
+
+def is_unedited(card: bytes) -> bool:
+    start = card.rfind(b"\n", 0, -1) + 1
+    return card[start:] == mark(card[:start])
+
+
+def mark(card: bytes) -> bytes:
+    """The last line of a card, with the CRC-32 of what is above."""
+    return b"<!-- The next export replaces this text unless it has been edited: %08x -->\n" % zlib.crc32(card)
 
 
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:

@@ -16,6 +16,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.export.open_clip import check_same
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
+from tests.conftest import Cap
 from tests.support.checkpoints import save_model
 from tests.support.towers import RESNET, architecture
 
@@ -64,6 +65,33 @@ def test_the_export_of_another_run_is_not_replaced(tmp_path: Path) -> None:
         main(ExportSettings(run=str(tmp_path / "second"), out=out))
     assert "# first, step " in (tmp_path / "out/README.md").read_text()
     main(ExportSettings(run=str(tmp_path / "first"), out=out))  # the same run may
+
+
+def test_a_card_that_was_edited_stays_and_an_own_one_follows_the_run(tmp_path: Path, capsys: Cap) -> None:
+    run, card = tmp_path / "run", tmp_path / "run/export/README.md"
+    saved(run, ModelConfig("own", ARCHITECTURE))
+    main(ExportSettings(run=str(run)))
+    (run / "config.yaml").write_text("batch: 4321\n")
+    main(ExportSettings(run=str(run)))
+    written = card.read_text()
+    assert "| batch | 4321 |" in written
+    for edited in ("# Ours\n\nFor flowers.\n", written.replace("## Training", "## How"), written + "More.\n", ""):
+        card.write_text(edited)
+        capsys.readouterr()
+        main(ExportSettings(run=str(run)))
+        assert card.read_text() == edited
+        assert "README.md: has been edited, and is kept" in capsys.readouterr().out
+    card.unlink()
+    main(ExportSettings(run=str(run)))
+    assert card.read_text() == written
+
+
+def test_an_export_that_was_killed_before_its_card_can_be_repeated(tmp_path: Path) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    out = main(ExportSettings(run=str(tmp_path / "run")))
+    for name in ("README.md", "open_clip_config.json"):
+        (out / name).unlink()
+    assert {path.name for path in main(ExportSettings(run=str(tmp_path / "run"))).iterdir()} >= {"README.md"}
 
 
 def test_the_file_names_the_step_and_the_description_has_nothing_of_the_training(tmp_path: Path) -> None:
