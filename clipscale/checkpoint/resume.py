@@ -8,6 +8,7 @@ from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
+from clipscale.common.units import path_or_run
 from clipscale.distributed.world import World
 from clipscale.own_machine.set_aside import set_checkpoint_aside
 
@@ -20,8 +21,8 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
     Every rank verifies its share of a checkpoint. The newest undamaged one counts. With `auto`, newer ones that are
     damaged are renamed, so that the run can save the same steps again.
 
-    `resume`: `auto` (the run's own checkpoints, if there are any), `none`, or the path of a checkpoint or of a run's
-    folder. `copy`: the address of the run's copy, from which `auto` fetches a newer checkpoint.
+    `resume`: `auto` (the run's own checkpoints, if there are any), `none`, the path of a checkpoint or of a run's
+    folder, or a run's name. `copy`: the address of the run's copy, from which `auto` fetches a newer checkpoint.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
@@ -55,7 +56,7 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
         return []
     if resume == "auto":
         return checkpoints_of(run_dir)[::-1]
-    path = Path(resume).expanduser()
+    path = path_or_run(resume)
     if path in checkpoints_of(path.parent.parent):
         return [path]
     candidates = checkpoints_of(path)[::-1]

@@ -22,6 +22,12 @@ def run_folder(name: str) -> Path:
     return Path(name).expanduser() if "/" in name or name in (".", "..") else Path("runs") / name
 
 
+def path_or_run(name: str) -> Path:
+    """The path, if there is one, or else the folder of the run of that name."""
+    path = Path(name).expanduser()
+    return path if path.exists() else run_folder(name)
+
+
 def unused(folder: Path) -> Path:
     """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
@@ -98,6 +104,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     """
     names = list(candidates)
     leaves = {name: name.rpartition(".")[2] for name in names}
+    if not word:
+        return ""
     section, _, leaf = word.rpartition(".")
     like = [leaf] if leaf in leaves.values() else get_close_matches(leaf, set(leaves.values()), cutoff=0.75)
     close = [name for name in names if leaves[name] in like] or [name for name in names if name.startswith(word)]

@@ -13,7 +13,7 @@ import yaml
 from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, format_decimal, nearest, parse_count, run_folder, unused
+from clipscale.common.units import format_count, format_decimal, nearest, parse_count, path_or_run, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
@@ -46,7 +46,8 @@ class TrainConfig:
     )
     resume: str = setting(
         "auto",
-        "`auto`: from the folder's newest checkpoint; `none`: refuse a folder that has one; or a checkpoint's path.",
+        "`auto`: from the folder's newest checkpoint; `none`: refuse a folder that has one; or another run, or the "
+        "path of a checkpoint.",
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
@@ -180,7 +181,7 @@ def check(config: TrainConfig) -> None:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if config.sweep.metric and not config.eval.has_sets:
         raise UserError(f"sweep.metric={config.sweep.metric}: nothing is evaluated; give eval.sets=FOLDER")
-    if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
+    if config.resume not in RESUMES and not path_or_run(config.resume).exists():
         meant = ALIASES.get(f"resume={config.resume}", config.resume)
         raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
     width = config.model.description.get("embed_dim", math.inf)

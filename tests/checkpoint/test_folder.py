@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,6 +22,8 @@ from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
+from clipscale.config.data import DataConfig
+from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.own_machine.set_aside import set_outdated_aside
@@ -205,7 +208,14 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
             checkpoint.to_resume(tmp_path, "auto", ALONE)
 
 
-def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
+def test_resume_reads_a_path_a_run_folder_or_a_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = save(Path("runs/b32"), 7, some_state(), keep=0)
+    assert checkpoint.to_resume(tmp_path / "b", "b32", ALONE) == named
+    config = TrainConfig(data=DataConfig(train=["x.tar"]), samples=256, resume="b32")
+    check(config)  # is not refused
+    with refused("^resume=b64: there is no such file or run folder"):
+        check(replace(config, resume="b64"))
     path = save(tmp_path / "a", 7, some_state(), keep=0)
     assert checkpoint.to_resume(tmp_path / "b", str(path), ALONE) == path
     assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a"), ALONE) == path

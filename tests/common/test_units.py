@@ -54,7 +54,7 @@ def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning
     assert nearest("lr", names) == "; did you mean 'optim.lr'?"
     assert nearest("bacth", names) == "; did you mean 'batch'?"
     assert nearest("chunk", names) == "; did you mean 'cache.chunk'?"
-    assert nearest("zzz", names) == ""
+    assert nearest("zzz", names) == nearest("", names) == ""
 
 
 def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:
