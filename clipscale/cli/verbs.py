@@ -188,4 +188,6 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
             return name, list(words[length:])
         if gone := removed(f"verb {name}"):
             raise UserError(gone)
+    first = words[0]
+    name = first if first not in {verb.partition(" ")[0] for verb in VERBS} else " ".join(words[:2])
     raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")
