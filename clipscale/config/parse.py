@@ -109,7 +109,8 @@ def converted(setting: Setting, value: object) -> object:
         return dict(value)
     if setting.kind is tuple:
         if not isinstance(value, list | tuple) or len(value) != len(wanted_types):
-            raise UserError(f"{key}={as_typed(value)}: give {len(wanted_types)} numbers, '{key}=[...]'")
+            meaning = f": {setting.help.rstrip('.')}" if setting.help else ""
+            raise UserError(f"{key}={as_typed(value)}: give {len(wanted_types)} numbers, '{key}=[...]'{meaning}")
         return tuple(scalar(wanted, key, item) for wanted, item in zip(wanted_types, value))
     if setting.kind is list and value is not None:
         return [scalar(wanted_types[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
