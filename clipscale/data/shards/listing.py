@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError, library
-from clipscale.common.remote import within_time
+from clipscale.common.remote import within
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain, in_this_process
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 # A function that gets a line for the user.
 Notify = Callable[[str], object]
 
-TABLES = (".csv", ".tsv", ".parquet")
+TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".ndjson", ".json")
 # Endings of shards' names.
 SHARDS = (".tar", ".tar.gz", ".tgz")
 # Ending of a file beside an unfinished download, which may have its full size already.
@@ -111,6 +111,11 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
         for name in parts_of(source):
             names += _local(name, setting, notify) if is_local(name) else _remote(name, setting, notify)
     present = _existing(names)
+    if not present and os.path.isdir(source):  # noqa: PTH112
+        raise UserError(
+            f"{setting}={source!r}: a folder without shards ({', '.join(SHARDS)}); make some of its pictures and "
+            f"captions: {packing(source)}"
+        )
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
     missing = set(names).difference(present)
@@ -152,9 +157,8 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
     A source that exists is taken as it is, even with braces and stars in its name. What a folder's listing finds are
     paths. The names of a brace list may turn out to be addresses.
     """
-    if source.endswith(TABLES):
-        pack = f"clipscale data pack {shlex.quote(source)} out=DIR"
-        raise UserError(f"{setting}={source!r}: a table; make shards of it: {pack}")
+    if source.lower().endswith(TABLES):
+        raise UserError(f"{setting}={source!r}: a table; make shards of it: {packing(source)}")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
         return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, notify)
@@ -172,6 +176,11 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
             names.append(folder + name)
             check_address(names[-1], setting)
     return names
+
+
+def packing(source: str) -> str:
+    """The command that makes shards of a table or a folder of pictures."""
+    return f"clipscale data pack {shlex.quote(source)} out=DIR"
 
 
 def _existing(names: Sequence[str]) -> list[str]:
@@ -231,7 +240,7 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
                 continue
             check_answers(url)
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
-            listed = within_time(partial(system.glob, path), f"the list of {url}", LISTING_S)
+            listed = within(partial(system.glob, path), f"the list of {url}", LISTING_S)
             objects = sorted(str(system.unstrip_protocol(name)) for name in listed)
             names += _shards(objects, url, notify) if url.endswith("/") else objects
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does

@@ -41,6 +41,15 @@ def test_what_lies_beside_a_folders_shards_is_left_out_and_counted_once(
     assert "9 files beside" in line and "2 .idx" in line, line
 
 
+@pytest.mark.parametrize("name", ["my set.CSV", "pairs.jsonl", "captions.JSON"])
+def test_a_table_and_a_folder_of_pictures_name_the_command_that_makes_shards(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("image,caption\n")
+    with refused(rf"a table; make shards of it: clipscale data pack '?{tmp_path}/{name}'? out=DIR"):
+        expand(str(tmp_path / name))
+    with refused(rf"a folder without shards \(.tar, .*: clipscale data pack {tmp_path} out=DIR"):
+        expand(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["a[1].tar", "{a,b}.tar", "x*y.tar", "a::b.tar"])
 def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "set [2024] {a,b}*"
