@@ -23,49 +23,52 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 
-# Extensions of pictures in lower case, of members in a shard and of files. The writer, training and evaluation all use
-# this list. Of a sample with several pictures, the first in this order is used.
+# Extensions of pictures, in lower case: of members of a shard, and of files. The writer, training and evaluation all use
+# this list. If a sample has several pictures, the first in this order is used.
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
 # Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures.
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
 Image.init()
+# Pillow's warnings do not say which picture they are about. Damaged pictures are counted, and MAX_PIXELS limits sizes.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-"""Pillow's warnings do not say which picture. Damaged pictures are counted, and MAX_PIXELS limits sizes."""
 # The decoders that Pillow may use. EPS would run a program. A TIFF may claim tiles larger than its picture.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
 MAX_PIXELS = 89_478_485
-# Most rows or columns of a picture: each row costs time and memory, even of one pixel, and a picture may be turned.
-# JPEG, WebP and GIF have at most 65,535.
+# Most rows or columns of a picture. Each row costs time and memory, even one of a single pixel, and a picture may be
+# turned. JPEG, WebP and GIF have at most 65,535.
 MAX_SIDE = 1_048_576
-# Canvases that Pillow holds while it decodes a WebP, which may be animated.
-WEBP_CANVASES = 3
-# A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
-# million. An interlaced PNG may have a quarter.
-SLOW = 2
-# A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python.
-RUN_LENGTHS = 16
-# The marker of a scan of a JPEG, or its frame in an arithmetic or lossless code, with length and depth: no compressed
-# data has such bytes. An arithmetic code takes four times as long, and no browser shows it.
+# The costs of a pixel, by which MAX_PIXELS is divided. Pillow holds three canvases while it decodes a WebP, which may be
+# animated.
+WEBP_COST = 3
+# A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode. It may have 44 million pixels.
+SLOW_COST = 2
+# An interlaced PNG takes twice the time of that.
+INTERLACED_COST = 4
+# Pillow decodes a run-length encoded BMP in Python. It may have 5.6 million pixels.
+RUN_LENGTH_COST = 16
+# The marker of a scan of a JPEG.
 SCAN = b"\xff\xda"
+# That marker, or the header of a frame in an arithmetic or lossless code, with length and depth. Compressed data has no
+# such bytes. An arithmetic code takes four times as long to decode, and no browser shows it.
 SCANS_AND_CODES = re.compile(rb"\xff(?:\xda|[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08)")
-# Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10.
+# Most scans of a progressive JPEG; 10 are usual. A scan of a few bytes takes as long to decode as a whole picture.
 MAX_SCANS = 100
-# Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture.
+# Most pixels of all scans of a JPEG together: 10 scans of the largest picture.
 MAX_SCANNED_PIXELS = 10 * MAX_PIXELS
-# Most EXIF or Photoshop segments of a JPEG, or colour profiles of a PNG: Pillow joins the first in quadratic time, and
-# reads thousands of records in each of the second. Usual is one.
+# Most EXIF or Photoshop segments of a JPEG, or colour profiles of a PNG; one is usual. Pillow joins EXIF segments in
+# quadratic time, and reads thousands of records in each Photoshop segment.
 MAX_PROFILES = 100
-# Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
-# or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
+# Most reads by Pillow of a picture's header: about three for each segment of a JPEG, chunk of a PNG or block of a GIF.
 MAX_HEADER_READS = 1 << 14
+# Most reads of its pixels. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
 MAX_READS = 1 << 18
 _ORIENTATION = 0x0112
-# Chunks of a PNG without pixels that Pillow unpacks, and refuses above a megabyte: texts and a colour profile. Of texts
-# XMP may hold the orientation.
+# Chunks of a PNG that hold texts or a colour profile. Pillow unpacks them, and refuses them above a megabyte.
 _PNG_TEXTS = (b"zTXt", b"iTXt", b"iCCP")
+# The text that may hold the orientation.
 _XMP = b"XML:com.adobe.xmp"
-# What shows of a text: anything but white space, control characters, and letters without width or ink.
+# A character of a text that can be seen: none of white space, control characters, and letters without width or ink.
 _VISIBLE = re.compile(
     "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
 )
@@ -207,16 +210,16 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
     """How many times longer a pixel of this kind takes. Raises BrokenSampleError for a JPEG of many scans or of
     another code."""
     if image.format == "WEBP":
-        return WEBP_CANVASES
+        return WEBP_COST
     if image.format == "BMP":
-        return RUN_LENGTHS if data[30] in (1, 2) else 1  # the header's word for its compression
+        return RUN_LENGTH_COST if data[30] in (1, 2) else 1  # the header's field for the compression
     if image.format == "PNG":
-        if data[28]:  # its header's interlacing
-            return 2 * SLOW
-        return SLOW if data[24] == 16 else 1  # its depth
+        if data[28]:  # the header's field for interlacing
+            return INTERLACED_COST
+        return SLOW_COST if data[24] == 16 else 1  # the depth in bits
     if image.format in ("JPEG", "MPO"):
         check_code(data, image.width, image.height)
-    return SLOW if image.mode == "CMYK" else 1
+    return SLOW_COST if image.mode == "CMYK" else 1
 
 
 def check_code(jpeg: bytes, width: int, height: int) -> None:
@@ -246,16 +249,16 @@ class Picture:
 
     # The bytes of the file.
     data: bytes
-    # Of its pixels as they are stored.
+    # The size of its pixels as they are stored.
     stored_width: int
     stored_height: int
-    # Its extension in IMAGE_TYPES, by its content and not by its name.
+    # Its extension in IMAGE_TYPES, by its content, whatever its name.
     type: str
-    # Pillow's name of what its pixels are.
+    # Pillow's name of the pixels' format.
     mode: str
     # How the pixels of the file are to be turned: 1 to 8, as in EXIF.
     orientation: int = 1
-    # The file, opened by Pillow; None: so far nobody had to.
+    # The file, opened by Pillow; None: it is not open.
     opened: Image.Image | None = None
 
     @classmethod
@@ -362,13 +365,15 @@ def random_box(
     for _ in range(10):
         target = width * height * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(low, high))
-        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        w = round(math.sqrt(target * aspect))
+        h = round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             left = rng.integer(width - w + 1)
             top = rng.integer(height - h + 1)
             break
     else:
-        w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+        w = min(width, round(height * ratio[1]))
+        h = min(height, round(width / ratio[0]))
         left = (width - w) // 2
         top = (height - h) // 2
     return left, top, left + w, top + h

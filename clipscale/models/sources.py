@@ -1,9 +1,7 @@
-"""Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Reads what they say of a model.
+"""Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Checks that they fit a model.
 
-Imports nothing heavy but for a repository or a file of torch.save: a mistake is reported at once.
-
-Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Folders are untrusted:
-their files may name no path and no address, and describe no model larger than the weights.
+Imports nothing heavy but for a repository or a file of torch.save: a mistake is reported at once. Names are looked up
+on the network only where the setting itself is a tag or begins with hf-hub:.
 """
 
 import re
@@ -19,10 +17,18 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description, pretrained
-from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import ModelConfig, Preprocess
-from clipscale.config.setting import settings_of
-from clipscale.models import adapters, hugging_face
+from clipscale.config.sections import ModelConfig
+from clipscale.models import adapters
+from clipscale.models.descriptions import (
+    COMPARED,
+    UNKNOWN_MODEL,
+    checked_pixels,
+    comparable,
+    described_model,
+    described_tower,
+    difference,
+    least_parameters,
+)
 from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, matched, namings, tower_alone
 from clipscale.models.shapes import misfit, shapes_of
 
@@ -31,30 +37,28 @@ HUB = "hf-hub:"
 SET = "::"
 # May begin the name or path of a run; needed where a folder has weights of its own, too.
 RUN = "run:"
-OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
+# End of the name of a file that lists files of weights.
+INDEX = ".index.json"
 # Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 MAX_JSON_BYTES = 2**26
 FETCH_REMEDY = "; download it elsewhere, give it"
-UNKNOWN_MODEL = ModelConfig("")
-PARTS = {"vision_cfg": VISUAL, "text_cfg": TEXT}
-COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
-# What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
-NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# Section of a description -> how the names of its tower's weights begin.
+PREFIXES = {"vision_cfg": VISUAL, "text_cfg": TEXT}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights are, and what lies beside them says of the model."""
+    """Where weights are, and which model they are of."""
 
-    # The setting that asked for them, and its value: the beginning of messages.
+    # The setting that names them, with its value: the beginning of messages.
     setting: str
     # A file, a run's checkpoint, or a folder.
     path: Path
-    # The files; none of a checkpoint.
+    # The files of weights; empty for a checkpoint.
     shards: tuple[Path, ...] = ()
-    # What lies beside the weights says of the model. Without a name the architecture is not known.
+    # The model, by the configuration beside the weights. Without a name its architecture is not known.
     model: ModelConfig = UNKNOWN_MODEL
     # Which of several sets of weights; empty: the usual one.
     key: str = ""
@@ -65,7 +69,7 @@ class Source:
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
-    """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
+    """The weights that a setting names, perhaps by a tag of the architecture `name`. Raises UserError."""
     origin = f"{setting}={value!r}"
     source = local_source(value, setting)
     if source:
@@ -142,10 +146,8 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
     """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
     theirs = source.model
     if config.name:
-        if theirs.name and (difference := _difference(config, theirs)):
-            raise UserError(
-                f"model.name={config.name}: {source.setting} is {theirs.name}, {difference}; leave model= out"
-            )
+        if theirs.name and (differs := difference(config, theirs)):
+            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; leave model= out")
         if not theirs.name:
             _check_fit(config, source, *COMPARED)
         return config
@@ -168,17 +170,9 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
     origin = f"model.weights={value!r}"
     with library(f"{origin} cannot be fetched", FETCH_REMEDY):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
-        return with_architecture_of(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
-
-
-def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
-    descriptions = [model.description for model in (ours, theirs)]
-    if not all(descriptions):
-        return ""
-    values, others = map(_compared, descriptions)
-    different = (key for key, value in values.items() if value != others[key])
-    return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
+        return with_architecture_of(
+            config, Source(origin, folder, model=described_model(folder, value.rpartition("/")[2]))
+        )
 
 
 def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
@@ -188,7 +182,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
         shapes = shapes_of(source.shards, source.key, source.setting)
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
-    prefix = PARTS[sections[0]] if len(sections) == 1 else ""
+    prefix = PREFIXES[sections[0]] if len(sections) == 1 else ""
     match = matched(shapes, namings(known_names(), prefix), source.setting)
     ours = {match.names[name]: shape for name, shape in shapes.items() if name in match.names}
     tower = tower_alone(shapes, source.setting)
@@ -198,20 +192,9 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     elif match.of_model:  # else open_clip may know the names
         if config.is_captioner:
             ours.pop("visual.proj", None)  # of CLIP's, another width
-        wrong = misfit(ours, _compared(description), sections, match.beside)
+        wrong = misfit(ours, comparable(description), sections, match.beside)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
-
-
-def _compared(description: Record) -> Record:
-    """What a description says that weights must agree in. Raises what a value of another type raises."""
-    values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
-    for section, defaults in COMPARED.items():
-        words = defaults | description[section]
-        words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
-        words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
-        values |= {f"{section}.{name}": words[name] for name in defaults}
-    return values
 
 
 # -- where they are ----------------------------------------------------------------------------------------------------
@@ -241,13 +224,13 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
         for file in folder.glob("*.json"):
             if file.stat().st_size > MAX_JSON_BYTES:
                 raise ValueError(f"{file.name} is too large to describe a model")
-        alone = _tower_of(folder)
+        alone = described_tower(folder)
         if alone and origin.startswith("model.weights="):
             raise UserError(f"{origin} has the {alone} tower alone; give it as model.{alone}.weights=")
-        model = _described(folder, name)
+        model = described_model(folder, name)
         if model.name:
-            _compared(model.architecture)
-            if not _parameters(model.architecture) <= size:
+            comparable(model.architecture)
+            if not least_parameters(model.architecture) <= size:
                 raise ValueError("it describes a larger model than these weights")
     return Source(origin, path, shards, model, key)
 
@@ -260,16 +243,6 @@ def _instead_of_weights(folder: Path) -> str:
     if inner:  # of sentence-transformers, diffusers
         return f"no weights itself; give {' or '.join(map(str, inner))}"
     return f"no weights ({', '.join(WEIGHTS)}); give one that does, or a file"
-
-
-def _tower_of(folder: Path) -> str:
-    """The tower, `image` or `text`, that the configuration of transformers or timm in a folder describes alone."""
-    if (folder / OPEN_CLIP).is_file() or not (folder / CONFIG).is_file():
-        return ""
-    content = files.read_json(folder / CONFIG)
-    if "pretrained_cfg" in content:  # of timm
-        return "image"
-    return {"vision_model": "image", "text_model": "text"}.get(str(content.get("model_type")).partition("_")[2], "")
 
 
 def _shards_of(path: Path) -> list[Path]:
@@ -309,79 +282,6 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _described(folder: Path, name: str) -> ModelConfig:
-    """What the configuration of open_clip, transformers or timm beside weights says; without a name: no architecture.
-
-    Raises UserError, and what a value of another type raises.
-    """
-    description: Record = {}
-    pixels: Record = {}
-    mask = None
-    if (folder / OPEN_CLIP).is_file():
-        content = files.read_json(folder / OPEN_CLIP)
-        description = content["model_cfg"]
-        mask = content.get("correct_cls_mask")
-        pixels = content.get("preprocess_cfg") or {}
-    elif (folder / CONFIG).is_file():
-        content = files.read_json(folder / CONFIG)
-        model_type, _, tower = str(content.get("model_type")).partition("_")
-        if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
-            pictures_config = content.get("pretrained_cfg") or content
-            pixels = {key: pictures_config[key] for key in ("mean", "std") if key in pictures_config}
-        else:
-            pixels = hugging_face.pixels(folder, model_type)
-            if not tower:
-                with library(f"{folder / CONFIG} describes no model that can be built here"):  # nor by any model=
-                    description = hugging_face.description(content)
-                text = description["text_cfg"]
-                if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
-                    text["hf_tokenizer_name"] = model_type
-    preprocess = checked_pixels(pixels)
-    if not description:
-        return replace(UNKNOWN_MODEL, preprocess=preprocess)
-    check_words(description)
-    text = description["text_cfg"]
-    # The tokenizer is this folder if it has a tokenizer's files, as in open_clip. It always is for transformers.
-    tokenizer_name = text.get("hf_tokenizer_name")
-    if (
-        tokenizer_name
-        and not text.get("hf_model_name")
-        and (tokenizer_name in hugging_face.TABLES or hugging_face.has_tokenizer(folder))
-    ):
-        text["hf_tokenizer_name"] = str(folder.resolve())
-    correct = mask if isinstance(mask, bool) else None
-    return ModelConfig(name, description, preprocess=preprocess, correct_cls_mask=correct)
-
-
-def check_words(description: Record) -> None:
-    """Raise ValueError for an open_clip description with a text that could be a path or an address, or a size < 0."""
-    for key, value in description.items():
-        if isinstance(value, dict):
-            check_words(value)
-        elif isinstance(value, str) and value and not NAME.fullmatch(value):
-            raise ValueError(f"{key}={value[:80]!r} is no name")
-        elif isinstance(value, int | float) and value < 0 and key != "init_logit_bias":
-            raise ValueError(f"{key}={value} is no size")
-
-
-def _parameters(description: Record) -> float:
-    """A lower bound, usually close, of the number of parameters in open_clip's own transformers."""
-    count = 0.0
-    for section, defaults in COMPARED.items():
-        words = defaults | description[section]
-        if words.get("hf_model_name") or (words.get("timm_model_name") and "width" not in description[section]):
-            continue
-        patches = _largest(words.get("image_size", 0)) // words.get("patch_size", 1)
-        tokens = words.get("vocab_size", 0) + words.get("context_length", 0) + patches**2
-        layers = _largest(words["layers"]) * (4 + 2 * words["mlp_ratio"]) * words["width"]
-        count += (layers + tokens) * words["width"]
-    return count
-
-
-def _largest(value: int | list[int]) -> int:
-    return value if isinstance(value, int) else max(value)
-
-
 def _snapshot(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -407,10 +307,10 @@ def _pretrained(tag: str, name: str, origin: str) -> Record:
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {hint}"
         )
     described = table.get_pretrained_cfg(name, tag)
-    quick = described.get("quick_gelu", False)
-    if quick != model_description(name).get("quick_gelu", False):
-        right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")
-        raise UserError(f"{origin} was trained with another activation; take model.name={right}")
+    has_quick_gelu = described.get("quick_gelu", False)
+    if has_quick_gelu != model_description(name).get("quick_gelu", False):
+        right_name = name.removesuffix("-quickgelu") + ("-quickgelu" if has_quick_gelu else "")
+        raise UserError(f"{origin} was trained with another activation; take model.name={right_name}")
     return dict(described)
 
 
@@ -420,14 +320,3 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
     described = _pretrained(tag, name, origin)
     path = Path(open_clip.download_pretrained(described))
     return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(described)))
-
-
-# -- how their pictures are prepared -----------------------------------------------------------------------------------
-
-
-def checked_pixels(values: Record) -> Record:
-    """Those `values` that are keys of `model.preprocess`. Raises UserError for wrong ones."""
-    names = settings_of(Preprocess)
-    preprocess = {key: value for key, value in values.items() if key in names}
-    dataclass_from(Preprocess, preprocess)
-    return preprocess

@@ -29,14 +29,16 @@ from clipscale.models.sources import SET, Source, find, with_architecture_of
 log = logging.getLogger(__name__)
 # The key of a run's moving average, after `::`.
 AVERAGE = "ema"
+# How the names of position embeddings end.
 POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
 OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 DECODER = "text_decoder."
-# What follows the blocks of CLIP's image tower. A captioner has a pooler before it, and another width.
+# Beginnings of the weights after the blocks of CLIP's image tower. A captioner's do not fit: its pooler comes before
+# them, and their width is another.
 POOLED = ("visual.ln_post.", "visual.proj")
-# What a captioner has beside CLIP's towers.
-NEW = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
+# Beginnings of a captioner's weights that CLIP's towers do not have.
+NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 # Weights that may be missing from or left over in a tower of another task: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
@@ -44,8 +46,8 @@ _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embedding
 def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
-    The architecture, if `config` has no name, is the weights'. How pictures are prepared comes from the first of these
-    that says it:
+    If `config` has no name, the architecture is that of the weights. How pictures are prepared comes from the first of
+    these that says it:
 
     1. `config`,
     2. the run's own checkpoint, `saved`,
@@ -79,8 +81,8 @@ def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = N
 def has_correct_mask(source: Source) -> bool:
     """Whether a captioner begins from these weights with the correct mask. Raises UserError.
 
-    A note beside the weights may say it. Without one, open_clip's captioners were trained with the other mask. Weights
-    of two towers have no class token yet, and take the correct one.
+    A configuration beside the weights may say so. Without one they are open_clip's, which were trained with the other
+    mask, if they are a captioner's. Weights of two towers have no class token yet, so that the mask may be correct.
     """
     if source.model.correct_cls_mask is not None:
         return source.model.correct_cls_mask
@@ -182,7 +184,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
         taken_off = f" without {listed(match.wrappers)}" if match.wrappers else ""
         rest = f"; left over: {listed(match.beside)}" if match.beside else ""
         log.warning(f"{source.setting}: {len(match.of_model)} weights by their names{taken_off}{rest}")
-    with library(f"{source.setting} does not fit this architecture"):  # they compute with shapes as they expect them
+    with library(f"{source.setting} does not fit this architecture"):  # conversion fails on unexpected shapes
         state = of_transformers({match.names[name]: value for name, value in state.items() if name in match.names})
         state = dict(convert_state_dict(encoders, state))
     theirs = sorted(state)
@@ -198,7 +200,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
 
 
 def resized(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
-    """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
+    """The weights, with position embeddings interpolated for the model's patches and tokens. A warning names them."""
     for name in fit_positions(state, encoders):
         log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")
     return state
@@ -242,16 +244,16 @@ def fill(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
     weights that do not fit.
     """
-    begins = isinstance(encoders, CoCa) and not any(name.startswith(DECODER) for name in state)
-    if begins:
+    becomes_captioner = isinstance(encoders, CoCa) and not any(name.startswith(DECODER) for name in state)
+    if becomes_captioner:
         state = {name: value for name, value in state.items() if not name.startswith(POOLED)}
     with library(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
         missing, left_over = encoders.load_state_dict(state, strict=False)
     problems = []
     missing = [name for name in missing if name.startswith(prefix)]
-    if begins:
-        log.warning(f"{source.setting}: CLIP's towers; new: {', '.join(name.rstrip('.') for name in NEW)}")
-        missing = [name for name in missing if not name.startswith(NEW)]
+    if becomes_captioner:
+        log.warning(f"{source.setting}: CLIP's towers; new: {', '.join(name.rstrip('.') for name in NEW_OF_CAPTIONER)}")
+        missing = [name for name in missing if not name.startswith(NEW_OF_CAPTIONER)]
     for problem, names in (("missing", missing), ("left over", left_over)):
         wrong = [name for name in names if not _may_differ(name, prefix)]
         if wrong:

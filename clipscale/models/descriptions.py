@@ -1,0 +1,162 @@
+"""What the configuration beside weights says of a model: open_clip's, transformers' or timm's. Imports nothing heavy.
+
+Folders are untrusted: their files may name no path and no address, and describe no model larger than the weights.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from clipscale.common import files
+from clipscale.common.errors import library
+from clipscale.common.record import Record
+from clipscale.config.parse import dataclass_from
+from clipscale.config.sections import ModelConfig, Preprocess
+from clipscale.config.setting import settings_of
+from clipscale.models import hugging_face
+
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+CONFIG = "config.json"
+# A model of which no architecture is known.
+UNKNOWN_MODEL = ModelConfig("")
+# For each tower the keys of its description in which weights must agree, with open_clip's defaults.
+COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
+# What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
+SAFE_TEXT = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """What a folder's configuration says. Empty: nothing."""
+
+    # The architecture, as open_clip describes it.
+    description: Record = field(default_factory=dict)
+    # How pictures are prepared, in open_clip's words and others.
+    pixels: Record = field(default_factory=dict)
+    # Of a captioner; None: not said.
+    correct_cls_mask: bool | None = None
+
+
+def described_model(folder: Path, name: str) -> ModelConfig:
+    """What the configuration in a folder says of a model called `name`; without a name: no architecture.
+
+    Raises UserError, and what a value of another type raises.
+    """
+    if (folder / OPEN_CLIP_CONFIG).is_file():
+        config = _of_open_clip(folder)
+    elif (folder / CONFIG).is_file():
+        config = _of_others(folder)
+    else:
+        config = FolderConfig()
+    preprocess = checked_pixels(config.pixels)
+    if not config.description:
+        return replace(UNKNOWN_MODEL, preprocess=preprocess)
+    check_words(config.description)
+    _name_tokenizer(config.description["text_cfg"], folder)
+    return ModelConfig(name, config.description, preprocess=preprocess, correct_cls_mask=config.correct_cls_mask)
+
+
+def _of_open_clip(folder: Path) -> FolderConfig:
+    content = files.read_json(folder / OPEN_CLIP_CONFIG)
+    mask = content.get("correct_cls_mask")
+    return FolderConfig(
+        content["model_cfg"], content.get("preprocess_cfg") or {}, mask if isinstance(mask, bool) else None
+    )
+
+
+def _of_others(folder: Path) -> FolderConfig:
+    """By the config.json of transformers, or of timm, which describes no architecture."""
+    content = files.read_json(folder / CONFIG)
+    model_type, _, tower = str(content.get("model_type")).partition("_")
+    if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
+        pictures = content.get("pretrained_cfg") or content
+        return FolderConfig(pixels={key: pictures[key] for key in ("mean", "std") if key in pictures})
+    pixels = hugging_face.pixels(folder, model_type)
+    if tower:
+        return FolderConfig(pixels=pixels)
+    with library(f"{folder / CONFIG} describes no model that can be built here"):  # no model= would help
+        description = hugging_face.description(content)
+    text = description["text_cfg"]
+    if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
+        text["hf_tokenizer_name"] = model_type
+    return FolderConfig(description, pixels)
+
+
+def _name_tokenizer(text: Record, folder: Path) -> None:
+    """Make the folder the tokenizer of a description's `text_cfg`, if it has a tokenizer's files, as in open_clip.
+
+    For a model of transformers it always is.
+    """
+    name = text.get("hf_tokenizer_name")
+    if not name or text.get("hf_model_name"):
+        return
+    if name in hugging_face.TABLES or hugging_face.has_tokenizer(folder):
+        text["hf_tokenizer_name"] = str(folder.resolve())
+
+
+def described_tower(folder: Path) -> str:
+    """The tower, `image` or `text`, that the configuration of transformers or timm in a folder describes alone."""
+    if (folder / OPEN_CLIP_CONFIG).is_file() or not (folder / CONFIG).is_file():
+        return ""
+    content = files.read_json(folder / CONFIG)
+    if "pretrained_cfg" in content:  # timm's
+        return "image"
+    return {"vision_model": "image", "text_model": "text"}.get(str(content.get("model_type")).partition("_")[2], "")
+
+
+def check_words(description: Record) -> None:
+    """Raise ValueError for an open_clip description with a text that could be a path or an address, or a size < 0."""
+    for key, value in description.items():
+        if isinstance(value, dict):
+            check_words(value)
+        elif isinstance(value, str) and value and not SAFE_TEXT.fullmatch(value):
+            raise ValueError(f"{key}={value[:80]!r} is no name")
+        elif isinstance(value, int | float) and value < 0 and key != "init_logit_bias":
+            raise ValueError(f"{key}={value} is no size")
+
+
+def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
+    """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
+    descriptions = [model.description for model in (ours, theirs)]
+    if not all(descriptions):
+        return ""
+    our_values, their_values = map(comparable, descriptions)
+    different = (key for key, value in our_values.items() if value != their_values[key])
+    return next((f"whose {key} is {their_values[key]}, not {our_values[key]}" for key in different), "")
+
+
+def comparable(description: Record) -> Record:
+    """What a description says that weights must agree in. Raises what a value of another type raises."""
+    values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
+    for section, defaults in COMPARED.items():
+        words = defaults | description[section]
+        words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
+        words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
+        values |= {f"{section}.{name}": words[name] for name in defaults}
+    return values
+
+
+def least_parameters(description: Record) -> float:
+    """A lower bound, usually close, of the number of parameters in open_clip's own transformers."""
+    count = 0.0
+    for section, defaults in COMPARED.items():
+        words = defaults | description[section]
+        if words.get("hf_model_name") or (words.get("timm_model_name") and "width" not in description[section]):
+            continue
+        patches = _largest(words.get("image_size", 0)) // words.get("patch_size", 1)
+        tokens = words.get("vocab_size", 0) + words.get("context_length", 0) + patches**2
+        layers = _largest(words["layers"]) * (4 + 2 * words["mlp_ratio"]) * words["width"]
+        count += (layers + tokens) * words["width"]
+    return count
+
+
+def _largest(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else max(value)
+
+
+def checked_pixels(values: Record) -> Record:
+    """Those `values` that are keys of `model.preprocess`. Raises UserError for wrong ones."""
+    names = settings_of(Preprocess)
+    preprocess = {key: value for key, value in values.items() if key in names}
+    dataclass_from(Preprocess, preprocess)
+    return preprocess
