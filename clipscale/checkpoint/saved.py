@@ -85,7 +85,8 @@ class Saved:
         """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
         field_names = {each.name for each in fields(Saved)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
-        chunks, position = values.get("chunks"), values.get("position")
+        chunks = values.get("chunks")
+        position = values.get("position")
         return Saved(
             **values
             | {

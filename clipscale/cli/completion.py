@@ -66,7 +66,10 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
         typed = word[: max(map(word.rfind, "=,[")) + 1]  # several values are completed one by one
         values = presets.get(key, [])
         if key in declared:
-            values = [*NAMES[key]()] if key in NAMES else runs if key in ("run", "model.weights") else values
+            if key in NAMES:
+                values = [*NAMES[key]()]
+            elif key in ("run", "model.weights"):
+                values = runs
             values = [*values, *declared[key].choices]
         return [typed + value for value in values]
     if "RUN" in verb.words and runs:

@@ -23,8 +23,8 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 
-# Extensions of pictures, in lower case: of members of a shard, and of files. The writer, training and evaluation all use
-# this list. If a sample has several pictures, the first in this order is used.
+# Extensions of pictures, in lower case: of members of a shard, and of files. The writer, training and evaluation all
+# use this list. If a sample has several pictures, the first in this order is used.
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
 # Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures.
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
@@ -38,8 +38,8 @@ MAX_PIXELS = 89_478_485
 # Most rows or columns of a picture. Each row costs time and memory, even one of a single pixel, and a picture may be
 # turned. JPEG, WebP and GIF have at most 65,535.
 MAX_SIDE = 1_048_576
-# The costs of a pixel, by which MAX_PIXELS is divided. Pillow holds three canvases while it decodes a WebP, which may be
-# animated.
+# The costs of a pixel, by which MAX_PIXELS is divided. Pillow holds three canvases while it decodes a WebP, which may
+# be animated.
 WEBP_COST = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode. It may have 44 million pixels.
 SLOW_COST = 2

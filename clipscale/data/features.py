@@ -109,7 +109,8 @@ def stored_teachers(
 def _reader(name: str, url: str, note: TeacherNote, captions: Sequence[str], scale: float | None) -> TeacherFeatures:
     """The reader of one teacher, by the note beside this shard. Raises UserError."""
     try:
-        width, dtype = int(note["width"]), np.dtype(note["dtype"])
+        width = int(note["width"])
+        dtype = np.dtype(note["dtype"])
         if not 0 < width <= MAX_TEXT_BYTES or dtype.kind != "f":
             raise ValueError(f"width={width}, dtype={dtype}")
         teacher = TeacherFeatures(f"{name}.npy", width, str(dtype), float(note["scale"] if scale is None else scale))

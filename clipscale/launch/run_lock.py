@@ -52,7 +52,8 @@ class RunLock:
         self.made |= not self.folder.exists()
         checkpoint.make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
-        deadline, announced = time.monotonic() + WAIT_S, False
+        deadline = time.monotonic() + WAIT_S
+        announced = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

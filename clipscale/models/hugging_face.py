@@ -61,7 +61,8 @@ def description(config: Record) -> Record:
 
 def _transformer(tower: Record) -> Record:
     """The words that both towers have in common."""
-    width, inner = tower["hidden_size"], tower["intermediate_size"]
+    width = tower["hidden_size"]
+    inner = tower["intermediate_size"]
     # open_clip and timm take the whole part of the product.
     ratio = inner / width if int(width * (inner / width)) == inner else (inner + 0.5) / width
     words = {

@@ -23,7 +23,8 @@ class AdaptedAttention(nn.Module):
         super().__init__()
         self.num_heads = attention.num_heads
         self.in_proj = nn.Linear(attention.embed_dim, 3 * attention.embed_dim, device="meta")
-        self.in_proj.weight, self.in_proj.bias = attention.in_proj_weight, attention.in_proj_bias
+        self.in_proj.weight = attention.in_proj_weight
+        self.in_proj.bias = attention.in_proj_bias
         self.out_proj = attention.out_proj
 
 

@@ -47,7 +47,8 @@ class Tokenizer:
 
     def __init__(self, load: Callable[[], Callable[..., Any]], length: int) -> None:
         """`length`: T, tokens of the context."""
-        self._load, self.length = load, length
+        self._load = load
+        self.length = length
 
     def __reduce__(self) -> tuple[object, ...]:
         """Sent without `inner`: a process has open_clip's own tokenizer by importing it."""

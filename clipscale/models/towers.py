@@ -236,7 +236,8 @@ def _length(text: Record, encoder: Any) -> int:
 
     Raises ValueError where they are fewer.
     """
-    length, positions = length_of(text), encoder.context_length
+    length = length_of(text)
+    positions = encoder.context_length
     if 0 < positions < length:  # 0: any number, as T5 takes
         raise ValueError(f"text_cfg.context_length is {length}, and its text tower has {positions} positions")
     return length
@@ -252,7 +253,8 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     described = json.dumps(description, sort_keys=True, default=str)
     if described in USABLE:
         return
-    vision, text = description["vision_cfg"], description["text_cfg"]
+    vision = description["vision_cfg"]
+    text = description["text_cfg"]
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
     of_others = "timm_model_name" in vision, bool(text.get("hf_model_name"))

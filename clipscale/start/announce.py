@@ -49,12 +49,13 @@ def announce(start: Start, parts: Parts, world: World) -> MetricLog | None:
 
 def log_position(start: Start, schedule: Schedule) -> None:
     """Print the run's step, and which settings have changed since the run was there last."""
-    step, config = start.step, start.config
+    step = start.step
+    config = start.config
     if step:
         changes = changes_of(start, schedule)
         changed = "; changed: " + ", ".join(changes) if changes else ""
-        stands = " is complete at" if step >= schedule.end else ": going on after"
-        log_line(f"run={config.run}{stands} step {step} of {schedule.end}{changed}")
+        state = " is complete at" if step >= schedule.end else ": going on after"
+        log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")
     else:
         log_line(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {start.folder}")
     if step >= schedule.end:
@@ -70,7 +71,8 @@ def log_position(start: Start, schedule: Schedule) -> None:
 def changes_of(start: Start, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
     changes = read_or_set_aside(start.folder / "config.yaml", partial(changes_since, settings=start.yaml)) or []
-    before, now = rate_of_step(start.folder, start.step), schedule.lr(start.step - 1)
+    before = rate_of_step(start.folder, start.step)
+    now = schedule.lr(start.step - 1)
     if before is not None and start.step > schedule.first and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")
     return changes

@@ -67,14 +67,17 @@ def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
 
 
 def _uniformity(rows: Tensor) -> Tensor:
+    """ln of the mean of exp(-2 |x - y|^2) over two different rows, 0-d float64."""
     count = len(rows)
     total = (4 * (rows @ rows.mT) - 4).exp().sum(dtype=torch.float64)
-    return ((total - count) / (count * (count - 1))).log()  # without each row's own
+    return ((total - count) / (count * (count - 1))).log()  # without the pairs of a row with itself, exp(0) each
 
 
 def _effective_rank(product: Tensor) -> float:
-    """Of rows with this product, (D, D) float64: in float32 the roots of rounding errors would count as singular
-    values."""
+    """The effective rank of rows X, given X'X (D, D) float64.
+
+    In float32 the roots of rounding errors would count as singular values.
+    """
     if not product.isfinite().all():
         return float("nan")
     values = torch.linalg.eigvalsh(product).clamp_min(0).sqrt()

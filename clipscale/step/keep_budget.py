@@ -12,7 +12,7 @@ from clipscale.step.kept_graphs import free_gpu_memory
 # Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
 MARGIN = {"cuda": 0.9, "cpu": 0.5}
 # Bytes of a host that always stay free.
-HOST_LEFT = 4 << 30
+HOST_RESERVE = 4 << 30
 
 
 def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
@@ -20,16 +20,17 @@ def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
-    a margin. The working memory is without the graph of a replayed chunk: that is built when its tower's kept graphs
-    are freed.
+    a margin. The graph of a replayed chunk is no part of the working memory: it is built when the kept graphs of its
+    tower are freed.
     """
     rest = usable_bytes(world.device) - phases.working_bytes(graph_bytes)
-    return Keep.at_most(-world.all_reduce_max(-max(0, rest))[0])
+    least = -world.all_reduce_max(-max(0, rest))[0]
+    return Keep.at_most(least)
 
 
 def usable_bytes(device: torch.device) -> int:
     """Free memory that a step may use: of the GPU, or this process's share of the host's."""
     if device.type == "cpu":
         free = free_memory()
-        return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // ranks.local_world_size()
+        return min(int(MARGIN["cpu"] * free), free - HOST_RESERVE) // ranks.local_world_size()
     return int(MARGIN["cuda"] * free_gpu_memory())

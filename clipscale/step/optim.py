@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from clipscale.common.errors import UserError, library
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
-# State values that an optimizer keeps per weight.
+# Optimizers -> numbers of state that they keep for each weight.
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 # timm's names of torch's optimizers that have a fused kernel, also on a CPU.
 FUSED = ("adamw", "adam", "adagrad")
@@ -54,8 +54,10 @@ def build_optimizer(
 class FastMuon(torch.optim.Optimizer):
     """The steps and the state of timm's Muon, with two differences in how they are computed.
 
-    Embeddings and vectors are updated by torch's fused AdamW, not one by one in Python. On a CPU matrices iterate in
-    float32: many have no bfloat16, and emulate it thirty times as slowly. `fast_muon` makes it.
+    Embeddings and vectors are updated by torch's fused AdamW, not one by one in Python. On a CPU the iteration of
+    matrices runs in float32: many CPUs have no bfloat16, and emulate it thirty times as slowly.
+
+    `fast_muon` makes it.
     """
 
     def __init__(self, muon: timm.optim.Muon) -> None:
@@ -65,7 +67,8 @@ class FastMuon(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         fused = [group for group in self.param_groups if group.get("fused")]
-        # Both share this optimizer's groups and state. Loading a checkpoint replaces these, so they are passed on here.
+        # Both optimizers use this one's groups and state. They are passed on in each step, since loading a checkpoint
+        # replaces them.
         self.muon.param_groups = [group for group in self.param_groups if not group.get("fused")]
         self.adamw.param_groups = [
             self.adamw.defaults | group | {"lr": group["lr"] * group["fallback_lr_scale"]} for group in fused
@@ -77,7 +80,10 @@ class FastMuon(torch.optim.Optimizer):
 
 
 def fast_muon(muon: timm.optim.Muon) -> FastMuon:
-    """Marks the groups that AdamW updates. With Nesterov's momentum timm takes NAdamW, which torch does not fuse."""
+    """timm's Muon as a `FastMuon`. Marks the groups that AdamW updates.
+
+    With Nesterov's momentum timm updates them by NAdamW, which torch does not fuse.
+    """
     for group in muon.param_groups:
         if group.get("use_fallback") and not group["nesterov"]:
             group["fused"] = True
@@ -85,7 +91,7 @@ def fast_muon(muon: timm.optim.Muon) -> FastMuon:
 
 
 class Float32OnCpu(TorchFunctionMode):
-    """Within it, what is converted from float32 to bfloat16 on a CPU stays float32."""
+    """Inside, a conversion of a CPU tensor to bfloat16 does nothing."""
 
     def __torch_function__(
         self,
@@ -98,6 +104,10 @@ class Float32OnCpu(TorchFunctionMode):
         if func is torch.Tensor.to and kwargs.get("dtype") is torch.bfloat16 and args[0].device.type == "cpu":
             kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
+
+
+# Kinds of parameters, in the order of their groups.
+MATRIX, EMBEDDING, VECTOR, SCALAR = range(4)
 
 
 class ParameterGroup(TypedDict):
@@ -125,22 +135,27 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        group_number = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
+        kind = parameter_kind(p, is_embedding=id(p) in embeddings)
         scale = scales.get(name, 1.0)
-        group = split.setdefault(
-            (group_number, scale),
-            {"params": [], "lr_scale": scale, "weight_decay": 0.0 if group_number >= 2 else config.weight_decay},
-        )
-        if group_number >= 1:
+        weight_decay = config.weight_decay if kind in (MATRIX, EMBEDDING) else 0.0
+        group = split.setdefault((kind, scale), {"params": [], "lr_scale": scale, "weight_decay": weight_decay})
+        if kind != MATRIX:
             group["use_fallback"] = True
         group["params"].append(p)
     return [split[key] for key in sorted(split)]
 
 
-def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
-    """`2000` (steps), `5%` (of the run) or `0.5ep` (epochs) as a number of steps.
+def parameter_kind(p: nn.Parameter, *, is_embedding: bool) -> int:
+    """MATRIX, EMBEDDING, VECTOR or SCALAR."""
+    if p.ndim < 2:
+        return SCALAR if p.ndim == 0 else VECTOR
+    return EMBEDDING if is_embedding else MATRIX
 
-    Raises UserError for other texts, and for epochs of unknown length.
+
+def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
+    """The number of steps in `2000` (steps), `5%` (of the `total` steps) or `0.5ep` (epochs of `per_epoch` steps).
+
+    Raises UserError for other texts, and for epochs if `per_epoch` is None.
     """
     if text.endswith("ep") and per_epoch is None:
         raise UserError(
@@ -149,18 +164,24 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
     steps, count, unit = steps_of(setting, text)
     if steps:
         return int(steps)
-    return round(float(count) / 100 * total if unit == "%" else float(count) * (per_epoch or 0))
+    if unit == "%":
+        return round(float(count) / 100 * total)
+    return round(float(count) * (per_epoch or 0))
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Learning rate as a pure function of the step, so that a resumed run needs no state."""
 
+    # The highest rate.
     peak: float
+    # Its steps, those of the warm-up and those of the cooldown.
     total: int
     warmup: int
     cooldown: int
+    # The rate at the end, as a share of the peak.
     final: float
+    # Whether it is a cosine; else a constant.
     cosine: bool
     # The step of the run at which it begins.
     first: int
@@ -192,7 +213,9 @@ class Schedule:
             progress = (position - self.warmup) / max(1, self.total - self.warmup)
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         remaining = self.total - position
-        return self.peak if remaining >= self.cooldown else low + (self.peak - low) * remaining / self.cooldown
+        if remaining >= self.cooldown:
+            return self.peak
+        return low + (self.peak - low) * remaining / self.cooldown
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the learning rate of every parameter group for this step; returns it."""

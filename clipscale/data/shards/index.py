@@ -230,16 +230,24 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     for raw in read_shard(url, problem, lambda _: False, {}, subset=subset):
         offsets.append(offsets[-1] + raw.num_bytes)
         linked += raw.linked
-        weight += 0 if raw.repeat else raw.keep_probability  # of a first copy: the sample's weight
+        weight += 0 if raw.repeat else raw.keep_probability  # the first copy has the sample's weight
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
-    # with links every header is needed: only the files that they stand for say how many bytes a sample has
+    # With links every header is needed: only the linked files say how many bytes a sample has.
     packed = None if subset or linked or not samples else pack(offsets)
-    name, version = name_in_index(url), state[1] + RULE_MARK
-    detail = utf8(problem.detail)
-    return Entry(name, state[0], version, samples, problem.reason, detail, weight if subset else None, packed)
+    size, version = state
+    return Entry(
+        name_in_index(url),
+        size,
+        version + RULE_MARK,
+        samples,
+        problem.reason,
+        utf8(problem.detail),
+        weight if subset else None,
+        packed,
+    )
 
 
 # A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid.
