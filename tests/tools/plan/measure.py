@@ -12,11 +12,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clipscale.common.keep import Keep
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import batch_loss, build_step
+from clipscale.start.build import batch_loss, build_step, caption_weight
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.dry_run import CPU
@@ -37,7 +38,13 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
     precision.cast_frozen_(model.image, model.text)
     with precision.autocast():
         sizes = agreed_chunk_sizes(
-            config.cache.sizes, model, config.batch // world.size, world, None, keeps_graphs=True
+            config.cache.sizes,
+            model,
+            config.batch // world.size,
+            world,
+            None,
+            keeps_graphs=True,
+            pairs=pair_encoder(model) if caption_weight(config, model) else None,
         )
     return build_step(config, world, model, precision, sizes, batch_loss(config, model, precision), sort_captions=False)
 
@@ -94,7 +101,7 @@ def one_step(step: TrainStep, local: int) -> None:
     images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=step.is_resident) for dtype in shapes)
     gc.collect()
     with record_function("encode"):
-        features = step.cache.encode(images, texts)
+        features = step.cache.encode(*([PairLoader(images, texts)] if step.caption_weight else [images, texts]))
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))

@@ -55,10 +55,19 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
     assert_agree(predicted(config), measured(config))
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.5, 5), pytest.param(1.5, 12, marks=pytest.mark.slow)])
-def test_the_memory_of_kept_graphs_is_predicted(share: float, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "share", "kept"),
+    [
+        ("float32", 0.5, 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("float32", 1.5, 12), ("captioner", 0.5, 3), ("captioner", 1.5, 6))
+        ),
+    ],
+)
+def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
-    config = settings(batch=96)
+    config = settings(**CASES[name] | {"batch": 96})
     with dry_run(config, 1, None) as run:
         graphs = sum(each.graph for each in StepModel(run, 96, (16, 16)).passes)
     config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * graphs))))
