@@ -92,10 +92,10 @@ class TrainLoop:
                 agreement = self.train_step()
                 is_last = self.step == self.total
                 is_best = False
-                if ready.every.evaluates_after(self.step) and not is_last:
+                if ready.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
                     is_best = ready.saver.would_be_best(self.step)
-                if is_best or is_last or agreement.save or ready.every.saves_after(self.step):
+                if is_best or is_last or agreement.save or ready.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if ready.evaluation.sets:
                 results = self.evaluate()
@@ -118,7 +118,7 @@ class TrainLoop:
             if self.step == ready.step:
                 show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
-            overdue = self.world.is_rank0 and ready.every.is_overdue(time.monotonic() - self.saved_at)
+            overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
         self.step = number  # what fails from here on undoes nothing
         self.loss = result.loss

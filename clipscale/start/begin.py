@@ -20,7 +20,7 @@ from clipscale.start.settle import Stage, Start, settle
 
 
 @dataclass(frozen=True)
-class Every:
+class Intervals:
     """When a run evaluates and saves, beside its end. 0: never."""
 
     # Steps between evaluations.
@@ -57,7 +57,7 @@ class ReadyRun:
     expected: Expected
     # Whether the weights are evaluated before the first step.
     evaluates_start: bool
-    every: Every
+    intervals: Intervals
     records: StepRecords
     saver: checkpoint.Saver
     # The part of each checkpoint that describes model and optimizer, without their states.
@@ -96,7 +96,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
             saver.newest_step = start.step
         undo.pop_all()
 
-    every = Every(config.eval.every, *config.checkpoint.interval)
+    intervals = Intervals(config.eval.every, *config.checkpoint.interval)
     return ReadyRun(
         folder=start.folder,
         stage=start.stage,
@@ -106,7 +106,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
         evaluates_start=bool(config.model.weights and evaluation.sets),
-        every=every,
+        intervals=intervals,
         records=records,
         saver=saver,
         description=checkpoint.Saved(

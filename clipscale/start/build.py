@@ -210,12 +210,20 @@ def data_stream(
     teachers: tuple[TeacherFeatures, ...],
     world: World,
 ) -> TrainStream:
-    """The training data, from its start or from the checkpoint's position. Raises UserError."""
+    """The training data, from its start or from the checkpoint's position. A collective. Raises UserError."""
     config = start.config
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
     position = start.saved.position if start.saved else None
-    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, start.largest_divisor, teachers)
+    shards = ordered_shards(
+        config.data,
+        share,
+        config.seed,
+        position,
+        on_main=world.on_main,
+        largest_divisor=start.largest_divisor,
+        teachers=teachers,
+    )
     return open_stream(
         config.data,
         share,
@@ -229,7 +237,7 @@ def data_stream(
 
 
 def samples_repeat(config: TrainConfig) -> bool:
-    """Whether sample weights may put a sample into a batch twice."""
+    """Whether sample weights may put a sample into an epoch twice, and so into a batch."""
     subset = subset_of(config.data)
     return subset is not None and subset.table.max_copies > 1
 

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
-# Chunks are a multiple of this wide: fast on tensor cores, and few shapes.
-GRAIN = 8
+# The width of a chunk is a multiple of this: fast on tensor cores, and few shapes.
+WIDTH_MULTIPLE = 8
 # Most captions in a chunk: with more, attention kernels exceed the largest grid.
 MAX_CAPTIONS = 2**15
-# Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding.
+# Assumed cost of one more chunk, as a share of a full one. A chunk ends early if that saves more in padding.
 CHUNK_COST = 1 / 16
 
 
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
-    """Each caption's length rounded up to a multiple of GRAIN, (N,): at least GRAIN, at most the context."""
-    rounded = -(-np.maximum(lengths, 1) // GRAIN) * GRAIN
+    """Each caption's length, at least 1, rounded up to a multiple of WIDTH_MULTIPLE, and at most the context: (N,)."""
+    rounded = -(-np.maximum(lengths, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     widths: np.ndarray = np.minimum(rounded, context).astype(np.int16)
     return widths
 

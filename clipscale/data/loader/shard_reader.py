@@ -14,8 +14,9 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
-# A shuffle window ends early at this many bytes. Ordinary data stays below: a window of 256 samples would need half a
-# megabyte a sample. A stream's two windows, one given out and one being read, together hold at most about this much.
+# A shuffle window ends early at this many bytes. Ordinary data stays below: 256 samples would need half a megabyte
+# each. A stream's two windows, the one that is given out and the one that is read, together hold about this much at
+# most.
 WINDOW_BYTES = 128 << 20
 
 
@@ -113,8 +114,10 @@ def _damage(windows: WindowCursor, problem: ReadProblem, url: str) -> list[RawSa
 
 
 class ShardReader:
-    """Reads a shard stream, or one source of it. Its position is `epoch` and `index`, the items given out in that
-    epoch."""
+    """Reads a shard stream, or one source of it.
+
+    Its position is `epoch` and `index`, the number of items given out in that epoch.
+    """
 
     def __init__(
         self,
@@ -166,15 +169,7 @@ class ShardReader:
         try:
             has_more = True
             while has_more:
-                raws = []
-                window_bytes = 0
-                for raw in islice(reader, windows.size):
-                    self._store.tick()
-                    raws.append(raw)
-                    window_bytes += raw.num_bytes
-                    yield from self._drain_ready(window_bytes)
-                    if window_bytes > WINDOW_BYTES or segment is self.abandoned:
-                        break
+                raws, window_bytes = yield from self._read_window(reader, windows)
                 closed = window_bytes > WINDOW_BYTES and len(raws) < windows.size
                 if closed and windows.is_part:  # a smaller window needs other samples: read it again
                     windows.resize(len(raws))
@@ -197,6 +192,22 @@ class ShardReader:
                 self._ready_bytes = sum(item.num_bytes for item in items)
         finally:
             reader.close()
+
+    def _read_window(
+        self, reader: Iterator[RawSample], windows: WindowCursor
+    ) -> Generator[tuple[Segment, RawSample], None, tuple[list[RawSample], int]]:
+        """Read the current window, up to WINDOW_BYTES. Yields items of the previous one meanwhile. Returns the samples
+        and their bytes."""
+        raws = []
+        window_bytes = 0
+        for raw in islice(reader, windows.size):
+            self._store.tick()
+            raws.append(raw)
+            window_bytes += raw.num_bytes
+            yield from self._drain_ready(window_bytes)
+            if window_bytes > WINDOW_BYTES or windows.segment is self.abandoned:
+                break
+        return raws, window_bytes
 
     def _drain_ready(self, window_bytes: int) -> Iterator[tuple[Segment, RawSample]]:
         """Give out one item, and more until the rest and `window_bytes` bytes fit into WINDOW_BYTES."""

@@ -26,12 +26,12 @@ from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import subset_of
 
-# Takes a phrase that names the shard or the sample that is read now.
+# Takes a phrase for messages: which shard or sample is being read.
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
 MAX_BROKEN_IN_SHARD = 20_000
-# A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of a few
-# must not end a run, and a stream of a small set may hold a single sample an epoch.
+# A stream gives up after this many broken samples in a row, or visits to shards without a usable one. The limits are
+# generous: one bad shard of a few must not end a run, and a stream of a small set may hold a single sample an epoch.
 MAX_BROKEN = 200_000
 MAX_FRUITLESS_VISITS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.
@@ -109,39 +109,50 @@ class ShardStream:
 
         With weights, the next sample of the same source replaces a broken one.
         """
-        spec = self._spec
-        order = spec.shards.order
+        order = self._spec.shards.order
         source = order.source(self._stream, self._used) if isinstance(order, WeightedSources) else 0
+        reader = self._readers[source]
         while True:
-            reader = self._readers[source]
             self._set_status(f", reading {reader.url}")
             segment, item = next(reader.items)
             name = name_of(item)
             self._set_status(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
             try:
-                if item.damage:
-                    raise BrokenSampleError(item.damage, item.detail)
-                sample = segment.epoch, segment.shard, item.index
-                draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
-                if item.keep_probability < 1 and draw.uniform() >= item.keep_probability:
-                    continue  # not in this epoch
-                rng = CounterRNG(order.seed, CAPTION, *sample)
-                captions = spec.selection.draw(item.members, rng)
-                spec.selection.check(item, [caption for caption, _ in captions])
-                negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *sample))
-                own_number = item.key if spec.config.sample_weights else item.index  # repeats share it
-                key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own_number}")
-                features = [teacher.of(item.members) for teacher in spec.shards.teachers]
-                texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
-                spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
+                sample = self._decoded(segment, item, row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
                 if self._skipped(error, segment, item) > MAX_BROKEN_IN_SHARD:
                     reader.abandoned = segment
-            else:
+                continue
+            if sample is not None:
                 self._used += 1
                 self._forget_skipped()
-                return TakenSample(texts + negatives, key, features)
+                return sample
+
+    def _decoded(self, segment: Segment, item: RawSample, row: np.ndarray) -> TakenSample | None:
+        """Write a sample's pixels to `row`; returns the rest. None: sample weights leave it out of this epoch.
+
+        All its random numbers depend on its place alone. Raises BrokenSampleError.
+        """
+        if item.damage:
+            raise BrokenSampleError(item.damage, item.detail)
+        spec = self._spec
+        seed = spec.shards.order.seed
+        if item.keep_probability < 1:
+            draw = CounterRNG(seed, WEIGHT, segment.epoch, hash64(item.key))
+            if draw.uniform() >= item.keep_probability:
+                return None
+        place = segment.epoch, segment.shard, item.index
+        rng = CounterRNG(seed, CAPTION, *place)
+        captions = spec.selection.draw(item.members, rng)
+        spec.selection.check(item, [caption for caption, _ in captions])
+        negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
+        own_number = item.key if spec.config.sample_weights else item.index  # repeats share the key
+        key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own_number}")
+        features = [teacher.of(item.members) for teacher in spec.shards.teachers]
+        texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
+        spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
+        return TakenSample(texts + negatives, key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -205,7 +216,7 @@ def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Report:
-    """A worker has filled `done` of its rows of batch `step` (-1: no batch, it is only alive)."""
+    """A worker's message: it has filled `done` of its rows of batch `step`. Step -1: it is alive."""
 
     step: int
     done: int
@@ -244,9 +255,9 @@ class BatchFiller:
             texts: dict[int, str] = {}  # by their row of the tokens
             for stream, row in piece:
                 self._store.tick()
-                mine = row in local
-                sample = stream.take(slot["pixels"][row] if mine else self._discarded_pixels)
-                if mine:
+                is_own = row in local
+                sample = stream.take(slot["pixels"][row] if is_own else self._discarded_pixels)
+                if is_own:
                     texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
                     slot["keys"][row] = sample.key
                     for teacher, features in zip(self._spec.shards.teachers, sample.features, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import TeacherFeatures
-from clipscale.data.loader.captions import GRAIN
+from clipscale.data.loader.captions import WIDTH_MULTIPLE
 from clipscale.distributed import fsdp
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
@@ -488,7 +488,7 @@ def caption_share(model: ClipModel) -> float:
     sorted."""
     encoder = model.text.encoder
     trimmed = family_of(encoder).ignores_padding(encoder)
-    return min(1.0, round(ASSUMED.caption_tokens + GRAIN / 2) / model.context_length) if trimmed else 1.0
+    return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / model.context_length) if trimmed else 1.0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.captions import GRAIN, SortedCaptions, widths_of
+from clipscale.data.loader.captions import WIDTH_MULTIPLE, SortedCaptions, widths_of
 from clipscale.data.loader.shard_stream import lengths
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
     sizes = lengths(captions(words).numpy(), PAD)
     assert sizes.tolist() == [count + 1 for count in words]
     assert widths_of(sizes, CONTEXT).tolist() == [8, 8, 8, 16, 16, 24, 40, 44, 44]
-    assert widths_of(lengths(np.full((1, CONTEXT), PAD), PAD), CONTEXT).tolist() == [GRAIN]
+    assert widths_of(lengths(np.full((1, CONTEXT), PAD), PAD), CONTEXT).tolist() == [WIDTH_MULTIPLE]
 
 
 def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
@@ -49,7 +49,7 @@ def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
         chunk, whole = inputs.chunk(*span), tokens[inputs.rows(*span)]
         width = chunk.shape[1]
         assert chunk.numel() <= size * CONTEXT
-        assert width == CONTEXT or width % GRAIN == 0
+        assert width == CONTEXT or width % WIDTH_MULTIPLE == 0
         assert torch.equal(chunk, whole[:, :width]) and not whole[:, width:].any()
     computed = sum(width * count for width, count in inputs.widths().items())
     assert computed == sum(inputs.chunk(*span).numel() for span in spans) < 0.7 * tokens.numel()
