@@ -49,19 +49,19 @@ class StepModel:
         self.batch = batch
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
-        # Rows of pictures, and of texts; of pairs, and none.
-        self.rows = batch, 0 if dry_run.writes else batch * dry_run.texts
+        # Rows of pictures and of texts; for a captioner of pairs, and 0.
+        self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts
         # Rows of a chunk.
-        image, text = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
-        self.sizes = image, image if dry_run.writes else text
-        # Whether a tower has one chunk.
-        self.is_one = [size >= rows for size, rows in zip(self.sizes, self.rows)]
+        image, text = (min(chunk, rows) for chunk, rows in zip(chunks, self.rows))
+        self.sizes = image, image if dry_run.is_captioner else text
+        # Whether a tower has a single chunk.
+        self.only_chunk = [size >= rows for size, rows in zip(self.sizes, self.rows)]
 
     @cached_property
     def passes(self) -> list[ChunkMemory]:
         """The measured memory of each tower's chunks."""
-        is_fresh = [self.dry_run.is_alone and is_one for is_one in self.is_one]
-        return [self.dry_run.passes(i, self.sizes[i], is_fresh[i], self.is_one[i]) for i in (0, 1)]
+        no_gradients = [self.dry_run.is_alone and only_chunk for only_chunk in self.only_chunk]
+        return [self.dry_run.passes(i, self.sizes[i], no_gradients[i], self.only_chunk[i]) for i in (0, 1)]
 
     @property
     def counts(self) -> list[int]:
@@ -70,7 +70,7 @@ class StepModel:
         return [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
 
     def operations(self, replayed_share: Sequence[float]) -> float:
-        """Of all passes. `replayed_share`: by tower, the share of chunks that are encoded twice."""
+        """Operations of all passes. `replayed_share`: the share of each tower's chunks that are encoded twice."""
         return sum(
             count * (share * each.encode_operations + (each.replay_operations or each.encode_operations))
             for count, share, each in zip(self.counts, replayed_share, self.passes)
@@ -79,13 +79,13 @@ class StepModel:
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
         dry_run = self.dry_run
-        features = [rows * dry_run.model.width * FEATURE * (1 + dry_run.writes) for rows in self.rows]
+        features = [rows * dry_run.model.width * FEATURE * (1 + dry_run.is_captioner) for rows in self.rows]
         gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
         stays = [
             features[i]
             + self.resident * self.rows[i] * dry_run.row_bytes[i]
             + dry_run.memory.gathered[i].held
-            + dry_run.memory.casts[i] * (not self.is_one[i])
+            + dry_run.memory.casts[i] * (not self.only_chunk[i])
             + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]
@@ -101,7 +101,7 @@ class StepModel:
         before["replay"] = live
         for i, name in enumerate(TOWERS):
             if dry_run.trained[i]:
-                added = dry_run.memory.at_once if self.is_one[i] else dry_run.memory.gradients
+                added = dry_run.memory.single_chunk if self.only_chunk[i] else dry_run.memory.gradients
                 # Kept graphs are used up before the first chunk is encoded again.
                 replay = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
                 peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay

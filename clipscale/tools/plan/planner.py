@@ -103,7 +103,7 @@ class Prediction:
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
         operations = step.operations(replayed_share)
-        in_chunks = not all(step.is_one)
+        in_chunks = not all(step.only_chunk)
         min_seconds, time = step_time(
             config, self.gpu, dry_run, replayed_share, in_chunks=in_chunks, launches=operations
         )

@@ -81,7 +81,7 @@ def step_time(
     second = 0.0
     of_sample = 1, dry_run.texts
     has_second = dry_run.trained
-    if dry_run.writes:  # one encoder of both towers
+    if dry_run.is_captioner:  # one encoder of both towers
         has_second, replayed_share = [True, True], [replayed_share[0]] * 2
     for trained, passes, inputs, share in zip(has_second, dry_run.flops, of_sample, replayed_share):
         if trained:

@@ -83,7 +83,7 @@ def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyP
     config = settings(batch=192, chunk=16, **DEEP[name] | layers)
     ranks = 1 if name == "some blocks train" else 4
     few = predicted(config, ranks, 90)
-    monkeypatch.setattr("clipscale.tools.plan.dry_run.BLOCKS", 99)
+    monkeypatch.setattr("clipscale.tools.plan.block_meter.BLOCKS", 99)
     every = predicted(config, ranks, 90)
     assert few.peak == pytest.approx(every.peak, rel=0.01)
     assert few.before == pytest.approx(every.before, rel=0.01)
@@ -138,7 +138,7 @@ def test_an_update_of_one_parameter_of_each_shape_tells_what_all_take(
     with dry_run(config, 1, 90) as run:
         few = run.memory
     monkeypatch.setattr(
-        "clipscale.tools.plan.dry_run.one_of_each",
+        "clipscale.tools.plan.state_memory.one_of_each",
         lambda optimizer: [(p, 0) for group in optimizer.param_groups for p in group["params"]],
     )
     with dry_run(config, 1, 90) as run:

@@ -1,0 +1,157 @@
+"""What a rank holds beside a step's passes: weights, gradients, optimizer state, and weights that are gathered or cast.
+
+All sizes in bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipscale.distributed import fsdp
+from clipscale.step.cast_weights import CastWeights
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
+from clipscale.tools.plan.memory_tracker import MemoryTracker, rounded
+
+
+@dataclass(frozen=True)
+class GatheredWeights:
+    """Weights of a tower that FSDP2 has gathered, in the type in which it gathers them."""
+
+    # Bytes that are held from the first chunk to the last.
+    held: int = 0
+    # Further bytes in the first pass.
+    encode: int = 0
+    # Further bytes in the second pass, with gradients that are not yet summed.
+    replay: int = 0
+
+    @classmethod
+    def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
+        """In stage 3 a block's weights are gathered while the one before computes."""
+        type_of = fsdp.gathered_type(tower, dtype)
+
+        def size(parameters: set[nn.Parameter]) -> int:
+            return sum(p.numel() * type_of(p).itemsize for p in parameters)
+
+        rest = everything = set(tower.parameters())
+        block = 0
+        for module in fsdp.blocks(tower):
+            block = max(block, size(rest & set(module.parameters())))
+            rest = rest - set(module.parameters())
+        if parallel == "zero2":
+            return cls(size(everything), 0, 2 * block)
+        return cls(size(rest), 2 * block, 4 * block)
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """What a rank holds beside a step's passes. Lists have an entry for each tower."""
+
+    # Bytes between steps.
+    state: int
+    # Peak of an update beyond what is live before it.
+    update: int
+    # Gradient bytes, while a tower's chunks add to them.
+    gradients: list[int]
+    # Gradient bytes after a tower's last chunk. DDP: 0, as they are views of the buckets.
+    summed: list[int]
+    # Gradient bytes during a tower's replay if it has a single chunk, beyond those that the pass itself makes.
+    single_chunk: list[int]
+    # Bytes of the weights that a step of several chunks casts once.
+    casts: list[int]
+    gathered: list[GatheredWeights]
+
+
+def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, int]]:
+    """The parameters that a dry update includes, each with the number of others that are like it, and left out.
+
+    An optimizer that updates parameters of one shape one by one takes no more memory for them than for one.
+    """
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        at_once = group.get("foreach") or group.get("fused")
+        for p in group["params"]:
+            alike.setdefault(id(p) if at_once else (number, p.shape, p.dtype), []).append(p)
+    return [(same[0], len(same) - 1) for same in alike.values()]
+
+
+def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
+    """The peak of an update beyond what is live before it, and the bytes of state of the parameters that are left out.
+
+    The peak is that of a second update: the first one makes the optimizer's state.
+    """
+    updated = one_of_each(step.optimizer)
+    for _ in range(2):  # the first makes the state
+        tracker.take_peak()
+        for p, _ in updated:
+            p.grad = torch.empty_like(p)
+        step.update(step.gradient_norm())
+    peak = tracker.take_peak() - tracker.live
+    step.optimizer.zero_grad()
+    state = step.optimizer.state
+    omitted = sum(
+        others * rounded(x.untyped_storage().nbytes())
+        for p, others in updated
+        for x in state[p].values()
+        if isinstance(x, Tensor)
+    )
+    return peak, omitted
+
+
+def state_memory(step: TrainStep, towers: Sequence[nn.Module], tracker: MemoryTracker, before: int) -> StateMemory:
+    """The memory of a rank that is alone. Makes the optimizer's state.
+
+    `before`: live bytes before the step was built.
+    """
+    update, omitted = update_memory(step, tracker)
+    gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in towers]
+    return StateMemory(
+        state=tracker.live - before + omitted,
+        update=update,
+        gradients=gradients,
+        summed=gradients,
+        single_chunk=[0, 0],
+        casts=[cast_bytes(tower, step.precision) for tower in towers],
+        gathered=[GatheredWeights(), GatheredWeights()],
+    )
+
+
+def cast_bytes(tower: nn.Module, precision: Precision) -> int:
+    """Bytes of the weights that a step of several chunks casts once."""
+    weights = CastWeights()
+    weights.start_step(tower, precision.autocast, 2)
+    return sum(cast.weight.nbytes + (0 if cast.bias is None else cast.bias.nbytes) for _, cast in weights.layers)
+
+
+def divided(
+    memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, ranks: int, parallel: str
+) -> StateMemory:
+    """State and gradients divided among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.
+
+    `dtype`: autocast's.
+
+    DDP's buckets are as large as all gradients; the summed ones are views of them.
+    """
+    if parallel == "ddp":
+        return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
+    undivided = 0
+    gathered = [GatheredWeights(), GatheredWeights()]
+    for i, tower in enumerate(towers):
+        if any(p.requires_grad for p in tower.parameters()):
+            gathered[i] = GatheredWeights.of(tower, parallel, dtype)
+            fsdp.cast_gathered_(tower, dtype)
+        else:
+            undivided += sum(p.nbytes for p in tower.parameters())
+    share = [size // ranks for size in memory.gradients]
+    return StateMemory(
+        state=undivided + (memory.state - undivided) // ranks,
+        update=memory.update // ranks,
+        gradients=share,
+        summed=share,
+        single_chunk=share,
+        casts=[0, 0],
+        gathered=gathered,
+    )
