@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
@@ -17,6 +18,7 @@ from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.config.sections import (
     CacheConfig,
     CaptionConfig,
+    DistillConfig,
     LaunchConfig,
     LossConfig,
     ModelConfig,
@@ -24,9 +26,11 @@ from clipscale.config.sections import (
     TowerConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.distributed.world import World
+from clipscale.loss.reference import dense_distillation_loss
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step import kept_graphs
@@ -38,6 +42,12 @@ from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
 
 BATCH, CPU = 12, torch.device("cpu")
+TEACHER = TeacherFeatures("teacher.npy", 7, "float32", 20.0)
+
+
+def taught_features() -> Tensor:
+    """The teacher's, of all pictures and captions: (BATCH, 2, 7)."""
+    return F.normalize(torch.randn(BATCH, *TEACHER.shape, generator=torch.Generator().manual_seed(2)), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,12 @@ class Case:
     weight: float = 2.0
     # Whether the image tower is frozen.
     is_frozen: bool = False
+    # The weights of the pairs' loss and of the distillation from TEACHER; None: there is none.
+    distilled: tuple[float, float] | None = None
+
+    @property
+    def teachers(self) -> tuple[TeacherFeatures, ...]:
+        return () if self.distilled is None else (TEACHER,)
 
 
 def model_of(case: Case) -> ClipModel:
@@ -65,13 +81,14 @@ def model_of(case: Case) -> ClipModel:
     return model
 
 
-def host_batch(pixels: Tensor, tokens: Tensor) -> HostBatch:
-    layout = Layout(1, len(pixels), PIXELS, TOKENS)
+def host_batch(pixels: Tensor, tokens: Tensor, taught: Tensor, teachers: tuple[TeacherFeatures, ...]) -> HostBatch:
+    layout = Layout(1, len(pixels), PIXELS, TOKENS, teachers=teachers)
     slot = {
         "pixels": pixels.numpy(),
         "tokens": tokens.int().numpy(),
         "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
         "keys": np.arange(len(pixels)),
+        TEACHER.member: taught.numpy(),
     }
     return HostBatch(slot, layout, lambda stop: None)
 
@@ -85,19 +102,23 @@ def step_of(case: Case, world: World) -> TrainStep:
         cache=CacheConfig(chunk=[str(case.chunk)], keep=case.keep),
         launch=LaunchConfig(parallel=case.parallel),
         optim=OptimConfig(lr=0.0),
+        distill=DistillConfig(weights=case.distilled or (0.0, 1.0)),
         precision="fp32",
         offload=case.offload,
     )
     model, precision = model_of(case), Precision.of("fp32", CPU)
-    loss = batch_loss(config, model, precision)
+    loss = batch_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
     return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
 
 
-def last_of(step: TrainStep, rank: int, ranks: int, numbers: range) -> StepResult:
+def last_of(
+    step: TrainStep, rank: int, ranks: int, numbers: range, teachers: tuple[TeacherFeatures, ...] = ()
+) -> StepResult:
     """The last of several steps with this rank's share of the batch."""
-    pixels, tokens = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in captioned(BATCH))
-    batch = host_batch(pixels, tokens)
+    samples = *captioned(BATCH), taught_features()
+    pixels, tokens, taught = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in samples)
+    batch = host_batch(pixels, tokens, taught, teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None)
     return [step.run(batch, stream, number, save=False, before_chunk=lambda: None) for number in numbers][-1]
 
@@ -116,10 +137,10 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        last_of(step, rank, ranks, range(1, 2))
+        last_of(step, rank, ranks, range(1, 2), case.teachers)
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
-        result = last_of(step, rank, ranks, range(2, 3))
+        result = last_of(step, rank, ranks, range(2, 3), case.teachers)
         losses = {"loss": result.loss, **result.parts}
         answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
@@ -151,6 +172,11 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     if bias is not None:
         features = out["image_features"], out["text_features"]
         parts["contrastive_loss"] = SigLipLoss()(*features, out["logit_scale"], bias)
+    if case.distilled:
+        of_pairs, of_teacher = case.distilled
+        features = out["image_features"], out["text_features"], out["logit_scale"]
+        taught = dense_distillation_loss(*features, [(*taught_features().double().unbind(1), TEACHER.scale)])
+        parts["contrastive_loss"] = of_pairs * parts["contrastive_loss"] + of_teacher * taught
     sum(parts.values()).backward()
     names = {"visual": "image.encoder", "text": "text.encoder", "text_decoder": "decoder"}
     found = {}
@@ -161,11 +187,16 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     return values | {"caption_loss": values["caption_loss"] / case.weight}, found
 
 
-ONE = [Case(), Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3)]
+ONE = [
+    Case(),
+    Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3),
+    Case(distilled=(0.0, 1.0)),
+]
 TWO = [
     Case(exchange="ring", keep="5M"),
     Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4),
     Case(keep="5M", is_frozen=True),
+    Case(distilled=(0.3, 0.7)),
 ]
 MORE = [
     Case(objective="sigmoid", exchange="ring", chunk=BATCH),
