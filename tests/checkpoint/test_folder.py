@@ -44,7 +44,7 @@ def some_state(value: float = 1.0) -> dict:
 
 def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     returned, write = Event(), FileSystemWriter.write_data
-    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(10) and write(*given))
+    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(120) and write(*given))
     saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
     saver.save(checkpoint.Saved(1, **some_state()))
     assert steps(tmp_path) == []

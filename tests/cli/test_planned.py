@@ -74,7 +74,7 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
             with suppress(KeyboardInterrupt):
                 time.sleep(2)
             with StopAtOnce():
-                time.sleep(10)
+                time.sleep(60)
                 pytest.fail("the run goes on")
     finally:
         signal.signal(signal.SIGINT, before)

@@ -90,7 +90,7 @@ def left_alone(rank: int, ranks: int) -> float:
 
 def test_a_rank_waits_for_the_others_as_long_as_it_is_told() -> None:
     waited, _ = run_ranks(left_alone, 2)
-    assert 0.4 < waited < 20
+    assert 0.4 < waited < 60
 
 
 def test_the_norm_of_no_gradients_is_zero() -> None:

@@ -115,10 +115,10 @@ def test_a_huge_picture_is_refused_by_its_header_and_before_it_is_resized() -> N
 
 
 def test_a_long_caption_is_cut_before_it_is_tokenised() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     tokens = tokenizer_of("ViT-B-32", {"context_length": 77})(["a" * (1 << 20), "a photo " + " " * (1 << 20) + "of it"])
     assert tokens.shape == torch.Size([2, 77])
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str, capsys: Cap) -> None:

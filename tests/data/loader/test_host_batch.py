@@ -12,7 +12,6 @@ from clipscale.data.loader.host_batch import Layout, create_arena
 from tests.data.files import sample, write_tar
 from tests.data.streams import open_stream
 
-pytestmark = pytest.mark.timeout(60)
 SIDE = 16
 
 
@@ -54,7 +53,7 @@ class Gated:
 
 
 def until(path: Path) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, f"waited in vain: {path.name}"
         time.sleep(0.01)

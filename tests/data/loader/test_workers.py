@@ -24,7 +24,6 @@ from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
 from tests.support.forks import forks
 
-pytestmark = pytest.mark.timeout(60)
 HERE = {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
