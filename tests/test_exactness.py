@@ -222,7 +222,7 @@ def test_the_step_is_that_of_one_graph(ranks: int) -> None:
     compare([case for case in cases() if case.ranks == ranks], ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_the_step_of_adapters_is_that_of_one_graph(ranks: int) -> None:
     """Of rank 3, beside the projection, which trains whole, in one tower, and a whole block in the other."""
     pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")

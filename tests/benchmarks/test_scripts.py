@@ -68,6 +68,7 @@ def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
         assert bool(torch.isfinite(actual[weight]).all())
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
     step = script("step")
     words = ("model=tiny", "batch=8", "chunk=4", "repeats=1", "methods=plain,cache@16,frozen-plain,frozen", "profile=3")

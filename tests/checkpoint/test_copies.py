@@ -30,6 +30,8 @@ from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 from tests.support.runs import curve, on_a_rank, small
 
+Request = pytest.FixtureRequest
+
 
 def copied(shards: str, run: Path, address: object, launch: LaunchConfig) -> TrainConfig:
     """Four steps at a constant rate, of which two are a run of half the samples."""
@@ -44,14 +46,16 @@ def in_ranks(config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("address", "start", "parallel"),
     [
-        ("s3://bucket/runs/mine", train, "ddp"),
+        pytest.param("s3://bucket/runs/mine", train, "ddp", marks=pytest.mark.slow),  # it imports a server
         ("", in_ranks, "ddp"),
         pytest.param("", in_ranks, "zero3", marks=pytest.mark.slow),  # shards are other files, copied the same way
     ],
 )
 def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_bit_for_bit(
-    shards: str, tmp_path: Path, s3: str, address: str, start: Callable[[TrainConfig], Any], parallel: str
+    request: Request, shards: str, tmp_path: Path, address: str, start: Callable[[TrainConfig], Any], parallel: str
 ) -> None:
+    if address:
+        request.getfixturevalue("s3")
     run = tmp_path / "run"
     config = copied(shards, run, address or tmp_path / "store", LaunchConfig(parallel=parallel))
     start(replace(config, samples=24))
@@ -153,14 +157,16 @@ def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> N
         ("other", "{}/store", "auto", "it holds run=run, and not run=other; choose another address"),
         ("run", "{}", "auto", "it holds store, and not run=run"),
         ("run", "{}/store", "none", "resume=auto"),
-        ("run", "s3://bucket/a[1]", "", "in a bucket without"),
         ("run", "s4://bucket", "", "s4://bucket: there is no s4; give a folder"),
-        ("run", "s3://no-bucket/runs", "", "bucket does not exist"),
+        pytest.param("run", "s3://bucket/a[1]", "", "in a bucket without", marks=pytest.mark.slow),
+        pytest.param("run", "s3://no-bucket/runs", "", "bucket does not exist", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_not_the_copy_of_this_run_is_refused(
-    tmp_path: Path, s3: str, run: str, address: str, resume: str, line: str
+    request: Request, tmp_path: Path, run: str, address: str, resume: str, line: str
 ) -> None:
+    if address.startswith("s3:"):
+        request.getfixturevalue("s3")
     save(tmp_path, [1])
     shutil.rmtree(tmp_path / "run")
     with refused(line):
@@ -176,7 +182,7 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
     def slow(*given: Any) -> None:
         overlaps.append(busy.locked())
         with busy:
-            time.sleep(2)
+            time.sleep(0.5)
             copy_checkpoint(*given)
 
     monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", slow)
@@ -258,7 +264,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     assert not [*tmp_path.rglob("*.tmp")]
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     shards: str, tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
@@ -271,7 +277,7 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
 
     before = {*threading.enumerate()}
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
-    config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2))
+    config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2 if hangs else 60))
     train(config)
     ended.set()
     for thread in {*threading.enumerate()} - before:

@@ -108,12 +108,16 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     assert list(tmp_path.iterdir()) == [], "nothing is written by composing"
 
 
+# These take the path of the first.
+OTHERS = [("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar"), ("run=one", "run=other")]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("samples=1k", "samples=768"), ("data.captions=[txt]", "data.captions=[json:a]"),
-        ("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar"), ("run=one", "run=other"),
         ("data=a.tar batch=2", "data=b.tar"),
+        *(pytest.param(*words, marks=pytest.mark.slow) for words in OTHERS),
     ],
 )  # fmt: skip
 def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: str, after: str) -> None:
@@ -220,7 +224,7 @@ def test_a_stopped_run_says_how_it_goes_on(
     assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
 
 
-def without_output(words: list[str]) -> None:
+def without_output(*commands: list[str]) -> None:
     """On a full disk, with a reader that has gone, in an encoding that lacks a letter."""
     read, gone = os.pipe()
     os.close(read)
@@ -229,18 +233,18 @@ def without_output(words: list[str]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = os.fdopen(number, "w", encoding="ascii")
         vars(sys).update({name: stream, f"__{name}__": stream})
-    status = main(words)
-    sys.stdout.flush()  # as at the end of a program
-    sys.exit(status)
+    for words in commands:
+        status = main(words)
+        sys.stdout.flush()  # as at the end of a program
+        assert status == 0, words
 
 
 def test_no_output_ends_what_writes_files(shards: str, tmp_path: Path) -> None:
     run = f"run={tmp_path}/ü"
-    for words in (tiny(f"data.train={shards}", run), ["export", run]):
-        process = forks().Process(target=without_output, args=(words,))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
+    process = forks().Process(target=without_output, args=(tiny(f"data.train={shards}", run), ["export", run]))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     assert (tmp_path / "ü/result.json").is_file() and [*tmp_path.rglob("open_clip_config.json")]
 
 

@@ -232,7 +232,9 @@ def crowded(rank: int, ranks: int, stages: str, full: bool) -> tuple[dict[str, T
     return gradients(model), kept
 
 
-@pytest.mark.parametrize(("stages", "left"), [("zero2 zero3", 0), ("ddp ddp", CHUNKS)])
+@pytest.mark.parametrize(
+    ("stages", "left"), [("zero2 zero3", 0), pytest.param("ddp ddp", CHUNKS, marks=pytest.mark.slow)]
+)
 def test_a_graph_that_does_not_fit_on_one_rank_is_kept_on_none(stages: str, left: int) -> None:
     """Bit for bit, with dropout, in this step and the next. DDP's is tried, whatever the GPU says: its first pass with
     a graph is a collective."""

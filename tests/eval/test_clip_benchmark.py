@@ -44,6 +44,7 @@ def sets(root: Path) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.slow  # it imports clip_benchmark and its metrics
 def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
     from clip_benchmark.datasets.builder import build_dataset

@@ -212,6 +212,7 @@ def test_wandbs_mode_is_that_of_the_environment(
     assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))
 
 
+@pytest.mark.slow  # it starts wandb's service
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:

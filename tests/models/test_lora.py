@@ -166,6 +166,7 @@ def test_whatever_takes_a_run_merges_its_adapters(shards: str, tmp_path: Path) -
     torch.testing.assert_close(read, load_model(run)[0].state_dict())
 
 
+@pytest.mark.slow  # several runs
 def test_stages_of_another_size_go_on_with_their_adapters(shards: str, tmp_path: Path) -> None:
     stages = [StageConfig(samples=12, image_size=20, context_length=8), StageConfig(samples=12)]
     staged = adapting(shards, tmp_path, samples=24, stages=stages)

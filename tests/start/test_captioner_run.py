@@ -57,6 +57,7 @@ def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path) -> Non
     assert not torch.equal(new.text.encoder.text_projection, trained.text.encoder.text_projection)
 
 
+@pytest.mark.slow  # runs without a decoder do so in the ordinary suite
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path: Path) -> None:
     """With patches dropped at random, graphs kept, and an average."""
     model = ModelConfig(name="test", architecture=CAPTIONER, patch_dropout=0.3)

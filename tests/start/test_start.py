@@ -89,6 +89,7 @@ def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], li
     return steps, is_sharded
 
 
+@pytest.mark.slow  # a run of two ranks, and two starts
 def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_path: Path) -> None:
     """An agent counts only its own restarts; and a rank whose memory is short tries fewer sizes."""
     config = small(shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2"))

@@ -15,9 +15,6 @@ from clipscale.data.loader.stream import TrainStream
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 
-pytestmark = pytest.mark.timeout(60)
-
-
 # Ranks, and workers of each. Of the ranks, 3, 6, 12 and 24 cannot share the 8 shard streams evenly.
 SPREADS = [(1, 0), (1, 3), (2, 2), (2, 3), (3, 0), (3, 2), (4, 1), (6, 1), (8, 1), (12, 2), (24, 1)]
 
@@ -33,7 +30,7 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled", "weights"]),
     st.sampled_from(SPREADS),

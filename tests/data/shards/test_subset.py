@@ -186,8 +186,13 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
 MANY = {(0, i): (1.0, 2.0, 0.0, 2.5, 7.3)[i % 5] for i in range(1, 20) if i % 7}
 
 
-@pytest.mark.parametrize("column", ["key", "uid"])
-@pytest.mark.parametrize("order", ["epochs", "resampled"])
+@pytest.mark.parametrize(
+    ("order", "column"),
+    [
+        ("epochs", "key"), ("resampled", "uid"),
+        pytest.param("epochs", "uid", marks=pytest.mark.slow), pytest.param("resampled", "key", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_resume_at_every_place_goes_on_with_every_copy(tmp_path: Path, order: str, column: str) -> None:
     """Windows are smaller than the shard, so a sample's copies lie in two of them, and streams begin inside one. With
     two ranks or two workers, too. No sample is broken.
