@@ -36,8 +36,8 @@ from torch import Tensor
 from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, nearest, parse_count
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
-from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader

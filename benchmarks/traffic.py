@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir
-from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.config.sections import TowerConfig
+from clipscale.config.model import TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader

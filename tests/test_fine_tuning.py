@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import EvalConfig
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.tools.report.page import charts_of, points, write_report

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clipscale
-from clipscale.config.sections import LossConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import LossConfig
 from clipscale.step.agreement import Agreement
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, small

@@ -102,10 +102,9 @@ READS_SETTINGS = {
     "clipscale.config.train": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "tools/*"],
-    "clipscale.config.sections": [
-        "cli/*", "config/*", "tools/*", "launch/local.py", "start/*", "eval/suites.py", "models/*", "step/optim.py"
-    ],
-}  # fmt: skip
+    "clipscale.config.model": ["config/*", "models/*", "start/*", "tools/*"],
+    "clipscale.config.sections": ["config/*", "tools/*", "launch/local.py", "eval/suites.py", "step/optim.py"],
+}
 
 
 def test_the_settings_end_where_a_run_begins() -> None:

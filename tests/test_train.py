@@ -16,12 +16,12 @@ import torch
 
 from clipscale import __version__, checkpoint
 from clipscale.common.errors import LoaderError
+from clipscale.config.model import ModelConfig
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
     EvalConfig,
     LaunchConfig,
-    ModelConfig,
     OptimConfig,
     ScheduleConfig,
 )

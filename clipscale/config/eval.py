@@ -10,6 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import file_name, run_folder
 from clipscale.config import sections
+from clipscale.config.model import ModelConfig
 from clipscale.config.setting import differing, setting
 
 # The settings that a model has outside of training.
@@ -42,7 +43,7 @@ class AnyModel(RunModel):
     """The model of a run, or of any `model.weights`."""
 
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
-    model: sections.ModelConfig = field(default_factory=lambda: sections.ModelConfig(name=""))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     precision: str = setting("fp32", sections.PRECISION_HELP, choices=sections.PRECISIONS)
 
 
@@ -98,7 +99,7 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
     """
     model = config.model
     if config.run:
-        if others := differing(asdict(sections.ModelConfig(name="")), asdict(model)):
+        if others := differing(asdict(ModelConfig(name="")), asdict(model)):
             raise UserError(f"run={config.run} and model.{next(iter(others))} are two models; give one of them")
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from clipscale.common.errors import UserError
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config import sections
+from clipscale.config.model import ModelConfig
 from clipscale.config.setting import UNSET, Section, Unset, setting
 
 # A setting of a stage -> the run's setting that it replaces.
@@ -28,9 +29,9 @@ class StageConfig:
 
     samples: int | Unset | None = setting(UNSET, "Length of the stage in pairs.", least=1)
     batch: int | Unset = setting(UNSET, "Pairs per optimizer step, over all processes.", least=1)
-    image_size: int | Unset | None = in_stage(sections.ModelConfig, "image_size")
-    context_length: int | Unset | None = in_stage(sections.ModelConfig, "context_length")
-    patch_dropout: float | Unset = in_stage(sections.ModelConfig, "patch_dropout")
+    image_size: int | Unset | None = in_stage(ModelConfig, "image_size")
+    context_length: int | Unset | None = in_stage(ModelConfig, "context_length")
+    patch_dropout: float | Unset = in_stage(ModelConfig, "patch_dropout")
     lr: float | Unset = in_stage(sections.OptimConfig, "lr")
     warmup: str | Unset = in_stage(sections.ScheduleConfig, "warmup")
     final: float | Unset = in_stage(sections.ScheduleConfig, "final")

@@ -17,6 +17,7 @@ from clipscale.common.units import format_count, format_decimal, nearest, parse_
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
+from clipscale.config.model import ModelConfig
 from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import UNSET, Section, differing, setting
@@ -58,7 +59,7 @@ class TrainConfig:
         "Where the batch's pixels are between the passes: on the device (`none`), or in `host` memory.",
         choices=("none", "host"),
     )
-    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
     caption: sections.CaptionConfig = field(default_factory=sections.CaptionConfig)

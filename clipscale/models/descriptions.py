@@ -10,8 +10,8 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.errors import library
 from clipscale.common.record import Record
+from clipscale.config.model import ModelConfig, Preprocess
 from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
 from clipscale.models import hugging_face
 

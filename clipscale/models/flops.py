@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.common.record import Record
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.blocks import shortened
 from clipscale.models.towers import ClipModel, Encoders, architecture, encoders_of
 

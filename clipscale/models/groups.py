@@ -11,7 +11,7 @@ from timm.models import group_parameters
 from torch import nn
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import TowerConfig
+from clipscale.config.model import TowerConfig
 from clipscale.models.families import family_of
 
 

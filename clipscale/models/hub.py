@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import pretrained
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.sources import HUB, local_source
 
 PATIENCE_S = 3.0

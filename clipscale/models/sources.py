@@ -17,7 +17,7 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description, pretrained
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.descriptions import (
     COMPARED,

@@ -30,7 +30,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import adapters, lora
 from clipscale.models.captioner import init_decoder

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.names import SHARED, listed, matched, namings, weight_set
 from clipscale.models.renamed import Weights, of_transformers

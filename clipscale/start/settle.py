@@ -11,7 +11,7 @@ from clipscale.common import ranks
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
 from clipscale.common.optimizer_policy import OptimizerPolicy
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare

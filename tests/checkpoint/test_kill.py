@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from clipscale import checkpoint
-from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig
 from clipscale.log.records import read_metrics
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, settings

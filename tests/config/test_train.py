@@ -10,12 +10,9 @@ import pytest
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import (
-    ModelConfig,
-    OptimConfig,
-    TowerConfig,
-)
+from clipscale.config.sections import OptimConfig
 from clipscale.config.train import (
     MAX_SAMPLES,
     TrainConfig,

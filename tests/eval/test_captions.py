@@ -13,7 +13,8 @@ from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss
 from PIL import Image
 
-from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval import captions
 from clipscale.eval.run import ResultsFile, evaluate

@@ -9,7 +9,8 @@ import torch
 
 from clipscale.common.record import Results
 from clipscale.config.eval import EvalRunConfig
-from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, SinkConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations

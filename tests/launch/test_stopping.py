@@ -13,7 +13,8 @@ import torch
 
 from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import StoppedError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import local, stopping

@@ -7,7 +7,7 @@ import torch
 
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.flops import text_flops, trained_of
 from clipscale.models.towers import build_model
 from clipscale.step.chunk_sizes import random_captions

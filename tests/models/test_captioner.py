@@ -7,7 +7,7 @@ from open_clip.loss import CoCaLoss
 from torch import nn
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.captioner import Captioner, count_caption_tokens
 from clipscale.models.families import family_of
 from clipscale.models.lean import LeanDecoder

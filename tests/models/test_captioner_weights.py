@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import completed_by_weights
 from clipscale.tools.export.open_clip import weights

@@ -9,7 +9,7 @@ import torch
 from open_clip.hf_model import HFTextEncoder
 
 from clipscale.common import files
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.families import family_of
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL

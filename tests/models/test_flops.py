@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_of, unbuilt_encoders
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL

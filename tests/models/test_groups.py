@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, OptimConfig, ScheduleConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.models.groups import layer_groups, lock, rate_factors
 from clipscale.models.towers import build_model
 from clipscale.step.optim import Schedule, build_optimizer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, Preprocess, TowerConfig
+from clipscale.config.model import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.sources import local_source
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import completed_by_weights

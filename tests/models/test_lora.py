@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.config.sections import CheckpointConfig, ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.sections import CheckpointConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models import lora

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.hugging_face import TABLES
 from clipscale.models.names import generic, known_names
 from clipscale.models.renamed import to_transformers

@@ -19,7 +19,7 @@ from clipscale.cli.train import check_weights
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
 from clipscale.models.towers import ClipModel, build_model

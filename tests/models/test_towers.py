@@ -12,7 +12,7 @@ import torch
 from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.towers import build_model
 from tests.support.towers import architecture, small_model

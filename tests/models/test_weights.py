@@ -21,7 +21,7 @@ from torch import Tensor
 from clipscale.checkpoint import Saved
 from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import completed_by_weights

@@ -10,7 +10,8 @@ import torch
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.log.records import read_metrics
 from clipscale.models.towers import build_model, load_model

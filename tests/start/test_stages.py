@@ -14,15 +14,9 @@ from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
 from clipscale.common.optimizer_policy import OptimizerPolicy
+from clipscale.config.model import TowerConfig
 from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    LaunchConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TowerConfig,
-)
+from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig

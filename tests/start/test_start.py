@@ -14,15 +14,8 @@ from torch import nn
 from clipscale.cli import train as verb
 from clipscale.common.checkpoints import RESULT
 from clipscale.common.errors import UserError
-from clipscale.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    LaunchConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TowerConfig,
-)
+from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.position import DataPosition

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import (
-    CacheConfig,
-    DistillConfig,
-    LaunchConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import CacheConfig, DistillConfig, LaunchConfig, LossConfig, OptimConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import NOTE, encoded_array
 from clipscale.distributed.world import World

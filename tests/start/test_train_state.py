@@ -17,14 +17,8 @@ import torch._inductor.config
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
-from clipscale.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    LaunchConfig,
-    ModelConfig,
-    OptimConfig,
-    TowerConfig,
-)
+from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models.families import Family
 from clipscale.models.towers import build_model

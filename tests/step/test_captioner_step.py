@@ -15,15 +15,14 @@ from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
 from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
     CacheConfig,
     CaptionConfig,
     DistillConfig,
     LaunchConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
-    TowerConfig,
 )
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import TeacherFeatures

@@ -11,7 +11,8 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
+from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.sections import CacheConfig
 from clipscale.config.train import TrainConfig
 from clipscale.launch.stopping import SignalError
 from clipscale.models.towers import build_model

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 

@@ -5,14 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clipscale.config.sections import (
-    CacheConfig,
-    LaunchConfig,
-    LogConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-)
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig, check, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World

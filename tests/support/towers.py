@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 
 PIXELS, TOKENS = 12, 20

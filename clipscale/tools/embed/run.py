@@ -20,8 +20,8 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
+from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import hidden
-from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside

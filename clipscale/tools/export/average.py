@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import Weights, without_weights

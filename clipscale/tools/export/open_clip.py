@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of, has_own_trunk
 from clipscale.models.weights import Weights
 

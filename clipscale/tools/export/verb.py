@@ -13,7 +13,8 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.config.eval import existing_run
-from clipscale.config.sections import WEIGHTS, ModelConfig
+from clipscale.config.model import ModelConfig
+from clipscale.config.sections import WEIGHTS
 from clipscale.config.setting import flat
 from clipscale.data.shards.addresses import utf8
 from clipscale.log.records import read_evaluations

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.towers import build_model
 from clipscale.models.weights import completed_by_weights
 from clipscale.tools.export.settings import ExportSettings

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.models.hugging_face import TANH
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import completed_by_weights

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.export.open_clip import check_same
