@@ -24,7 +24,14 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.record import RunResult
-from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, NO_CREDENTIALS, check_credentials, no_credentials, within
+from clipscale.common.remote import (
+    ANSWER_S,
+    MIN_BYTES_PER_S,
+    NO_CREDENTIALS,
+    check_credentials,
+    no_credentials,
+    within_time,
+)
 from clipscale.common.terminal import log_line
 from clipscale.own_machine.set_aside import set_records_aside
 
@@ -34,37 +41,36 @@ SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
-class Limited:
-    """A file system whose calls end, with TimeoutError where the store does not answer."""
+class TimeLimited:
+    """A file system whose calls end: with TimeoutError if the store does not answer in time."""
 
-    def __init__(self, system: AbstractFileSystem, awaited: str, *, says: bool) -> None:
-        """`says`: a line says after a while that `awaited` is waited for."""
-        self._system, self._awaited, self._says = system, awaited, says
+    def __init__(self, system: AbstractFileSystem, awaited: str, *, announce: bool) -> None:
+        """`announce`: after a while a line says that `awaited` is waited for."""
+        self._system = system
+        self._within = partial(within_time, awaited=awaited, announce=announce)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._system, name)
         if name.startswith("_") or not callable(value):
             return value
-        return lambda *args, **options: within(
-            partial(value, *args, **options), self._awaited, ANSWER_S, says=self._says
-        )
+        return lambda *args, **options: self._within(partial(value, *args, **options), limit_s=ANSWER_S)
 
     def put_file(self, source: str, target: str, **options: Any) -> None:
         limit_s = ANSWER_S + Path(source).stat().st_size / MIN_BYTES_PER_S
-        within(partial(self._system.put_file, source, target, **options), self._awaited, limit_s, says=self._says)
+        self._within(partial(self._system.put_file, source, target, **options), limit_s=limit_s)
 
     def get(self, sources: list[str], targets: list[str], **options: Any) -> None:
-        """It may take as long as bytes arrive."""
+        """Fetch files. It has no time limit as long as bytes arrive."""
 
         def arrived() -> int:
             return sum(path.stat().st_size for path in map(Path, targets) if path.exists())
 
         work = partial(self._system.get, sources, targets, **options)
-        within(work, self._awaited, ANSWER_S, progress=arrived, says=self._says)
+        self._within(work, limit_s=ANSWER_S, progress=arrived)
 
 
-def open_store(address: str, *, says: bool = True) -> DirFileSystem:
-    """The store at an address. `says`: a line says after a while what is waited for.
+def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
+    """The store at an address. `announce`: after a while a line says what is waited for.
 
     Raises UserError for an address that cannot keep a copy.
     """
@@ -72,12 +78,13 @@ def open_store(address: str, *, says: bool = True) -> DirFileSystem:
     subject = f"checkpoint.copy={address}"
     check_credentials(address.partition("://")[0], subject)
     system, root = url_to_fs(address, use_listings_cache=False)
-    return DirFileSystem(root, Limited(LOCAL if isinstance(system, LocalFileSystem) else system, subject, says=says))
+    system = LOCAL if isinstance(system, LocalFileSystem) else system
+    return DirFileSystem(root, TimeLimited(system, subject, announce=announce))
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
     """The store's checkpoints by step. `end`: only those that have this file."""
-    names = store.find("checkpoints", withdirs=True)  # and no glob: the address may hold its special characters
+    names = store.find("checkpoints", withdirs=True)  # no glob: the address may hold its special characters
     copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
     return sorted(copies, key=step_of)
 
@@ -94,7 +101,8 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
     """Fetch the store's newest complete checkpoint and its records. Returns whether it has. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
-    run's own folder; only a newer one is fetched. With it, a store that cannot be read costs a warning and no error.
+    run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning and no
+    error.
     """
     unreadable = f"checkpoint.copy={address} cannot be read"
     with library(unreadable, "; checkpoint.copy= goes on without it"):
@@ -124,7 +132,7 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
                         f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
                     ) from error
                 log_line(f"warning: checkpoint.copy: {error}")
-        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start drops lines after its step
+        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start will drop lines of later steps
             copy_records(store, DirFileSystem(str(run), LOCAL))
     return False
 
@@ -147,6 +155,7 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
+    """Copy the run's records. Each appears whole or not at all."""
     for name in source.find("", maxdepth=2):
         if COPIED_RECORDS.fullmatch(name):
             target.pipe_file(COPYING, source.cat_file(name))
@@ -154,7 +163,7 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
 
 
 def remove_parts(store: DirFileSystem) -> None:
-    """Remove what failed or killed copies have left. It would take the room of the next one."""
+    """Remove what failed or killed copies have left: the next copy needs the space."""
     complete = copies_in(store, f"/{META}")
     for path in [path for path in copies_in(store) if path not in complete]:
         store.rm(str(path), recursive=True)
@@ -172,21 +181,23 @@ class Event(Enum):
 class Copies:
     """A thread that copies a run's newest checkpoint and its records: once at the start, and once for each `request`.
 
-    It completes a copy before it starts the next one, which takes the checkpoint that is the newest then. It reads a
-    checkpoint's files back and compares them. After an error it tries again with the next checkpoint. It prints each
-    type of error once, until a copy succeeds. Later checkpoints in the store stay.
+    It completes a copy before it starts the next one, of what is then the newest checkpoint. It reads the copied files
+    back and compares them. After an error it tries again with the next checkpoint. It prints each type of error once,
+    until a copy succeeds. If the store has later checkpoints than the run, they stay.
     """
 
     def __init__(self, run: Path, address: str, retention: Retention) -> None:
         """`address`: the store's; empty: nothing is copied."""
-        self.run, self.address, self.retention = run, address, retention
+        self.run = run
+        self.address = address
+        self.retention = retention
         # The checkpoint that is being copied, and must stay on the disk.
         self.copying: list[Path] = []
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
         self.results: RunResult | None = None
-        # The run has ended without its last copy.
+        # Whether the run has ended without its last copy.
         self.abandoned = False
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
@@ -197,11 +208,12 @@ class Copies:
         self.thread.start()
 
     def request(self) -> None:
-        """Copy the present state, after a copy that is being made."""
+        """Copy the present state, after the copy that is being made, if one is."""
         self._events.put(Event.COPY)
 
     def close(self, limit: float, results: RunResult | None = None) -> None:
-        """Copy the present state and end. Waits at most `limit` seconds, and says so if the store lacks the state then.
+        """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
+        state.
 
         `results`: what a complete run returns. They are written into the run's folder last, so that the same command
         copies again if this one could not.
@@ -232,7 +244,7 @@ class Copies:
         while self._events.get() is Event.COPY:
             self.problem = "it is not complete"
             try:
-                self._copy(open_store(self.address, says=False))
+                self._copy(open_store(self.address, announce=False))
                 self.problem = ""
                 reported = None
             except Exception as error:  # each library behind fsspec has its own
@@ -245,7 +257,7 @@ class Copies:
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
         remove_parts(store)
-        self.copying = checkpoints_of(self.run)[-1:]  # the records that follow are no older
+        self.copying = checkpoints_of(self.run)[-1:]  # before the records, which then are at least as new
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:
@@ -257,6 +269,7 @@ class Copies:
 
 
 def size_and_crc32_of(store: DirFileSystem, name: str) -> list[int]:
+    """Size and CRC-32 of a file in the store, as meta.json has them."""
     with store.open(name) as stream:
         return [*stream_size_and_crc32(stream)]
 
@@ -270,7 +283,7 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
         limit_s = ANSWER_S + expected[0] / MIN_BYTES_PER_S
-        if within(partial(size_and_crc32_of, store, prefix + name), name, limit_s, says=False) != expected:
+        if within_time(partial(size_and_crc32_of, store, prefix + name), name, limit_s, announce=False) != expected:
             raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), COPYING)
     store.mv(COPYING, meta)

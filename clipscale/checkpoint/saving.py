@@ -28,8 +28,8 @@ from clipscale.common.ranks import local_rank
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 
-# Longest wait of rank 0 for a file that another rank has written.
-SEEN_WITHIN_S = 10.0
+# Rank 0 waits at most this many seconds for a file that another rank has written.
+APPEARS_WITHIN_S = 10.0
 
 
 class UnwritableError(UserError):
@@ -46,7 +46,10 @@ class Saver:
 
     def __init__(self, run_dir: Path, world: World, retention: Retention, copies: Copies | None = None) -> None:
         """`copies`: copies each checkpoint; None: nothing does."""
-        self.run_dir, self.world, self.retention, self.copies = run_dir, world, retention, copies
+        self.run_dir = run_dir
+        self.world = world
+        self.retention = retention
+        self.copies = copies
         # The step of the newest checkpoint that has been begun; None: there is none.
         self.newest_step: int | None = None
         # The step of the checkpoint that is being written, and its result.
@@ -73,7 +76,7 @@ class Saver:
         `wait` it raises UnwritableError.
         """
         self._wait_or_warn()
-        if torch.__version__ < "2.13":  # where a stager works once
+        if torch.__version__ < "2.13":  # there a stager works only once
             self._stager = self._new_stager()
         step = saved.step
         values, tensors = split_tensors(saved.tree())
@@ -120,7 +123,7 @@ class Saver:
             self.world.on_main(partial(self.copies.close, copy_s))
 
     def would_be_best(self, step: int) -> bool:
-        """Whether `step`, just evaluated, is better than all checkpoints. The start, step 0, is none. A collective."""
+        """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
         best = self.retention.best
         return best is not None and self.world.on_main(lambda: best.improves(step, self.newest_step or None))
 
@@ -128,7 +131,7 @@ class Saver:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""
         try:
             self._wait_or_warn()
-        except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
+        except (CheckpointException, RuntimeError) as error:  # for example, a rank was lost while it wrote
             if self.world.is_rank0:
                 log_line(f"warning: the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
@@ -144,7 +147,7 @@ class Saver:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
 
     def _complete(self, step: int) -> None:
-        """On rank 0, in the background, when everything is on the disk."""
+        """Give the checkpoint its name, and delete outdated ones. On rank 0, when everything is on the disk."""
         path = path_of(self.run_dir, step)
         if path.exists():
             folder.remove(path)
@@ -170,7 +173,7 @@ def assign_writers(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ChecksummedWrite(WriteResult):
-    """A tensor that a rank has written, and the size and the CRC-32 of its file, for rank 0."""
+    """What a rank tells rank 0 of a tensor that it has written: torch's facts, and its file's size and CRC-32."""
 
     file: tuple[int, int]
 
@@ -181,13 +184,14 @@ class Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, values: str, complete: Callable[[], None]) -> None:
         """`values`: rank 0's text for meta.json. Rank 0 calls `complete` when everything is on the disk."""
         super().__init__(path)
-        self._values, self._complete = values, complete
+        self._values = values
+        self._complete = complete
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write the plan's tensors to this rank's file. Raises OSError."""
         try:
             results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch.save hides what the disk says
+        except RuntimeError as error:  # torch.save hides the disk's error in its context
             cause: BaseException | None = error
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
@@ -218,7 +222,7 @@ class Writer(dcp.FileSystemWriter):
         }
         sums[".metadata"] = size_and_crc32(path / ".metadata")
         for name, (size, _) in sums.items():
-            if not appears(path / name, size, SEEN_WITHIN_S):
+            if not appears(path / name, size, APPEARS_WITHIN_S):
                 raise OSError(
                     f"rank 0 does not see {name}, which another rank has written; put the run's folder on storage that "
                     "all share"

@@ -19,8 +19,8 @@ T = TypeVar("T")
 ANSWER_S = 60.0
 # The time limit of a large request allows for at least this speed.
 MIN_BYTES_PER_S = 1 << 20
-# Seconds after which a line says what is waited for.
-SAID_S = 10.0
+# After this many seconds a line says what is waited for.
+ANNOUNCE_S = 10.0
 # Seconds between two looks at the progress of a request.
 LOOK_S = 1.0
 # What botocore and google-auth raise without credentials.
@@ -34,17 +34,17 @@ GOOGLE_REMEDY = (
 AMAZON_REMEDY = "aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for public data FSSPEC_S3_ANON=true"
 
 
-def within(
+def within_time(
     work: Callable[[], T],
     awaited: str,
     limit_s: float,
     *,
     progress: Callable[[], float] = lambda: 0.0,
-    says: bool = True,
+    announce: bool = True,
 ) -> T:
     """What `work` returns. It runs in a thread of its own, which is abandoned after `limit_s` without `progress`.
 
-    `says`: after SAID_S a line says that `awaited` is waited for. Raises what `work` raises, and TimeoutError.
+    `announce`: after ANNOUNCE_S a line says that `awaited` is waited for. Raises what `work` raises, and TimeoutError.
     """
     future: Future[T] = Future()
 
@@ -55,17 +55,19 @@ def within(
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    begun = since = time.monotonic()
-    seen = progress()
+    started_at = progressed_at = time.monotonic()
+    last = progress()
     while not wait([future], LOOK_S).done:
         now = time.monotonic()
-        if (done := progress()) != seen:
-            seen, since = done, now
-        if now - since > limit_s:
+        present = progress()
+        if present != last:
+            last = present
+            progressed_at = now
+        if now - progressed_at > limit_s:
             raise TimeoutError(f"no answer within {limit_s:.0f} s")
-        if says and main_rank() and now - begun > SAID_S:
+        if announce and main_rank() and now - started_at > ANNOUNCE_S:
             log_line(f"waiting for {awaited}", error=True)
-            says = False
+            announce = False
     return future.result()
 
 

@@ -48,9 +48,9 @@ class ShardedTower(nn.Module):
 def shard_tower(tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype) -> ShardedTower:
     """Shard the tower in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
-    rule = policy(tower, dtype)
+    precision_policy = policy(tower, dtype)
     for module in [*blocks(tower), tower]:
-        fully_shard(module, mesh=mesh, mp_policy=rule)
+        fully_shard(module, mesh=mesh, mp_policy=precision_policy)
     for sharded_module in sharded(tower):
         sharded_module.set_gradient_divide_factor(1.0)
         sharded_module.set_force_sum_reduction_for_comms(True)
@@ -117,6 +117,7 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 shards, one by one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -127,7 +128,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def replicate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Turn whole tensors in the state of sharded parameters into replicated DTensors, to combine them with shards.
+    """Turn whole tensors in the state of sharded parameters into replicated DTensors, as operations with shards need.
 
     Adafactor's rows and columns are such tensors.
     """

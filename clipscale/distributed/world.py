@@ -30,10 +30,10 @@ T = TypeVar("T")
 # How long a rank waits for the others, which may be loading models.
 TIMEOUT = timedelta(minutes=30)
 # Seconds between rank 0's checks of which ranks have joined.
-ASK_S = 0.05
-# Longest time in seconds for the store's answer about signals.
+JOIN_POLL_S = 0.05
+# Time limit in seconds of the store's answer about signals.
 SIGNAL_S = 5.0
-# The store's key of the first signal to any rank.
+# The store's key of the signal that a rank has left for the others.
 SIGNAL = "signal"
 
 
@@ -61,8 +61,8 @@ class World:
     device: torch.device
     # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
-    # Where ranks leave each other signals; None: nowhere. It has a connection of its own, since a waiting rank may use
-    # the others.
+    # The store in which ranks leave each other signals; None: there is none. It has a connection of its own, since a
+    # rank that waits may be using the others.
     signals: dist.Store | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -139,15 +139,15 @@ class World:
         return result
 
     def leave_signal(self, number: int) -> None:
-        """Leave a signal for the ranks that ask. Safe in any thread. Without the store's rank no rank asks any more."""
+        """Leave a signal for the ranks that ask. Safe in any thread."""
         if self.signals:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the rank that hosts the store has ended, and with it the run
                 self.signals.set(SIGNAL, str(number))
 
     def left_signal(self) -> int:
         """The signal that a rank has left; 0: none."""
         if self.signals:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # as in `leave_signal`
                 return int(self.signals.get(SIGNAL)) if self.signals.check([SIGNAL]) else 0
         return 0
 
@@ -173,7 +173,7 @@ class World:
         if parallel != "ddp":
             return shard_tower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
-        constant_buffers: dict[str, Any] = {_BUFFERS: False}
+        constant_buffers: dict[str, Any] = {_BROADCASTS_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
         wrapped.register_comm_hook(None, _sum)
         return wrapped
@@ -196,8 +196,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
-# The towers' buffers are constants, so DDP need not broadcast them in every forward pass. torch has renamed the switch.
-_BUFFERS = next(
+# DDP's switch to broadcast buffers in every forward pass, which torch has renamed. The towers' buffers are constants.
+_BROADCASTS_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel).parameters
@@ -205,6 +205,7 @@ _BUFFERS = next(
 
 
 def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's hook for a bucket of gradients: sums it over ranks."""
     reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return reduced.then(lambda future: future.value()[0])
 
@@ -273,9 +274,10 @@ def attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
         if time.monotonic() > until:
             raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
         for other in range(1, size):
-            if store.check([f"asks/{other}"]):  # perhaps of the last attempt; then this attempt's rank asks again
+            # The question may be one of the last attempt. Then this attempt's rank asks again.
+            if store.check([f"asks/{other}"]):
                 store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
-        time.sleep(ASK_S)
+        time.sleep(JOIN_POLL_S)
     return name
 
 

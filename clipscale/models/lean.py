@@ -3,8 +3,8 @@
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
-- A captioner's text tower keeps the position of the token behind the caption, so that its feature stays the same
-  without padding.
+- A captioner's text tower gives the class token behind the caption its own position, whatever the caption's length. So
+  a caption without its padding has the same feature.
 - On a GPU, patches are embedded by a matrix product: cuDNN has no fast convolution for three channels.
 - Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32
   copies of both.
@@ -36,17 +36,18 @@ from clipscale.common.cast_layer import CastLayer
 from clipscale.models.linear import CastLinear, linear
 from clipscale.models.replacement import Replacement
 
-# Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
-# 0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's.
+# Kernels of attention over captions; the first that suits is taken. On an H100 (torch 2.11) 77 tokens take 0.45 ms by
+# flash attention and 0.55 by cuDNN's, which also prepares itself for every new shape. The 197 and 257 tokens of images
+# are faster by cuDNN's.
 CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# A token: one position for all samples, or one for each (N,).
+# The position of a token: one for all samples, or one for each, (N,).
 TokenIndex = int | Tensor
-# What tokens attend to: all (False), those up to them (True), or those of a mask, bool (N, 1, T, T).
-Attended = bool | Tensor
+# What a token attends to. False: all tokens. True: those up to itself, a causal mask. Bool (N, 1, T, T): any mask.
+AttentionMask = bool | Tensor
 
 
 def lean_encoder(encoder: nn.Module) -> nn.Module:
-    """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
+    """The encoder with the shorter forward pass, over the same parameters. Any other encoder is returned as it is."""
     lean_class = lean_class_for(encoder)
     if lean_class is None:
         return encoder
@@ -64,7 +65,7 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
 
 
 def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
-    """The class with the shorter forward pass of an encoder as it is set; None: there is none."""
+    """The class with the shorter forward pass of an encoder with its settings; None: there is none."""
     if type(encoder) is VisionTransformer:
         if encoder.attn_pool is None:
             return None if encoder.output_tokens else LeanVision
@@ -79,22 +80,22 @@ def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
 class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
-    def forward(self, x: Tensor, seen: Attended, position: TokenIndex | None = None) -> Tensor:
-        """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W), where `seen` is no mask."""
+    def forward(self, x: Tensor, mask: AttentionMask, position: TokenIndex | None = None) -> Tensor:
+        """(N, T, W) -> (N, T, W). With `position` the output of that token alone, (N, W); then `mask` is a bool."""
         y = self.ln_1(x)
         if position is None:
-            attended = self.attend(y, seen)
+            attended = self.attend(y, mask)
         else:
-            attended = self.attend_from(y, position, seen is True)
+            attended = self.attend_from(y, position, mask is True)
             x = select_token(x, position)
         x = x + self.ls_1(self.attn.out_proj(attended))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
-    def attend(self, y: Tensor, seen: Attended) -> Tensor:
+    def attend(self, y: Tensor, mask: AttentionMask) -> Tensor:
         """Attention from every token (N, T, W), before the output's projection."""
         q, k, v = self.heads(self.project(y), 3)
-        mask = seen if isinstance(seen, Tensor) else None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=seen is True)
+        matrix = mask if isinstance(mask, Tensor) else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=matrix, is_causal=mask is True)
         return out.transpose(1, 2).reshape(y.shape)
 
     def attend_from(self, y: Tensor, position: TokenIndex, causal: bool) -> Tensor:
@@ -122,13 +123,13 @@ class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
         return F.linear(token, weights[0], biases[0]), F.linear(y, weights[1], biases[1])
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Of the packed projection. A part of it is autograd's."""
+        """The packed projection's. `project_from` uses parts of them, as autograd and autocast do by themselves."""
         return self.attn.in_proj_weight, self.attn.in_proj_bias
 
     def heads(self, projected: Tensor, count: int) -> tuple[Tensor, ...]:
         """(N, T, count * W) -> `count` views (N, H, T, W / H).
 
-        They are taken apart before they are transposed: the backward pass then stacks them as they lie.
+        Split before they are transposed: the backward pass then joins their gradients in the projection's layout.
         """
         samples, length, _ = projected.shape
         views = projected.view(samples, length, count, self.attn.num_heads, -1).unbind(dim=2)
@@ -174,7 +175,7 @@ def embed_patches_by_product(encoder: nn.Module) -> None:
 
 
 class LeanVision(Replacement, VisionTransformer):
-    """Pixels (N, 3, S, S) -> features (N, D)."""
+    """An image tower: pixels (N, 3, S, S) -> features (N, D)."""
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = run_blocks(self.transformer, self.embed(x), False, 0 if self.pool_type == "tok" else None)
@@ -189,7 +190,7 @@ class LeanVision(Replacement, VisionTransformer):
         return self.ln_pre(self.patch_dropout(tokens + self.positional_embedding.to(patches.dtype)))
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """The mean of all tokens but the first, normalised before or afterwards: (N, T, W) -> (N, W)."""
+        """The mean of all tokens but the class token, normalised before or afterwards: (N, T, W) -> (N, W)."""
         if self.final_ln_after_pool:
             return self.ln_post(tokens[:, 1:].mean(dim=1))
         return self.ln_post(tokens)[:, 1:].mean(dim=1)
@@ -205,13 +206,14 @@ class LeanPooledVision(LeanVision):
 
 
 class LeanText(Replacement, TextTransformer):
-    """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
+    """A text tower: tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
         backend = partial(sdpa_kernel, CAPTION_SDPA_BACKENDS, set_priority=True)
         x = run_blocks(
             self.transformer,
-            self.token_embedding(text) + self.positional_embedding[: text.shape[1]],  # a name would hold it
+            # No variable, which would keep this tensor alive while all blocks run.
+            self.token_embedding(text) + self.positional_embedding[: text.shape[1]],
             self.attn_mask is not None,
             self.position(text),
             backend,
@@ -232,19 +234,23 @@ class LeanText(Replacement, TextTransformer):
 
 
 class LeanCaptions(Replacement, TextTransformer):
-    """A captioner's text tower: tokens (N, T) -> features (N, D) of the class token behind the caption, and the
-    caption's tokens (N, T, W). T is any length up to the context's; neither depends on padding."""
+    """A captioner's text tower: tokens (N, T) -> features (N, D) and the caption's tokens (N, T, W).
+
+    The features are those of the class token, which stands behind the caption. T is any length up to the context's.
+    Padding changes neither.
+    """
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
         length = text.shape[1]
         if length < self.context_length and not self.correct_cls_mask:
-            text = F.pad(text, (0, 1), value=self.pad_id)  # this mask shows the first pad, too
+            text = F.pad(text, (0, 1), value=self.pad_id)  # the class token attends to the first pad, too
         class_token = self.cls_emb.expand(len(text), 1, -1)
         positions = torch.cat([self.positional_embedding[: text.shape[1]], self.positional_embedding[-1:]])
         x = run_blocks(
             self.transformer,
-            torch.cat([self.token_embedding(text), class_token], dim=1) + positions,  # a name would hold it
-            self.seen(text),
+            # No variable, as in LeanText.
+            torch.cat([self.token_embedding(text), class_token], dim=1) + positions,
+            self.mask(text),
             None,
         )
         pooled = self.ln_final(x[:, -1])
@@ -254,9 +260,12 @@ class LeanCaptions(Replacement, TextTransformer):
             pooled = pooled @ self.text_projection
         return pooled, x[:, :length]
 
-    def seen(self, text: Tensor) -> Tensor:
-        """What each token attends to, those up to it without the pads, (N, 1, T + 1, T + 1). Where `correct_cls_mask`
-        is off, the mask of the pads is off by one, as in open_clip's own weights."""
+    def mask(self, text: Tensor) -> Tensor:
+        """Each token attends to those up to itself, without the pads: (N, 1, T + 1, T + 1) bool.
+
+        Without `correct_cls_mask` the pads' part of the mask is off by one, as when open_clip's own weights were
+        trained.
+        """
         is_token = text != self.pad_id
         shown = is_token.new_ones(len(text), 1)
         keys = torch.cat([is_token, shown] if self.correct_cls_mask else [shown, is_token], dim=1)
@@ -265,10 +274,12 @@ class LeanCaptions(Replacement, TextTransformer):
 
 
 class LeanDecoder(Replacement, MultimodalTransformer):
-    """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V); with `wanted`,
-    bool (N, T), those of K tokens alone, (K, V)."""
+    """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V).
 
-    # Whether K may depend on values: not in a plan, whose tensors have none.
+    With `wanted`, bool (N, T), the logits of these K tokens alone, (K, V).
+    """
+
+    # Whether the caller may pass `wanted`. Not in a dry run, whose tensors have no values to choose tokens by.
     takes_wanted = True
 
     def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
@@ -284,20 +295,25 @@ class LeanDecoder(Replacement, MultimodalTransformer):
 def run_blocks(
     transformer: Transformer,
     x: Tensor,
-    seen: Attended,
+    mask: AttentionMask,
     position: TokenIndex | None,
     backend: Callable[[], Any] = nullcontext,
 ) -> Tensor:
-    """All blocks; the last one for `position` alone, if that is given. `backend`: chooses attention's kernel."""
+    """All blocks over x (N, T, W). With `position` the last one computes that token alone: (N, W). `backend`: chooses
+    attention's kernel."""
     last_block = transformer.resblocks[-1]
+
+    def contexts() -> tuple[Any, Any]:
+        """Of a checkpointed block's forward pass and of its recomputation."""
+        return nullcontext(), backend()
+
     with backend():
         for block in transformer.resblocks:
             pooled = position if block is last_block else None
             if transformer.grad_checkpointing:  # the backward pass recomputes the block with the same kernel
-                both = lambda: (nullcontext(), backend())  # noqa: E731
-                x = checkpoint(block, x, seen, pooled, use_reentrant=False, context_fn=both)
+                x = checkpoint(block, x, mask, pooled, use_reentrant=False, context_fn=contexts)
             else:
-                x = block(x, seen, pooled)
+                x = block(x, mask, pooled)
     return x
 
 

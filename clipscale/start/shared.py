@@ -12,12 +12,12 @@ from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
 
-# Seconds after which a host says that it waits.
-SILENT_S = 5.0
+# After this many seconds a host says that it waits.
+NOTICE_S = 5.0
 # Longest wait for what another host has written: NFS remembers for a minute that a name was missing.
-SEEN_WITHIN_S = 60.0
-# Most hosts in a message.
-SHOWN = 3
+APPEARS_WITHIN_S = 60.0
+# Most hosts that a message names.
+MAX_NAMED = 3
 
 
 def check_shared(folder: Path, world: World) -> None:
@@ -34,18 +34,18 @@ def check_shared(folder: Path, world: World) -> None:
     name, host = world.on_main(begin)
     token = folder / name
     try:
-        seen = files.appears(token, len(name), SILENT_S)
+        seen = files.appears(token, len(name), NOTICE_S)
         if not seen:
             if local_rank() == 0:
                 log.warning("run=%s: %s does not see it as %s does; looking again", folder, socket.gethostname(), host)
-            seen = files.appears(token, len(name), SEEN_WITHIN_S)
-        blind = [each for each in world.all_gather_object("" if seen else socket.gethostname()) if each]
+            seen = files.appears(token, len(name), APPEARS_WITHIN_S)
+        blind = [name for name in world.all_gather_object("" if seen else socket.gethostname()) if name]
     finally:
         if world.is_rank0:
             token.unlink(missing_ok=True)
     if blind:
         hosts = sorted({*blind})
-        shown = ", ".join(hosts[:SHOWN]) + (", ..." if len(hosts) > SHOWN else "")
+        shown = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
         raise UserError(
             f"run={folder}: {len(blind)} of {world.size} processes, on {shown}, do not see the folder that {host} has; "
             "put the folder on storage that all share"

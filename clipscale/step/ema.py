@@ -19,8 +19,10 @@ class WeightAverage:
     """
 
     def __init__(self, decay: float, model: nn.Module) -> None:
-        """Starts at the model's trained parameters. Sharded parameters have sharded averages."""
-        self.decay, self.updates, self.model = decay, 0, model
+        """The average starts at the model's trained parameters. That of a sharded parameter is sharded."""
+        self.decay = decay
+        self.updates = 0
+        self.model = model
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = self._copy()
 

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
 from clipscale.checkpoint import copies
-from clipscale.checkpoint.copies import Limited, copy_checkpoint
+from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint
 from clipscale.checkpoint.folder import discard
 from clipscale.cli.train import result_if_complete
 from clipscale.common import remote
@@ -319,11 +319,11 @@ def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Cap, monkeyp
     """A line says what is waited for."""
     monkeypatch.setattr(copies, "ANSWER_S", 1.0)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
-    monkeypatch.setattr(remote, "SAID_S", 0.3)
-    Limited(Slow(15), "it", says=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
+    monkeypatch.setattr(remote, "ANNOUNCE_S", 0.3)
+    TimeLimited(Slow(15), "it", announce=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
     assert (tmp_path / "x").stat().st_size == 15
     assert "waiting" not in capsys.readouterr().err
-    silent = Limited(Slow(2), "checkpoint.copy=s3://b", says=True)  # type: ignore[arg-type]
+    silent = TimeLimited(Slow(2), "checkpoint.copy=s3://b", announce=True)  # type: ignore[arg-type]
     for call in (lambda: silent.get(["x"], [str(tmp_path / "y")]), lambda: silent.ls("x")):
         with pytest.raises(TimeoutError, match="no answer"):
             call()

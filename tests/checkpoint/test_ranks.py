@@ -103,7 +103,7 @@ def apart(rank: int, world: int, root: Path) -> str:
     os.environ["LOCAL_RANK"] = "0"
     from clipscale.checkpoint import saving
 
-    saving.SEEN_WITHIN_S = 0.1
+    saving.APPEARS_WITHIN_S = 0.1
     return write(rank, world, root / f"node{rank}", 1)
 
 

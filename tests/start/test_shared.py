@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 
 def look(rank: int, world: int, *folders: Path) -> str:
     """What a rank of one folder each is told."""
-    shared.SILENT_S = shared.SEEN_WITHIN_S = 0.1
+    shared.NOTICE_S = shared.APPEARS_WITHIN_S = 0.1
     shared.socket.gethostname = lambda: f"host{rank}"
     try:
         shared.check_shared(folders[rank], World(rank, world, torch.device("cpu")))

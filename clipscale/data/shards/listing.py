@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError, library
-from clipscale.common.remote import within
+from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain, in_this_process
@@ -240,7 +240,7 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
                 continue
             check_answers(url)
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
-            listed = within(partial(system.glob, path), f"the list of {url}", LISTING_S)
+            listed = within_time(partial(system.glob, path), f"the list of {url}", LISTING_S)
             objects = sorted(str(system.unstrip_protocol(name)) for name in listed)
             names += _shards(objects, url, notify) if url.endswith("/") else objects
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does

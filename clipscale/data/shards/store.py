@@ -23,7 +23,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.remote import NO_CREDENTIALS, SAID_S, check_credentials, no_credentials
+from clipscale.common.remote import ANNOUNCE_S, NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.common.terminal import log_line, main_rank
 from clipscale.data.shards.addresses import EVENT, SourceError, bucket_of, is_local, scheme_of
 
@@ -164,11 +164,11 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
 def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
     """Request a byte of each object, all at once. Returns the errors of those that cannot be read.
 
-    After SAID_S a line says that `awaited` is waited for. Raises LoaderError if no request is answered, and UserError
-    without credentials.
+    After ANNOUNCE_S a line says that `awaited` is waited for. Raises LoaderError if no request is answered, and
+    UserError without credentials.
     """
     requests = {url: start_request(url, 0, 1) for url in urls}
-    late = futures.wait(requests.values(), SAID_S).not_done
+    late = futures.wait(requests.values(), ANNOUNCE_S).not_done
     if late and main_rank():
         asked = f"an answer about {len(late)} of {len(urls)} shards (first: {urls[0]})"
         log_line(f"waiting for {awaited or asked}", error=True)

@@ -249,7 +249,7 @@ def test_google_without_credentials_is_one_line_at_once(
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that takes connections and says nothing, and short limits."""
-    for name, value in {"WAIT_S": 0.5, "SAID_S": 0.1}.items():
+    for name, value in {"WAIT_S": 0.5, "ANNOUNCE_S": 0.1}.items():
         monkeypatch.setattr(store, name, value)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield "http://{}:{}".format(*server.getsockname())
