@@ -29,7 +29,8 @@ from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
 from clipscale.step.saved_state import saved_now
 
-# Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save.
+# After a signal the run waits this many seconds for a copy: well below `launch.local.SHUTDOWN_S`, which also covers the
+# save.
 COPY_S = 60.0
 
 
@@ -183,6 +184,6 @@ class TrainLoop:
         saver.finish(COPY_S)
 
     def can_save_after(self, error: UserError | OSError) -> bool:
-        """Whether every rank comes here, and the weights are those of a completed step."""
+        """Whether every rank comes here after this error, with the weights of a completed step."""
         together = self.world.size == 1 or (isinstance(error, UserError) and error.on_all_ranks)
         return together and not self.trainer.is_updating

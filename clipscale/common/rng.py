@@ -28,7 +28,7 @@ class RandomState:
 
     @staticmethod
     def now(device: torch.device | None = None) -> "RandomState":
-        """The present state. Without `device`, that of the current GPU if one is in use."""
+        """The present state of the CPU, and of `device`; without it, of the current GPU if one is in use."""
         on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
         return RandomState(
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device

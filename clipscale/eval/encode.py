@@ -71,7 +71,7 @@ class Encoder:
     objective: str = ""
     # The first so many numbers of the features were trained as features of their own (Matryoshka).
     sizes: Sequence[int] = ()
-    # Of the last set: captions that a captioner has written of its first pictures.
+    # Captions that a captioner has written of the last set's first pictures.
     written: list[Written] = field(default_factory=list)
     # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)

@@ -28,7 +28,7 @@ class Savable(Protocol):
         """Save the completed steps, and wait for that. A collective."""
 
     def can_save_after(self, error: UserError | OSError) -> bool:
-        """Whether every rank comes here, and the weights are those of a completed step."""
+        """Whether every rank comes here after this error, with the weights of a completed step."""
 
 
 @contextmanager

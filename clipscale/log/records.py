@@ -21,7 +21,7 @@ class StepRecord(TypedDict, total=False):
     batch: int
     lr: float
     loss: float
-    # Of a captioner, without their weights.
+    # A captioner's two losses, without their weights.
     contrastive_loss: float
     caption_loss: float
     grad_norm: float | None

@@ -134,8 +134,10 @@ class Block:
         return torch.cat(rows), torch.cat(cols)
 
     def diagonal(self, caption: int = 0) -> tuple[slice, slice] | None:
-        """The rows and the columns, pair by pair, of the positives inside this block: those of one caption of each row.
-        None: there are none."""
+        """The rows and columns, pair by pair, of the positives in this block, for one of the rows' captions.
+
+        None: there are none.
+        """
         if self.positive is None:
             return None
         positive = self.positive + caption * self.captions.apart

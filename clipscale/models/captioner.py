@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipscale.models.lean import LeanDecoder
 
-# What fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
+# The token that fills captions up to the context. As in open_clip, the loss leaves out every label with this number.
 PAD = 0
 # Tokens of a written caption, with its first and last one, as in open_clip.
 WRITTEN_TOKENS = 30
@@ -52,7 +52,7 @@ def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, toke
     Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
     """
     labels_NT = tokens_NT[:, 1:].long()
-    # On a GPU the host would wait for the number of labels.
+    # Choosing the labels' tokens needs their number. On a GPU the host would wait for it.
     lean = next((module for module in decoder.modules() if isinstance(module, LeanDecoder)), None)
     if tokens_NT.is_cuda or lean is None or not lean.takes_wanted:
         logits_NTV = decoder(image_NPW, text_NTW[:, :-1])
@@ -65,7 +65,7 @@ def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, toke
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each label, in at least float32; 0 for a pad."""
+    """The cross entropy of each label, in at least float32; 0 for a pad."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, labels, ignore_index=PAD, reduction="none")
@@ -84,7 +84,7 @@ def write_captions(
     edges: tuple[int, int],
     length: int,
 ) -> Tensor:
-    """The most likely next token, again and again: captions (N, length) int64, padded, with their first and last token.
+    """Captions by the most likely next token: (N, length) int64, padded, with their first and last token.
 
     As open_clip's `CoCa.generate` with generation_type="top_k", top_k=1 and min_seq_len=0, which needs
     transformers 4. `edges`: the numbers of the first and the last token.
@@ -103,9 +103,9 @@ def write_captions(
 
 @torch.no_grad()
 def init_decoder(decoder: MultimodalTransformer) -> None:
-    """Random weights of a new decoder, as its `init_parameters` would give them if open_clip called it.
+    """Random weights of a new decoder, by the formulas of its `init_parameters`.
 
-    open_clip 3.3 leaves `text_projection` uninitialised: `init_parameters` is never called, and fails if it is.
+    open_clip 3.3 never calls that method, which would fail, and leaves `text_projection` uninitialised.
     """
     width: int = decoder.width
     output = width**-0.5 * (2 * decoder.layers) ** -0.5

@@ -33,7 +33,7 @@ class FolderConfig:
     description: Record = field(default_factory=dict)
     # How pictures are prepared, in open_clip's words and others.
     pixels: Record = field(default_factory=dict)
-    # Of a captioner; None: not said.
+    # A captioner's; see `model.correct_cls_mask`. None: the folder does not say.
     correct_cls_mask: bool | None = None
 
 

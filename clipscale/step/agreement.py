@@ -9,8 +9,8 @@ from clipscale.distributed.world import AsyncReduction, World
 class Agreement:
     """The ranks' message in a step: what the next step needs to know of all ranks, and whether to save."""
 
-    # Of each entry the largest over ranks: text chunks; whether a rank does not know its numbers; whether it wishes to
-    # save. For a captioner then each rank's caption tokens.
+    # The largest over ranks of each entry: the number of text chunks; whether a rank does not know its numbers; whether
+    # a rank wishes to save. For a captioner then each rank's caption tokens.
     message: AsyncReduction
 
     @classmethod

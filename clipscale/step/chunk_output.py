@@ -9,12 +9,13 @@ class ChunkOutput(NamedTuple):
     """What an encoder of `GradCache` may return with a graph (`torch.is_grad_enabled()`). Without one it returns the
     representations alone, and need not compute the loss.
 
-    The loss is any sum over samples: of a caption's tokens, of a penalty. Its random numbers come after those of the
-    representations. An encoder that restores the random state after it draws the same numbers whether graphs are kept
-    or not.
+    The loss is any sum over samples, for example of the captions' cross entropies. Draw its random numbers after those
+    of the representations. An encoder that then restores the random state draws the same numbers whether graphs are
+    kept or not.
     """
 
     # A tensor (samples, ...), or what `representation` takes.
     representations: Any
-    # Of this chunk's samples alone, 0-d: the batch's is the sum of the chunks'. None: there is none.
+    # The chunk's own loss, 0-d: a sum over its samples alone, so that the chunks' losses add up to the batch's. None:
+    # there is none.
     loss: Tensor | None = None

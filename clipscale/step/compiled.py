@@ -16,7 +16,8 @@ from clipscale.step.chunk_sizes import both_passes, random_captions, random_pixe
 from clipscale.step.pass_contexts import batch_norm_preserved
 from clipscale.step.precision import Precision
 
-# `auto` compiles if the training takes longer. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each step.
+# `auto` compiles if the training takes longer than this. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each
+# step.
 WORTH_S = 900.0
 # Assumed share of a GPU's peak, to estimate the seconds of training.
 ASSUMED_MFU = 0.4
@@ -32,10 +33,10 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
-    """Compile the towers' blocks in place, and all of a tower without blocks. Returns the compiled towers.
+    """Compile the towers' blocks in place; a tower without blocks as a whole. Returns the compiled towers.
 
-    `lengths_vary`: chunks of captions have many widths. Then the text tower is not compiled: each width would take a
-    compilation of its own, and the text tower is a small part of a step.
+    `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. Then the
+    text tower, a small part of a step, is not compiled.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
@@ -85,5 +86,5 @@ def try_compiled(
 
 
 def no_compilation(is_compiled: bool) -> AbstractContextManager[object]:
-    """Inside, batches of new sizes run without compiled code, and are not compiled: those of an evaluation."""
+    """Around an evaluation: batches of sizes that are not compiled run without compiled code, and stay so."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

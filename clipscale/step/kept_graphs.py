@@ -12,13 +12,13 @@ from clipscale.common.keep import Keep
 from clipscale.step.chunk_output import ChunkOutput
 
 # A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the memory
-# free, so that it never asks for more.
+# free, so its graphs always fit.
 HEADROOM = 1.1
 
 
 @dataclass
 class GraphMeter:
-    """The bytes of one chunk's graph, which the first step at a batch size measures."""
+    """The bytes of one chunk's graph. The first step at a batch size measures them."""
 
     # Bytes of a full chunk's graph, the largest of all ranks; 0: not measured.
     bytes_each: int = 0
@@ -27,7 +27,7 @@ class GraphMeter:
     _measured: list[int] | None = None
 
     def start_step(self, rows: int, *, wanted: bool) -> None:
-        """Prepare for a step of `rows` samples. If it is `wanted` and the bytes are not known, the step measures them.
+        """Prepare for a step of `rows` samples. It measures the bytes if they are `wanted` and not known.
 
         All ranks pass the same values, since `agree_on_size` is a collective.
         """
@@ -61,7 +61,7 @@ class GraphMeter:
 
 @dataclass
 class KeptGraphs:
-    """The graphs that a tower keeps: those of a step's first chunks.
+    """The graphs that a tower keeps in a step, of its first chunks.
 
     All ranks keep the same number. A rank without memory for them keeps none. Where the memory is limited, the first
     step at a batch size keeps none: it measures the bytes of a graph.

@@ -70,7 +70,7 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # Of both towers, or of a captioner's pairs. Its loss is the BatchLoss of what they return.
+    # The cache of both towers, or of a captioner's pairs. Its loss is a BatchLoss.
     cache: GradCache
     precision: Precision
     optimizer: torch.optim.Optimizer

@@ -106,7 +106,7 @@ class SortedCaptions(ChunkLoader):
         return widths
 
     def _width(self, start: int, stop: int) -> int:
-        """The width of a chunk: that of its longest caption."""
+        """The width of a chunk: its longest caption's."""
         return int(max(self._widths[start], self._widths[stop - 1]))
 
     def _read(self, start: int, stop: int) -> Tensor:

@@ -176,7 +176,7 @@ class HostBatch:
 
     @property
     def texts(self) -> int:
-        """Its captions, caption j belonging to sample j // captions, and behind them the hard negatives."""
+        """The number of texts: captions, of which caption j belongs to sample j // captions, then hard negatives."""
         return len(self._slot["tokens"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
@@ -190,16 +190,16 @@ class HostBatch:
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every text without its padding, (kN,) int16; waits for all samples."""
+        """The number of tokens of each text, without padding: (kN,) int16. Waits for all samples."""
         self._wait(len(self))
         return self._slot["lengths"]
 
     def keys(self) -> Tensor:
-        """(N,) int64, equal for samples that are the same by `data.same`; waits for all samples."""
+        """(N,) int64, equal for samples that are the same by `data.same`. Waits for all samples."""
         self._wait(len(self))
         return torch.from_numpy(self._slot["keys"])
 
     def teachers(self) -> list[Tensor]:
-        """Of each teacher (N, 2, D): its features of picture and caption; waits for all samples."""
+        """Each teacher's features of pictures and captions, (N, 2, D). Waits for all samples."""
         self._wait(len(self))
         return [torch.from_numpy(self._slot[teacher.member]) for teacher in self._teachers]

@@ -11,7 +11,7 @@ StreamRecord = tuple[int, int, *tuple[Sequence[int], ...]]
 
 
 class StreamPosition(NamedTuple):
-    """How far a shard stream has been read."""
+    """How far a shard stream has been read. In a checkpoint it is a `StreamRecord`."""
 
     epoch: int
     # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
@@ -39,7 +39,7 @@ class PositionRecord(TypedDict):
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where shard streams stand in an order of samples: those of a rank, or of a run."""
+    """Where the shard streams of a rank, or of a run, stand in an order of samples."""
 
     # Digest of what the position refers to; see `OrderedShards.fingerprint`.
     order: str
