@@ -154,9 +154,10 @@ def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: boo
     `braces`: a shell may have made both from one value with braces. Then raises UserError if they also look like that:
     they begin or end alike, and have no comma. The words of a script and what is typed after them rarely do.
     """
-    one, other = value.strip("[]"), later.strip("[]")
-    alike = one[:1] == other[:1] or one[-1:] == other[-1:]
-    if braces and alike and "," not in one + other:
+    earlier = value.strip("[]")
+    other = later.strip("[]")
+    alike = earlier[:1] == other[:1] or earlier[-1:] == other[-1:]
+    if braces and alike and "," not in earlier + other:
         several = f"; values of a sweep are {key}={value},{later}" if sweep else ""
         raise UserError(
             f"{key} is given twice in a row, {value} and {later}, as a shell makes it of braces; quote them, "

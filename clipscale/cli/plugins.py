@@ -72,7 +72,7 @@ def main(line: Namespace) -> int:
     sweep.check_runs([replace(config, device="auto") for config in configs] if elsewhere else configs, line)
     if line.cfg or line.check:
         return 0
-    job = Job(folder, frozenset(common_words(line.words)), line.config_dir, os.getpid(), asked=sweeper != "basic")
+    job = Job(folder, frozenset(common_words(line.words)), line.config_dir, os.getpid(), has_sweeper=sweeper != "basic")
     job.begin()
     if any(demo.is_missing(config.data.train or ()) for config in configs):
         demo.main()  # once, and not in several jobs at the same time
@@ -235,7 +235,8 @@ def launch(job: "Job", words: Sequence[str]) -> None:
     ]  # fmt: skip
     if job.config_dir:
         of_hydra.append(f"hydra.searchpath=[file://{Path(job.config_dir).resolve()}]")
-    typed, sys.argv = sys.argv, ["clipscale", "--multirun", *declared, *of_hydra]
+    typed = sys.argv
+    sys.argv = ["clipscale", "--multirun", *declared, *of_hydra]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
     try:
         hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
@@ -276,11 +277,11 @@ class Job:
     config_dir: str | None
     # The process of the command line.
     parent: int
-    # Whether a sweeper asks for the result, and hears of a failure.
-    asked: bool
+    # Whether a sweeper gets the result, or the failure.
+    has_sweeper: bool
 
     def __call__(self, _: DictConfig) -> float | None:
-        """Train the run, and return its result; None without one. Raises UserError and WorkerError if it is `asked`."""
+        """Train the run, and return its result; None without one. For a sweeper, raises UserError and WorkerError."""
         here = os.getpid() == self.parent
         if not here:
             multiprocessing.set_start_method(None, force=True)  # not joblib's own, which a run's processes do not know
@@ -306,7 +307,7 @@ class Job:
                     leave(error, here=here)
                 print_failure(error, getattr(error, "details", ""))
                 note.write(one_line(error))
-                if self.asked:
+                if self.has_sweeper:
                     raise
                 return None
 

@@ -31,8 +31,8 @@ class PassFlops(NamedTuple):
 def trained_of(encoder: nn.Module) -> set[str]:
     """The parameters of a built encoder that train, by open_clip's names.
 
-    For an adapter its layer's bias: both need the gradient of the layer's output. An adapter's own products are few,
-    and not counted.
+    An adapter is counted as its layer's bias, which needs the same gradient of the layer's output. The adapter's own
+    products are few, and not counted.
     """
     names = {name for name, p in encoder.named_parameters() if p.requires_grad}
     adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
@@ -41,8 +41,10 @@ def trained_of(encoder: nn.Module) -> set[str]:
 
 
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
-    """FLOPs of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need,
-    layer by layer."""
+    """FLOPs of one image. `config`: the model's settings.
+
+    The backward pass computes what the parameters `trained` need, layer by layer.
+    """
     return _image_flops(_described(config), frozenset(trained))
 
 
@@ -72,7 +74,7 @@ def _text_flops(model: str, trained: frozenset[str], length: int | None) -> Pass
 
 
 def decoder_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
-    """As `text_flops`, of a captioner's decoder: of the labels of one caption, in a training whose towers train."""
+    """As `text_flops`, for a captioner's decoder and the labels of one caption. Its gradient goes on to both towers."""
     return _decoder_flops(_described(config), frozenset(trained), length)
 
 
@@ -93,7 +95,7 @@ def unbuilt_encoders(config: ModelConfig) -> Encoders:
 
 
 def _described(config: ModelConfig) -> str:
-    """The settings that make an encoder's operations."""
+    """The settings on which an encoder's operations depend, as text."""
     return json.dumps([config.name, config.architecture, config.image_size, config.context_length])
 
 
@@ -170,10 +172,10 @@ class Flops:
     def of(config: ModelConfig, model: ClipModel, device: torch.device, texts: int = 1) -> "Flops":
         """`model`: built by `config`; its parameters say what trains. `texts`: see the field."""
         trained = trained_of(model.text.encoder)
-        writes = set() if model.decoder is None else trained_of(model.decoder)
+        decoder_trained = set() if model.decoder is None else trained_of(model.decoder)
 
         def of_caption(width: int | None) -> int:
-            decoder = sum(decoder_flops(config, writes, width)) if writes else 0
+            decoder = sum(decoder_flops(config, decoder_trained, width)) if decoder_trained else 0
             return sum(text_flops(config, trained, width)) + decoder
 
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -91,7 +91,7 @@ class GradCache:
         self.scaler = scaler
         self.keep = keep_of(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
-        self._towers = [
+        self.towers = [
             TowerPasses(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
@@ -118,8 +118,8 @@ class GradCache:
         `ReorderedInput` are in the batch's order. `before_chunk()` is called before each chunk; what it raises ends the
         step.
         """
-        towers = range(len(self._towers))
-        return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
+        numbers = range(len(self.towers))
+        return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(numbers, inputs, strict=True)]
 
     def encode_tower(
         self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
@@ -129,9 +129,9 @@ class GradCache:
         `reserved`: bytes of `keep_bytes` that are not for graphs.
         """
         # A tower that keeps no graph counts with one: its replay builds one while later towers' graphs are still kept.
-        used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self._towers[:i])
+        used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
         keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used + reserved)
-        return self._towers[i].encode(batch, self.chunks[i], keep, before_chunk)
+        return self.towers[i].encode(batch, self.chunks[i], keep, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
@@ -139,7 +139,7 @@ class GradCache:
         `value`: the loss, not scaled; see `scaler`.
         """
         (self.scaler.scale(value) if self.scaler else value).backward()
-        for i, tower in enumerate(self._towers):
+        for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
                 raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
@@ -156,7 +156,7 @@ class GradCache:
             return self.scaler.scale(weight) if self.scaler else weight
 
         losses = []
-        for tower in self._towers:
+        for tower in self.towers:
             losses += tower.replay(before_chunk, loss_gradient)
             tower.end_step()
         self.chunk_loss = _sum(losses) if losses else None
@@ -166,13 +166,13 @@ class GradCache:
 
         It is one under FSDP2, which gathers weights, and with synchronised batch normalisation.
         """
-        out_of_memory = any(tower.graphs.out_of_memory for tower in self._towers)
-        if self.keep.bytes and not (self._keeps_none or all(can_rerun(tower.encoder) for tower in self._towers)):
-            out_of_memory = bool(largest_of_ranks(out_of_memory, self._towers[0].representations.device))
+        out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
+        if self.keep.bytes and not (self._keeps_none or all(can_rerun(tower.encoder) for tower in self.towers)):
+            out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
         if out_of_memory:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self._keeps_none = True
-            for tower in self._towers:
+            for tower in self.towers:
                 tower.graphs.drop()
 
     @property
@@ -187,17 +187,17 @@ class GradCache:
     @property
     def trained(self) -> list[bool]:
         """Whether each tower has trainable parameters, and so a second pass."""
-        return [tower.trained for tower in self._towers]
+        return [tower.trained for tower in self.towers]
 
     @property
     def kept(self) -> list[int]:
         """The number of each tower's chunks whose graphs this step keeps."""
-        return [tower.graphs.count for tower in self._towers]
+        return [tower.graphs.count for tower in self.towers]
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of a chunk's graph of the first tower that has a second pass; 0: not measured."""
-        return next((tower.graphs.meter.bytes_each for tower in self._towers if tower.graphs.meter.bytes_each), 0)
+        return next((tower.graphs.meter.bytes_each for tower in self.towers if tower.graphs.meter.bytes_each), 0)
 
     def num_chunks(self, samples: int) -> int:
         """How often a step calls `before_chunk`: the chunks of both passes.
@@ -206,7 +206,7 @@ class GradCache:
         """
         return sum(
             (1 + tower.trained) * (len(tower.spans) or len(equal_spans(samples, size)))
-            for tower, size in zip(self._towers, self.chunks)
+            for tower, size in zip(self.towers, self.chunks)
         )
 
 

@@ -106,7 +106,7 @@ def test_a_result_that_a_sweeper_cannot_use_is_one_line(result: dict, metric: st
 
 
 def test_a_job_with_equal_values_waits_for_the_first_ones_end(tmp_path: Path) -> None:
-    job = Job(tmp_path, frozenset(), None, parent=0, asked=True)
+    job = Job(tmp_path, frozenset(), None, parent=0, has_sweeper=True)
     job.begin()
     entered, first = Event(), job.alone("seed=1")
 

@@ -50,14 +50,14 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept == [0, 0]
-    assert cache._towers[0].graphs.meter.bytes_each == size
+    assert cache.towers[0].graphs.meter.bytes_each == size
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept[0] == 2
     cache.keep_bytes = size - 1
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
-    assert cache.kept[0] == 0 and cache._towers[0].graphs.meter.bytes_each < size, "another batch, measured anew"
+    assert cache.kept[0] == 0 and cache.towers[0].graphs.meter.bytes_each < size, "another batch, measured anew"
 
 
 def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, i
     run.trainer.cache.chunks[1] -= rank
     run.train_step()
     run.stream.close()
-    return run.loss, len(run.trainer.cache._towers[1].spans)
+    return run.loss, len(run.trainer.cache.towers[1].spans)
 
 
 @pytest.mark.slow

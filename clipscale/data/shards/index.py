@@ -32,6 +32,7 @@ from clipscale.data.shards.tar import BLOCK_BYTES
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# The index in a folder of shards.
 FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
@@ -42,14 +43,14 @@ _OFFSETS = "offsets BLOB"
 _WEIGHT = "weight REAL"
 # A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets.
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
+# Threads that ask a file system for the states of files.
 THREADS = 16
-
 # Fewer shards than this are scanned in one process: starting others takes longer.
 MIN_PARALLEL_SHARDS = 16
 
 
-# Follows the version in an entry if today's rule told the samples apart. Before, a key's repeated members were one
-# sample, and links were none.
+# Follows the version in an entry that was made by today's rule of what a sample is. An earlier rule took repeated
+# members of a key for one sample, and no links.
 RULE_MARK = " #2"
 
 
@@ -190,11 +191,13 @@ def sample_offsets(
 
 
 def pack(offsets: Sequence[int]) -> bytes:
+    """Offsets, multiples of a block, as an index has them: their differences, compressed."""
     blocks = np.array(offsets, dtype=np.int64) // BLOCK_BYTES
     return zlib.compress(np.diff(blocks, prepend=0).astype("<u4").tobytes(), 6)
 
 
 def unpack(packed: bytes) -> np.ndarray:
+    """The offsets of `pack`, int64."""
     return np.cumsum(np.frombuffer(zlib.decompress(packed), dtype="<u4").astype(np.int64)) * BLOCK_BYTES
 
 

@@ -22,9 +22,9 @@ BLOCK_BYTES = 512
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 # Most bytes of a member: no picture is larger, so a header that claims more is damaged.
 MAX_MEMBER_BYTES = 1 << 28
-# Most bytes of extended headers up to a file, which are held in memory.
+# Most bytes of the extended headers before a file: they are held in memory.
 MAX_EXTENDED_HEADER_BYTES = 1 << 20
-# Most bytes of headers up to a file, and in a sample after its first file. A million headers take seconds.
+# Most bytes of all headers before a file, and of a sample's headers after its first file. A million take seconds.
 MAX_HEADER_BYTES = 1 << 23
 # Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end.
 MAX_SAMPLE_SPAN = 1 << 30
@@ -112,10 +112,10 @@ class Header(NamedTuple):
     name: str
     # Bytes of the content; 0 for a link.
     size: int
-    # Bytes up to the content. Members that were skipped before it count too.
+    # Bytes up to the content, with those of members that were skipped before it.
     bytes_before: int
     # How many of these bytes are headers.
-    headers: int
+    header_bytes: int
     # For a link: the name of the file that it stands for, by `normalised`.
     target: str | None = None
 
@@ -260,9 +260,9 @@ def skip(stream: Stream, size: int, can_seek: bool) -> None:
         stream.seek(size, os.SEEK_CUR)
         return
     while size > 0:
-        got = len(stream.read(min(size, 1 << 20)))
-        if not got and can_seek:
+        skipped = len(stream.read(min(size, 1 << 20)))
+        if not skipped and can_seek:
             return
-        if not got:
+        if not skipped:
             raise tarfile.ReadError("ends within a member")
-        size -= got
+        size -= skipped
