@@ -40,6 +40,7 @@ from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.saved_state import load_state
+from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import TrainStep
 
 
@@ -161,7 +162,7 @@ def build_step(
 ) -> TrainStep:
     """The step of a model with its initial weights: wrap, cache, optimizer, average. A collective. Raises UserError.
 
-    `sort_captions`: see TrainStep.
+    `sort_captions`: see StepInputs.
     """
     parallel = config.launch.parallel
     weight = caption_weight(config, model)
@@ -190,8 +191,7 @@ def build_step(
         optimizer=optimizer,
         average=WeightAverage(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
-        is_resident=config.offload == "none",
-        sort_captions=sort_captions,
+        inputs=StepInputs(world, config.offload == "none", sort_captions, writes_captions=weight > 0),
         chunk_device=sizes.device,
         caption_weight=weight,
     )
@@ -289,7 +289,7 @@ def compile_if_worth(
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
-    towers = compile_towers(trainer.model, lengths_vary=trainer.sort_captions)
+    towers = compile_towers(trainer.model, lengths_vary=trainer.inputs.sort_captions)
     problem = try_compiled(trainer.model, towers, trainer.chunk_sizes, local_batch, trainer.precision, world)
     if problem and world.is_rank0:
         log_line(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")

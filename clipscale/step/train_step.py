@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
-from clipscale.data.loader.captions import SortedCaptions, SortedPairs
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
-from clipscale.data.loader.to_device import ChunkLoader, PairLoader
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
-from clipscale.models.captioner import count_caption_tokens
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.step.agreement import Agreement
 from clipscale.step.ema import WeightAverage
@@ -26,6 +25,7 @@ from clipscale.step.frozen_images import FrozenImages
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
+from clipscale.step.step_inputs import StepInputs
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
@@ -77,22 +77,14 @@ class TrainStep:
     average: WeightAverage | None
     # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
-    # Whether a batch's pixels and captions stay on the device between the passes.
-    is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by the captions' length, and lose their padding. For text
-    # towers whose features do not depend on the padding.
-    sort_captions: bool
+    inputs: StepInputs
     # The kind of device of the chunk sizes, which are the cache's.
     chunk_device: str
     # The weight of a captioner's loss, its mean cross entropy over the tokens of the global batch; the contrast's is 1.
     # 0: the model writes no captions, and the cache's encoders are the two towers.
     caption_weight: float = 0.0
-    # Of what a captioner's frozen image tower gives for one image, as an earlier step measured; 0: unknown.
+    # Bytes of what a captioner's frozen image tower gives for one image, as an earlier step measured; 0: unknown.
     image_bytes: int = 0
-    # What the ranks agreed on in the last step.
-    agreement: Agreement | None = None
-    # The next step's captions, if they had arrived in the last one.
-    sorted_ahead: SortedCaptions | None = None
     # Whether an update has begun and not ended. If an error ends it, the weights are those of no step.
     is_updating: bool = False
 
@@ -114,18 +106,19 @@ class TrainStep:
         self.optimizer.zero_grad()
         with self.phase(phases, "encode", number):
             features, texts = self.encode(batch, before_chunk)
-            caption_tokens = self.num_caption_tokens(batch)
+            caption_tokens = self.inputs.num_caption_tokens(batch)
         statistics = self.statistics(features, number)
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)
             del features
-        self.agreement = self.agree(stream.upcoming(), save)  # the second pass hides the message
+        # The message travels during the replay.
+        agreement = self.inputs.agree(stream.upcoming(), self.cache.chunks[-1], save=save)
         with self.phase(phases, "replay", number):
             self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / caption_tokens)
         with self.phase(phases, "optim", number):
             loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
-        return StepResult(loss, parts, norm, self.agreement, phases, self.widths(texts), statistics)
+        return StepResult(loss, parts, norm, agreement, phases, self.widths(texts), statistics)
 
     # ---- first pass ----
 
@@ -136,60 +129,21 @@ class TrainStep:
 
     def encode_towers(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of images and of captions, (N, D) each; and the captions."""
-        features = [self.cache.encode_tower(0, self.images(batch), before_chunk)]
-        texts = self.agreed_texts(batch)
-        return [*features, self.cache.encode_tower(1, texts, before_chunk)], texts
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
+        texts = self.inputs.captions(batch, self.cache.chunks[1])
+        return [image_features, self.cache.encode_tower(1, texts, before_chunk)], texts
 
     def encode_pairs(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of a captioner's pairs, (N, 2, D); and the captions."""
-        texts = self.agreed_texts(batch)
-        if isinstance(texts, SortedCaptions):
-            pairs: SortedPairs | PairLoader = SortedPairs(batch.pixels, texts)
-        else:
-            pairs = PairLoader(self.images(batch), texts)
+        pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
         if not frozen(self.model.image):
             return [self.cache.encode_tower(0, pairs, before_chunk)], texts
-        for_images = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
-        pairs.images = images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, for_images)
-        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=for_images)
+        reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
+        images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, reserved)
+        pairs.images = images
+        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         self.image_bytes = images.bytes_each
         return [features], texts
-
-    def images(self, batch: HostBatch) -> ChunkLoader:
-        """The image tower's input."""
-        return ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
-
-    def agreed_texts(self, batch: HostBatch) -> ChunkLoader:
-        """The text tower's input; if it is sorted, in equally many chunks on all ranks."""
-        texts = self.texts(batch) if self.sorted_ahead is None else self.sorted_ahead
-        if isinstance(texts, SortedCaptions):
-            agreed = self.agreement.num_text_chunks if self.agreement else 0
-            texts.split(agreed or self.world.all_reduce_max(texts.num_chunks)[0])
-        return texts
-
-    def texts(self, batch: HostBatch) -> ChunkLoader:
-        """The text tower's input. If captions are sorted, in chunks; that waits for all captions."""
-        device = self.world.device
-        if not self.sort_captions:
-            return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident)
-        is_even = self.caption_weight > 0
-        texts = SortedCaptions(
-            batch.tokens, batch.lengths, batch.texts, device, resident=self.is_resident, is_even=is_even
-        )
-        texts.make_chunks(self.cache.chunks[-1])
-        return texts
-
-    def num_caption_tokens(self, batch: HostBatch) -> int:
-        """The labels in the captions of the global batch: from the last step's message, or by one of its own. 1 for a
-        model that writes no captions."""
-        if not self.caption_weight:
-            return 1
-        agreed = self.agreement.num_caption_tokens if self.agreement else 0
-        return agreed or sum(self.world.all_reduce_max(*self.world.one_hot(self.own_caption_tokens(batch))))
-
-    def own_caption_tokens(self, batch: HostBatch) -> int:
-        """The labels in this rank's captions. Waits for all samples."""
-        return int(count_caption_tokens(batch.tokens(0, batch.texts)))
 
     def caption_loss(self, tokens: int) -> Tensor | None:
         """The mean cross entropy over so many tokens of all ranks, 0-d. None: the model writes no captions."""
@@ -229,21 +183,6 @@ class TrainStep:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
-    def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
-        """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
-        texts = self.texts(upcoming) if upcoming else None
-        self.sorted_ahead = texts if isinstance(texts, SortedCaptions) else None
-        caption_tokens = None
-        if self.caption_weight:
-            caption_tokens = self.own_caption_tokens(upcoming) if upcoming else 0
-        return Agreement.begin(
-            self.world,
-            text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
-            is_known=upcoming is not None,
-            save=save,
-            caption_tokens=caption_tokens,
-        )
-
     @contextmanager
     def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:
         """Around a part of a step. Raises UserError if the device runs out of memory."""
@@ -266,7 +205,7 @@ class TrainStep:
     ) -> tuple[float, LossParts, float | None]:
         """Update the weights if the loss and the gradients are finite. Returns the loss, its parts, and the norm.
 
-        `value`: of the contrast. `caption_loss`: of a captioner, without its weight.
+        `value`: the contrastive loss. `caption_loss`: a captioner's, without its weight.
         The host waits for the device here, and in the loss's backward pass, which reads the logit scale.
         """
         if stream.failure:  # a NaN gradient makes the norm NaN on all ranks, so that none updates its weights

@@ -142,7 +142,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     calls.clear()
     run.train_step()
     run.stream.close()
-    assert run.trainer.sort_captions
+    assert run.trainer.inputs.sort_captions
     encoder = run.trainer.model.image.encoder
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 

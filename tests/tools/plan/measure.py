@@ -98,7 +98,9 @@ def one_step(step: TrainStep, local: int) -> None:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
     step.optimizer.zero_grad()
-    images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=step.is_resident) for dtype in shapes)
+    images, texts = (
+        ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=step.inputs.is_resident) for dtype in shapes
+    )
     gc.collect()
     with record_function("encode"):
         features = step.cache.encode(*([PairLoader(images, texts)] if step.caption_weight else [images, texts]))
