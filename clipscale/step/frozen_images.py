@@ -13,10 +13,10 @@ from clipscale.data.loader.to_device import Images
 
 
 class FrozenImages:
-    """Gives what the frozen tower makes of images, in the place of their pixels: (N, D) and (N, P, W).
+    """The outputs of the frozen tower in the place of pixels: features (N, D) and tokens (N, P, W).
 
-    What the first pass encodes without a graph is kept for the second, up to `most_bytes`. The other chunks are encoded
-    again.
+    The first pass without a graph keeps its outputs for the second one, up to `most_bytes`. The other chunks are
+    encoded again.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class FrozenImages:
         self.tower = tower
         self.autocast = autocast
         self.free_bytes = most_bytes
-        # Of the outputs of one image; 0 before the first chunk.
+        # Bytes of the outputs of one image; 0 before the first chunk.
         self.bytes_each = 0
+        # The outputs of chunks whose second pass is still to come.
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
