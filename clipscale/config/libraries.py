@@ -48,11 +48,12 @@ def hidden(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def unneeded(description: Record) -> list[str]:
-    """Packages that open_clip imports where it finds them, for seconds, and a model of this description does not need;
-    none if the description is not known, or open_clip is imported already."""
+def unneeded(description: Record, *, fetches: bool) -> list[str]:
+    """Packages that open_clip and timm import where they find them, for seconds, and a model of this description does
+    not need; none if the description is not known, or open_clip is imported already. `fetches`: its weights may be
+    fetched."""
     needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
-    return [] if needed else ["transformers"]
+    return [] if needed else ["transformers"] if fetches else ["transformers", "huggingface_hub"]
 
 
 @cache

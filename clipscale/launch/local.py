@@ -23,6 +23,7 @@ from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
 from clipscale.config.libraries import hidden, unneeded
+from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -113,8 +114,9 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> objec
 
 def function(name: str, config: Launched) -> Callable[[Launched], object]:
     """The function of this name, imported without what the model of these settings does not need."""
-    description = config.model.description if isinstance(config, TrainConfig) else {}
-    with hidden(*unneeded(description)):
+    model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
+    fetches = any((model.weights, model.image.weights, model.text.weights))
+    with hidden(*unneeded(model.description, fetches=fetches)):
         return cast(Callable[[Launched], object], resolve_name(name))
 
 

@@ -28,14 +28,10 @@ class CastWeights:
         if not isinstance(encoder, nn.Module) or chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
         self.is_ddp = hasattr(encoder, "no_sync")
-        for layer in encoder.modules():
-            if isinstance(layer, CastLayer):
-                weight, bias = layer.weights()
-                dtype = autocast_dtype(autocast, weight.device.type)
-                if dtype and weight.dtype == torch.float32 and not has_hooks(weight):
-                    half, half_bias = (None if x is None else x.detach().to(dtype) for x in (weight, bias))
-                    assert half is not None
-                    self.layers.append((layer, Cast(half, half_bias, accumulates=False)))
+        for layer, dtype in layers_to_cast(encoder, autocast):
+            half, half_bias = (None if x is None else x.detach().to(dtype) for x in layer.weights())
+            assert half is not None
+            self.layers.append((layer, Cast(half, half_bias, accumulates=False)))
 
     def end_step(self) -> None:
         self.layers.clear()
@@ -77,6 +73,18 @@ class CastWeights:
         if weight.grad is None:
             return gradient.zero_()
         return gradient if weight.grad is gradient else gradient.copy_(weight.grad)
+
+
+def layers_to_cast(
+    encoder: nn.Module, autocast: Callable[[], AbstractContextManager[object]]
+) -> Iterator[tuple[CastLayer, torch.dtype]]:
+    """The layers whose weights autocast casts, each with the type that it casts to."""
+    for layer in encoder.modules():
+        if isinstance(layer, CastLayer):
+            weight, _ = layer.weights()
+            dtype = autocast_dtype(autocast, weight.device.type)
+            if dtype and weight.dtype == torch.float32 and not has_hooks(weight):
+                yield layer, dtype
 
 
 def autocast_dtype(autocast: Callable[[], AbstractContextManager[object]], device: str) -> torch.dtype | None:

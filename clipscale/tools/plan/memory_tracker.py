@@ -22,6 +22,14 @@ from clipscale.tools.plan import ASSUMED
 
 # torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND = 512
+# The operations that are called most, and make tensors where their operands are. Layer norms are not among them: they
+# keep other types on a CPU.
+FREQUENT = {
+    torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default, torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor,
+    torch.ops.aten.add_.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.logaddexp.out,
+}  # fmt: skip
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -46,13 +54,13 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
             dtype = args[0].dtype
             return dtype != torch.bool and float(dtype.is_floating_point)
-        if func.is_view and type(args[0]) is FakeTensor:  # FakeTensorMode itself takes long over each view
-            mode = args[0].fake_mode
-            device = args[0].fake_device
-            with in_kernel_invocation_manager(mode):
-                views = func(*args, **(kwargs or {}))
-            return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, device), views)
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.is_view and type(args[0]) is FakeTensor:
+            return from_shapes(func, args, kwargs)
+        if func in FREQUENT and are_fake(args) and not kwargs.get("device"):
+            out = from_shapes(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
@@ -74,6 +82,18 @@ class MemoryTracker(TorchDispatchMode):
         peak = self.peak
         self.peak = self.live
         return peak
+
+
+def are_fake(args: tuple[Any, ...]) -> bool:
+    return all(type(x) is FakeTensor for x in args if isinstance(x, Tensor))
+
+
+def from_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation gives on the device of its operands. FakeTensorMode itself takes longer."""
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    return tree_map_only(Tensor, lambda x: x if isinstance(x, FakeTensor) else FakeTensor(mode, x, device), out)
 
 
 def rounded(size: int) -> int:

@@ -90,7 +90,9 @@ class Prediction:
         """The largest batch that fits with these chunks: the set one, or a power of two on each rank; 0: none."""
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
-        count = bisect(sizes, False, key=lambda size: not self.fits(size))
+        known = sizes.index(self.local)
+        within = (known + 1, None) if self.fits(self.local) else (0, known)
+        count = bisect(sizes, False, *within, key=lambda size: not self.fits(size))
         return sizes[count - 1] * self.config.ranks if count else 0
 
     def result(self) -> Record:

@@ -22,7 +22,7 @@ def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
     here = not config.hardware
     config = replace(on_machine(config), model=with_hub_architecture(config.model))
-    with hidden(*unneeded(config.model.description)):
+    with hidden(*unneeded(config.model.description, fetches=False)):
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.text import render
 

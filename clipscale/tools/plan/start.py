@@ -4,6 +4,7 @@ import torch
 
 from clipscale.common.hardware import cores, gpu_here, hardware_of
 from clipscale.common.record import Record
+from clipscale.config.libraries import hidden, unneeded
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
@@ -22,8 +23,9 @@ def start_plan(config: TrainConfig) -> Record:
     if unknown or hardware is None:
         return {"fits": True, "lines": []}
     model = with_hub_architecture(config.model)
-    from clipscale.tools.plan.planner import plan
-    from clipscale.tools.plan.text import render
+    with hidden(*unneeded(model.description, fetches=False)):
+        from clipscale.tools.plan.planner import plan
+        from clipscale.tools.plan.text import render
 
     machine = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]

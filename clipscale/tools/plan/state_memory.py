@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.distributed import fsdp
-from clipscale.step.cast_weights import CastWeights
+from clipscale.step.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.memory_tracker import MemoryTracker, rounded
@@ -68,11 +68,12 @@ class StateMemory:
 def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, int]]:
     """The parameters that a dry update includes, each with the number of others that are like it, and left out.
 
-    An optimizer that updates parameters of one shape one by one takes no more memory for them than for one.
+    An optimizer that updates parameters of one shape one by one, or in a fused kernel, takes no more memory for them
+    than for one.
     """
     alike: dict[Any, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        at_once = group.get("foreach") or group.get("fused")
+        at_once = group.get("foreach") and not group.get("fused")
         for p in group["params"]:
             alike.setdefault(id(p) if at_once else (number, p.shape, p.dtype), []).append(p)
     return [(same[0], len(same) - 1) for same in alike.values()]
@@ -121,9 +122,8 @@ def state_memory(step: TrainStep, towers: Sequence[nn.Module], tracker: MemoryTr
 
 def cast_bytes(tower: nn.Module, precision: Precision) -> int:
     """Bytes of the weights that a step of several chunks casts once."""
-    weights = CastWeights()
-    weights.start_step(tower, precision.autocast, 2)
-    return sum(cast.weight.nbytes + (0 if cast.bias is None else cast.bias.nbytes) for _, cast in weights.layers)
+    layers = layers_to_cast(tower, precision.autocast)
+    return sum(dtype.itemsize * x.numel() for layer, dtype in layers for x in layer.weights() if x is not None)
 
 
 def divided(

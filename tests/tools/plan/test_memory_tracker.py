@@ -1,5 +1,6 @@
 """The memory tracker, and CPU tensors without values that take memory like a GPU's."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape
-from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import FREQUENT, DryMachine, MemoryTracker, cuda_autocast, without_memory
 from tests.loss.cases import Tiled
 
 
@@ -91,6 +93,31 @@ def test_tensors_of_any_size_take_no_memory() -> None:
         x = torch.ones(2**45)
         both = x + x
         assert both.shape == (2**45,) and tracker.live == 2 * 4 * 2**45
+
+
+ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "addmm": lambda x: (x[0], x, x.t()),
+    "mm": lambda x: (x, x.t()),
+    "sum": lambda x: (x, [0], True),
+    "gelu_backward": lambda x: (x, x),
+    **dict.fromkeys(("gelu", "empty_like", "zeros_like", "_to_copy"), lambda x: (x,)),
+    **dict.fromkeys(("add", "mul", "div", "add_"), lambda x: (x, x[:1])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequent_operations_give_what_a_cpu_gives(dtype: torch.dtype) -> None:
+    """Shape, strides and type, of transposed operands, too."""
+    for operation in sorted(FREQUENT, key=str):
+        name = operation.overloadpacket.__name__
+        keywords = {"out": torch.ones(4, 4, dtype=dtype)} if name == "logaddexp" else {}
+        arguments = ARGUMENTS.get(name, lambda x: (x, x))(torch.ones(4, 4, dtype=dtype).t())
+        expected = operation(*arguments, **keywords)
+        with without_memory():
+            dry = ARGUMENTS.get(name, lambda x: (x, x))(torch.ones(4, 4, dtype=dtype).t())
+            out = operation(*dry, **({"out": torch.ones(4, 4, dtype=dtype)} if keywords else {}))
+            assert out.device == expected.device
+        assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), expected.dtype), name
 
 
 def test_each_output_of_an_operation_counts() -> None:
