@@ -115,6 +115,9 @@ class Prediction:
             peak = memory.phase(name) + self.workspace
             phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
         peak = memory.highest + self.workspace
+        kept = memory.kept
+        if dry_run.is_captioner:  # chunks of pairs
+            kept, replayed_share = (kept[0], kept[0]), [replayed_share[0]] * 2
         return {
             "fits": self.fits(self.local),
             "peak_bytes": peak,
@@ -128,7 +131,7 @@ class Prediction:
             "exchange": dry_run.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, step.sizes)),
-            "kept": dict(zip(TOWERS, memory.kept)),
+            "kept": dict(zip(TOWERS, kept)),
             "second_pass": dict(zip(TOWERS, replayed_share)),
             "device": {"phases": phases, "total_bytes": peak + self.outside, "usable_bytes": self.usable},
             "host": host | {"memory_bytes": config.host_memory},

@@ -80,6 +80,7 @@ def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
     assert held[0] - held[1] == pytest.approx(2 * 4 * decoder, rel=0.1), "AdamW's moments"
     assert both["time"]["step_s"] > 1.5 * alone["time"]["step_s"]
     assert both["chunk"] == {"image": 256, "text": 256}
+    assert both["second_pass"] == {"image": 1.0, "text": 1.0}
 
 
 @pytest.mark.usefixtures("of_any_size")
