@@ -156,3 +156,23 @@ def test_the_sources_tables_are_printed_and_say_what_is_exact(script: Any, capsy
     assert all(row["error"] < 1e-5 for row in rows if row["way"] != "accumulation")
     assert sources.main(["dpr", "steps=1"])[0]["error"] < 1e-4
     assert "| gradient cache |" in capsys.readouterr().out
+
+
+def test_what_a_written_caption_names_is_compared_with_its_pictures_objects(script: Any) -> None:
+    captioner = script("captioner")
+    own = "One scarlet plus sign left of an orange disc."
+    assert captioner.objects_of(own) == [("red", "cross"), ("orange", "circle")]
+    named = {
+        "the red cross below a pink star": {"colour": True, "shape": True, "both": True},
+        "a picture of a red circle": {"colour": True, "shape": True, "both": False},
+        "a pink star right of a red cross": {"colour": False, "shape": False, "both": False},
+        "a picture of": {"colour": False, "shape": False, "both": False},
+    }
+    for written, expected in named.items():
+        assert captioner.names(written, own) == expected, written
+    assert captioner.totals([captioner.names(written, own) for written in named]) == {
+        "pictures": 4,
+        "colour": 2,
+        "shape": 2,
+        "both": 1,
+    }
