@@ -291,7 +291,7 @@ def changes_since(file: Path, settings: str) -> list[str]:
     """
     if not file.is_file():
         return []
-    changes = differing(files.read_record(file), yaml.safe_load(settings))
+    changes = differing(files.read_record(file), files.parse_yaml(settings))
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 

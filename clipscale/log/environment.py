@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypedDict, cast
@@ -44,6 +45,12 @@ class Environment(TypedDict):
     variables: dict[str, str]
 
 
+@cache
+def installed() -> dict[str, str]:
+    """Package -> its version. Each takes milliseconds to read."""
+    return {name: version(name) for name in PACKAGES}
+
+
 def environment(world: int = 1) -> Environment:
     """What this process runs on."""
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -53,7 +60,7 @@ def environment(world: int = 1) -> Environment:
         "hostname": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"clipscale": clipscale.__version__} | {name: version(name) for name in PACKAGES},
+        "versions": {"clipscale": clipscale.__version__} | installed(),
         "commit": _commit(),
         "processes": world,
         "cpus": cores(),

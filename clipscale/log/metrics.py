@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, log_line
@@ -56,7 +54,7 @@ def open_log(
         files.write_json(run_dir / "env.json", {**environment(world), "resume_step": resume_step})
     if is_training or not (run_dir / "config.yaml").exists():
         files.write_text(run_dir / "config.yaml", settings)
-    sinks = open_sinks(run_dir, wandb, tensorboard, yaml.safe_load(settings), resume_step)
+    sinks = open_sinks(run_dir, wandb, tensorboard, files.parse_yaml(settings), resume_step)
     return MetricLog(LastingLines(path.open("ab", buffering=0)), sinks, every=every, total=total)
 
 
