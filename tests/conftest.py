@@ -47,6 +47,11 @@ TINY = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `long` come first, so that no worker has one of them left when the others have ended."""
+    items.sort(key=lambda item: not item.get_closest_marker("long"))
+
+
 def pytest_collection_finish() -> None:
     """All modules are there, and stay: the garbage collector need not look at them again."""
     del sys.modules["wandb"]

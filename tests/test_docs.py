@@ -184,6 +184,7 @@ def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return chosen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_command_composes(
     commands: Commands, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool

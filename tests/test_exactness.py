@@ -217,6 +217,7 @@ def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:
     return [cut_up(Case(**case), rank) for case in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_step_is_that_of_one_graph(ranks: int) -> None:
     compare([case for case in cases() if case.ranks == ranks], ranks)

@@ -45,6 +45,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     return dict(zip(typed, map(json.loads, lines), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "wrong", "remedy"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
     answers: dict[str, list], words: str, wrong: str, remedy: str

@@ -30,6 +30,7 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled", "weights"]),

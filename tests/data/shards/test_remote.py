@@ -282,6 +282,7 @@ def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPat
     assert "waiting for a first answer, before s3://b/*.tar is listed" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> None:
     import boto3
 

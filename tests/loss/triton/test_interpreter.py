@@ -17,6 +17,7 @@ from tests.support.device import NO_INTERPRETER
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NO_INTERPRETER, reason="Triton's interpreter of these versions breaks with this numpy")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the CUDA device")
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
