@@ -8,6 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from clipscale.models.linear import replace_linear_layers
+from clipscale.step.precision import Precision
+from clipscale.tools.plan.memory_tracker import without_memory
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 N, W = 8, 16
 
@@ -37,3 +41,18 @@ def test_compiled_operations_are_counted_as_they_are_fused(monkeypatch: pytest.M
     with FakeTensorMode(allow_non_fake_inputs=True):
         fused = inductor.fused_blocks([inductor.Call(tower(), (torch.empty(N, W),), {})], "fp32")
     assert fused.bytes == {"forward": 2 * N * W * 4, "backward": 3 * N * W * 4} and fused.kernels == 2
+
+
+def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer without bias in the passes of a chunk, in bytes of a weight: by autograd two casts (2 x 6), one of its
+    gradient (6) and a sum (12); else the gradient that a product adds to, read and written (8)."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    chunks = importlib.import_module("chunks")
+    bf16 = Precision.of("bf16", torch.device("cpu"))
+    with without_memory():
+        layers = nn.Sequential(nn.GELU(), nn.Linear(W, W, bias=False))
+        replace_linear_layers(layers)
+        inputs = [torch.empty(n, W, dtype=torch.bfloat16, requires_grad=True) for n in (N, 2 * N)]
+        for once, expected in ((False, 2 * 6 + 6 + 12), (True, 8)):
+            small, large = (sum(chunks.passes(layers, x, bf16, once=once).moved.values()) for x in inputs)
+            assert 2 * small - large == expected * W * W
