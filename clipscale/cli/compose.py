@@ -269,6 +269,11 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
     """
     try:
         parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
+        if interval := next((each for each in parsed if each.is_interval_sweep()), None):
+            raise UserError(
+                f"{interval.input_line}: only a sweeper chooses between two numbers; add hydra/sweeper=optuna, or give "
+                f"values, {interval.get_key_element()}=A,B"
+            )
         choices = [
             [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
             if each.is_discrete_sweep()
