@@ -160,8 +160,8 @@ def distillation_loss(
     _check_words(exchange=exchange, backend=backend)
     if options.get("captions", 1) != 1 or backend == "triton":
         raise ValueError("distillation_loss takes one caption an image, and has no kernels: leave them out")
-    if not teachers or min(weights) < 0 or not max(weights):
-        raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and weights of 0 or more")
+    if not teachers or len(weights) != 2 or min(weights) < 0 or not max(weights):
+        raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and two weights of 0 or more")
     module = _module(options.get("similarity"))
     machine = options.get("machine") or Machine()
     inputs = checked_inputs(

@@ -83,8 +83,8 @@ class GradCache:
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
-        self.chunks = [chunks] * len(encoders) if isinstance(chunks, int) else [*chunks]
-        if len(self.chunks) != len(encoders) or min(self.chunks) < 1:
+        self.chunks = [*chunks] if isinstance(chunks, Sequence) else [chunks] * len(encoders)
+        if len(self.chunks) != len(encoders) or not all(isinstance(size, int) and size > 0 for size in self.chunks):
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
         self.encoders = encoders
         self.loss = loss
@@ -118,8 +118,9 @@ class GradCache:
         `ReorderedInput` are in the batch's order. `before_chunk()` is called before each chunk; what it raises ends the
         step.
         """
-        numbers = range(len(self.towers))
-        return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(numbers, inputs, strict=True)]
+        if len(inputs) != len(self.towers):
+            raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
+        return [self.encode_tower(i, batch, before_chunk) for i, batch in enumerate(inputs)]
 
     def encode_tower(
         self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
@@ -138,6 +139,8 @@ class GradCache:
 
         `value`: the loss, not scaled; see `scaler`.
         """
+        if problem := _no_loss(value):
+            raise ValueError(f"the loss is {problem}: give one number with a graph to the representations")
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
@@ -208,6 +211,15 @@ class GradCache:
             (1 + tower.trained) * (len(tower.spans) or len(equal_spans(samples, size)))
             for tower, size in zip(self.towers, self.chunks)
         )
+
+
+def _no_loss(value: object) -> str:
+    """What makes a value no loss: a word for it; empty: it is one."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    if value.numel() != 1:
+        return f"of shape {tuple(value.shape)}"
+    return "" if value.requires_grad else "detached (or computed under torch.no_grad)"
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

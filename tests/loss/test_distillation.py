@@ -119,6 +119,8 @@ def test_a_student_like_its_teacher_has_no_gradient() -> None:
         ({"teachers": []}, "0 teachers"),
         ({"weights": (0.0, 0.0)}, "weights of 0 or more"),
         ({"weights": (-1.0, 2.0)}, "weights of 0 or more"),
+        ({"weights": (1.0,)}, "two weights of 0 or more"),
+        ({"teachers": [torch.ones(2, 4, 3)]}, "a teacher is its image features, its text features and its logit scale"),
         ({"teachers": [(torch.ones(4, 3), torch.ones(5, 3), 1.0)]}, "a teacher's features"),
         ({"captions": 2}, "one caption"),
         ({"backend": "triton"}, "no kernels"),

@@ -277,6 +277,11 @@ def test_negatives_that_follow_their_positive_are_put_after_all_positives() -> N
 MISTAKES = {
     "one size of at least 1": {"chunks": 0},
     "one for each of 2 encoders": {"chunks": [4]},
+    "chunks=1.5: one size of at least 1": {"chunks": 1.5},
+    "1 inputs for 2 encoders": {"inputs": [torch.ones(4, 3)]},
+    "the loss is 3.0: give one number": {"loss": lambda u, v: 3.0},
+    r"the loss is of shape \(8, 8\): give one number": {"loss": lambda u, v: u @ v.T},
+    "the loss is detached": {"loss": lambda u, v: (u @ v.T).sum().detach()},
     "does not use the representations of encoder 1": {"loss": lambda u, v: u.sum()},
     "returned 1 rows for 4 samples": {"image": lambda x: x[:1] * 2.0},
     "returned a tuple, not a tensor; representation=": {"image": lambda x: (x,)},

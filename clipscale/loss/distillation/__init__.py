@@ -53,6 +53,8 @@ class Distillation(Objective):
 def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
     """The inputs with the teachers' features, in one type. Raises ValueError where they do not fit."""
     n, m = len(inputs.rows), len(inputs.cols)
+    if any(len(teacher) != 3 for teacher in teachers):
+        raise ValueError("a teacher is its image features, its text features and its logit scale")
     for a, b, _ in teachers:
         if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.scale.device:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
