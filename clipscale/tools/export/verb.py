@@ -50,13 +50,17 @@ def main(settings: ExportSettings) -> Path:
     out = Path(settings.out).expanduser() if settings.out else run / name
     check_folder(out, run, settings.format)
     note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
-    out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
-    call = write(model, config, out, note)
-    if isinstance(model.tokenizer.inner, HFTokenizer):
-        model.tokenizer.inner.save_pretrained(str(out))
-    # The card goes where the folder goes: it names no path of this machine.
-    write_card(out / "README.md", card(run, model, config, note, call.format(out.name)))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        call = write(model, config, out, note)
+        if isinstance(model.tokenizer.inner, HFTokenizer):
+            model.tokenizer.inner.save_pretrained(str(out))
+        # The card goes where the folder goes: it names no path of this machine.
+        write_card(out / "README.md", card(run, model, config, note, call.format(out.name)))
+    except (OSError, SafetensorError) as error:
+        reason = files.reason_of(error)
+        raise UserError(f"out={out}: cannot be written ({reason}); make room, or choose another out=FOLDER") from error
     print_line(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 

@@ -1,6 +1,7 @@
 """open_clip loads the exported weights and computes the features of the run's model."""
 
 import json
+import resource
 from pathlib import Path
 
 import open_clip
@@ -84,6 +85,23 @@ def test_a_card_that_was_edited_stays_and_an_own_one_follows_the_run(tmp_path: P
     card.unlink()
     main(ExportSettings(run=str(run)))
     assert card.read_text() == written
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"^out=.*/file/e: cannot be written \(Not a directory\); .* another out=FOLDER$"
+    ):
+        main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "file/e")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # which weights find as they find a full disk
+    try:
+        with pytest.raises(UserError, match=r"^out=.*/run/export: cannot be written \(.*; make room"):
+            main(ExportSettings(run=str(tmp_path / "run")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any((tmp_path / "run/export").iterdir())
 
 
 def test_an_export_that_was_killed_before_its_card_can_be_repeated(tmp_path: Path) -> None:
