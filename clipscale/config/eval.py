@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import file_name, run_folder
+from clipscale.common.units import file_name, nearest, run_folder
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.setting import differing, setting
@@ -83,7 +83,8 @@ def existing_run(run: str) -> Path:
         raise UserError("run is not set; give run=NAME or run=PATH")
     folder = run_folder(run)
     if not folder.is_dir():
-        raise UserError(f"run={run}: there is no folder {folder}")
+        near = nearest(folder.name, sorted(path.name for path in folder.parent.glob("*/")))
+        raise UserError(f"run={run}: there is no folder {folder}{near}")
     runs = runs_of_sweep(folder)
     if runs:
         raise UserError(

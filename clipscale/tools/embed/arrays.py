@@ -16,7 +16,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from clipscale.common import files
-from clipscale.common.errors import library
+from clipscale.common.errors import UserError, library
 from clipscale.data.features import NOTE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
@@ -119,6 +119,8 @@ def reading(folder: Path) -> AbstractContextManager[None]:
 
 def open_embedded_set(folder: Path) -> EmbeddedSet:
     """The set in a folder. Raises UserError for another folder, and if a file is damaged or missing."""
+    if not folder.is_dir():
+        raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
     with reading(folder):
         note = files.read_json(folder / NOTE)["features"]
         shards = files.read_json(folder / SHARDS)
