@@ -95,7 +95,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    return yaml.load(text, YAML_LOADER)
+    try:
+        return yaml.load(text, YAML_LOADER)
+    except yaml.YAMLError:  # libyaml also refuses the escapes of bytes that are no UTF-8, as names of files have them
+        return yaml.safe_load(text)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from clipscale.common import files
 
@@ -27,3 +28,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "replace", lambda path, target: order.append(target.name))
     files.write_text(tmp_path / "a", "text")
     assert order == ["text", "a"]
+
+
+@pytest.mark.parametrize("name", ["caf\udce9.tar", "é\u2028😀", "a: 'b' # \n"])
+def test_yaml_reads_back_any_name_of_a_file(name: str) -> None:
+    """Bytes that are no UTF-8 are lone surrogates."""
+    assert files.parse_yaml(yaml.safe_dump({"name": name}, allow_unicode=True)) == {"name": name}
