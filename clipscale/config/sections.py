@@ -272,7 +272,7 @@ class SinkConfig:
 class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
-    every: int = setting(1, "Steps between console lines.", least=1)
+    every: int = setting(1, "Steps between console lines, which are at least 10 s apart.", least=1)
 
 
 @dataclass(frozen=True)
