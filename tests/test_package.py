@@ -53,7 +53,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(home, with_pip=False, symlinks=True)
     site = home / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     install = [sys.executable, "-m", "pip", "--python", str(home / "bin/python"), "install", "--quiet", "--no-deps"]
-    subprocess.run([*install, "--no-index", str(wheel)], check=True, timeout=120)
+    subprocess.run([*install, "--no-index", str(wheel)], check=True, timeout=600)
     # Python does not follow the .pth files in a folder added this way, such as the editable install of this checkout.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home
@@ -62,7 +62,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_composes_a_run_from_another_folder(installed: Path, tmp_path: Path, environment: dict) -> None:
     (tmp_path / "x.tar").touch()
     words = [str(installed / "bin/clipscale"), "train", *TINY, "data.train=x.tar", "--cfg", "job"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "- x.tar\n" in done.stdout
     where = [str(installed / "bin/python"), "-c", "import clipscale; print(clipscale.__file__)"]

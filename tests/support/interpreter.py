@@ -8,4 +8,4 @@ import sys
 def interpreted(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """What it returns and prints, with these variables in its environment."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.forks import forks
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 class Workers:

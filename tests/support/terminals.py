@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Longer than any wait of a command that works, and shorter than a test may take.
-TIMEOUT_S = 100.0
+TIMEOUT_S = 300.0
 
 
 def on_terminal(
