@@ -43,7 +43,8 @@ def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int
 
 
 @pytest.mark.parametrize(
-    ("parallel", "slots"), [("ddp", 1), ("ddp", 2), pytest.param("zero3", 2, marks=pytest.mark.slow)]
+    ("parallel", "slots"),
+    [("ddp", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 1), ("zero3", 2)))],
 )
 def test_a_step_sends_no_objects_and_the_first_rank_alone_reads_a_record(
     shards: str, tmp_path: Path, parallel: str, slots: int

@@ -129,7 +129,8 @@ def open_files(config: TrainConfig) -> dict:
     return {"ranks": ranks}
 
 
-@pytest.mark.parametrize("procs", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow  # it starts processes, as the test before it
+@pytest.mark.parametrize("procs", [2, 12])
 def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs: int) -> None:
     config = replace(two(tmp_path), batch=24, launch=LaunchConfig(procs=procs))
     for soft, hard, files in local.run(config, f"{__name__}:open_files")["ranks"]:

@@ -231,7 +231,12 @@ SLOW = pytest.mark.slow
 # The others take the same path: a list is JSON of another kind, and half a line is no JSON, as zeros are none.
 @pytest.mark.parametrize(
     "damage",
-    [b"\0\0\n", pytest.param(b"[1]\n", marks=SLOW), pytest.param(b'{"step": [\n', marks=SLOW), b"caf\xe9: [\n"],
+    [
+        pytest.param(b"\0\0\n", marks=SLOW),
+        pytest.param(b"[1]\n", marks=SLOW),
+        pytest.param(b'{"step": [\n', marks=SLOW),
+        b"caf\xe9: [\n",
+    ],
 )
 def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes

@@ -61,7 +61,8 @@ def page() -> Iterator[Page]:
         yield opened
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # a browser draws every chart
+@pytest.mark.parametrize("count", [1, 3])
 def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, count: int) -> None:
     runs = [whole_run(tmp_path / f"runs/a-run-of-a-sweep,batch=32k,seed={n}", n) for n in range(count)]
     (tmp_path / "sent").mkdir()
