@@ -102,7 +102,7 @@ READS_SETTINGS = {
     "clipscale.config.train": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "tools/*"],
-    "clipscale.config.model": ["config/*", "models/*", "start/*", "tools/*"],
+    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*"],
     "clipscale.config.sections": ["config/*", "tools/*", "launch/local.py", "eval/suites.py", "step/optim.py"],
 }
 
