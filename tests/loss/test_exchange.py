@@ -37,8 +37,19 @@ def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int,
             check(ranks, world, *stacked(world, 5, 5, 8), 14.3, options, keys=keys(5 * world).view(world, 5))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("kind", ["aligned", "low", "obtuse"])
+@pytest.mark.parametrize(
+    ("kind", "exchange"),
+    [
+        *((kind, exchange) for kind in ("aligned", "low", "obtuse") for exchange in ("gather", "ring")),
+        *(
+            # One process's own sums, whichever the kind.
+            pytest.param(kind, exchange, marks=() if kind == "obtuse" else pytest.mark.slow)
+            for kind in ("aligned", "low", "obtuse")
+            for exchange in EXCHANGES
+            if exchange not in ("gather", "ring")
+        ),
+    ],
+)
 def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, kind: str) -> None:
     for scale in (1.0, 100.0):
         u, v = stacked(3, 10, 10 if exchange in ("replicated", "local") else 12, 16, kind)
@@ -64,7 +75,10 @@ def test_any_subgroup_of_ranks_is_exact(ranks: Workers, world: tuple[int, ...]) 
         check(ranks, world, u, v, 14.3, {"exchange": exchange})
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "objective",
+    [pytest.param(o, marks=pytest.mark.slow if o in ("softmax_image", "softmax_text") else ()) for o in OBJECTIVES],
+)
 def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers, objective: str) -> None:
     """Two nodes of two ranks, four of one, and one of four; with a module, which counts each pair once."""
     torch.manual_seed(0)
