@@ -11,6 +11,7 @@ plain` compares seconds a sample with plain's at the same batch, or else at its 
     open_clip                its accumulation over chunks
     frozen-                  with a frozen image tower (plain, cache, keep)
     compiled-                the towers' blocks under torch.compile
+    compiled_text-           so, and the text tower's, once for captions of any length
     unsorted-, unlean-       cache: captions as wide as the context; and with open_clip's own forward passes
 
 A captioner (model=coca-b32) has its caption loss beside the contrast, and open_clip its CoCaLoss.
@@ -63,7 +64,7 @@ DEFAULTS = {
     "profile": 0,  # the slowest kernels to record of one more step, the time of each kind, and the time in none
     "out": "runs/bench",
 }
-KINDS = ("frozen", "compiled", "unsorted", "unlean")
+KINDS = ("frozen", "compiled", "compiled_text", "unsorted", "unlean")
 CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
 """Of the logarithm of a caption's tokens: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -109,8 +110,9 @@ class Step:
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
             self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)
-        if self.kind == "compiled":
-            compile_towers(self.model, lengths_vary=not self.base.endswith("plain"))
+        if self.kind.startswith("compiled"):
+            lengths_vary = not self.base.endswith("plain")
+            compile_towers(self.model, lengths_vary=lengths_vary, any_width=self.kind == "compiled_text")
         keep = self.base.removeprefix("keep").removeprefix("-")
         keep_bytes: float = math.inf
         if self.base == "cache":

@@ -32,19 +32,20 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
     return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * ASSUMED_MFU * peak)
 
 
-def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
+def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = False) -> list[Tower]:
     """Compile the towers' blocks in place; a tower without blocks as a whole. Returns the compiled towers.
 
     `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. Then the
-    text tower, a small part of a step, is not compiled.
+    text tower, a small part of a step, is not compiled. `any_width`: it is compiled all the same, once for all widths;
+    how fast that is on a GPU is not measured.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; gradients are summed once a step
-    towers: list[Tower] = [model.image] if lengths_vary else [model.image, model.text]
+    towers: list[Tower] = [model.image] if lengths_vary and not any_width else [model.image, model.text]
     for tower in towers:
         for module in innermost_blocks(tower.encoder) or [tower.encoder]:
-            module.compile(dynamic=False)
+            module.compile(dynamic=lengths_vary and tower is model.text)
     return towers
 
 

@@ -77,6 +77,44 @@ def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
     assert 1 not in sizes
 
 
+@pytest.mark.slow
+def test_a_text_tower_is_compiled_once_for_captions_of_any_length() -> None:
+    """A graph for each kind of block, without gradients and with them: the last block is of another kind."""
+    ((graphs, after_first, difference, passes_differ),) = run_ranks(texts_of_any_length, 1)
+    assert graphs == after_first >= 4, "the first length made all graphs"
+    assert difference < 1e-5 and not passes_differ
+
+
+def texts_of_any_length(rank: int, world: int) -> tuple[int, int, float, bool]:
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    torch.compile = partial(torch.compile, backend=compiler)
+    model, eager = small_model(), small_model()
+    eager.load_state_dict(model.state_dict())
+    compile_towers(model, lengths_vary=True, any_width=True)
+    after_first, difference, passes_differ = 0, 0.0, False
+    for samples, length in ((5, 7), (5, 3), (3, 12), (4, model.context_length)):
+        tokens = torch.randint(1, 30, (samples, length))
+        tokens[:, -1] = 31
+        for tower in (model.text, eager.text):
+            with torch.no_grad():
+                features = tower(tokens)
+            again = tower(tokens)
+            passes_differ |= not torch.equal(features, again)
+            again[:, :3].sum().backward()
+        after_first = after_first or len(graphs)
+        found, expected = (
+            torch.cat([p.grad.flatten() for p in tower.parameters() if p.grad is not None])
+            for tower in (model.text, eager.text)
+        )
+        difference = max(difference, float((found - expected).norm() / expected.norm()))
+    return len(graphs), after_first, difference, passes_differ
+
+
 def test_every_size_is_compiled_and_a_block_under_ddp_is_one_graph() -> None:
     assert run_ranks(graphs_of_layers, 1) == [(10, 1)]
 
