@@ -84,8 +84,24 @@ MODELS: dict[str, Callable[..., ClipModel]] = {
 }
 
 
-@pytest.mark.parametrize("keep", [0, 200_000, math.inf])
-@pytest.mark.parametrize("name", MODELS)
+SOME = 200_000
+# Some graphs are kept, others are not; of all and none the plain model alone is ordinary.
+KEPT = [SOME, *(pytest.param(keep, marks=pytest.mark.slow) for keep in (0, math.inf))]
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        *(("plain", keep) for keep in (0, SOME, math.inf)),
+        *((name, SOME) for name in MODELS if name != "plain"),
+        *(
+            pytest.param(name, keep, marks=pytest.mark.slow)
+            for name in MODELS
+            if name != "plain"
+            for keep in (0, math.inf)
+        ),
+    ],
+)
 def test_gradients_are_those_of_autograd(name: str, keep: float) -> None:
     if name == "adapters":
         pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
@@ -197,7 +213,7 @@ def compiled(rank: int, world: int) -> None:
         assert_close(actual, found[0], 0.02)
 
 
-@pytest.mark.parametrize("keep", [0, 200_000, math.inf])
+@pytest.mark.parametrize("keep", KEPT)
 def test_ddp_sums_all_chunks_with_the_last(keep: float) -> None:
     for actual, expected in run_ranks(half_of_the_batch, 2, keep):
         assert_close(actual, expected)
