@@ -5,10 +5,13 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Unpack, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
@@ -97,25 +100,14 @@ def contrastive_loss(
         TypeError: for a keyword that is none of these.
     """
     refuse_unknown("contrastive_loss", options, LossOptions.__annotations__)
-    check = options.get("check", True)
-    captions = options.get("captions", 1)
     _check_words(objective=objective, exchange=exchange, backend=backend)
-    chosen = OBJECTIVES[objective]
-    module = _module(options.get("similarity"))
-    machine = options.get("machine") or Machine()
+    formula = OBJECTIVES[objective]
+    settings = _Settings.of(options)
     inputs = checked_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
-        captions=captions, has_module=module is not None, check=check,
+        captions=settings.captions, has_module=settings.module is not None, check=settings.check,
     )  # fmt: skip
-    backend = _chosen_backend(backend, chosen, module, inputs, machine)
-    comm = machine.communicator(options.get("group"))
-    if comm is not None and check:
-        comm.agree(inputs.shapes(), image_features.device)
-    if backend == "triton":
-        inputs = inputs.padded(WIDTH_STEP)
-    similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
-    terms = terms_of(exchange, chosen, inputs, similarity, comm, machine)
-    return _mean(terms, backend, similarity, machine, check)
+    return _mean(formula, inputs, exchange, _chosen_backend(backend, formula, inputs, settings), settings)
 
 
 @torch.compiler.disable(reason="as contrastive_loss")
@@ -156,35 +148,69 @@ def distillation_loss(
         TypeError: for a keyword that is none of these.
     """
     refuse_unknown("distillation_loss", options, LossOptions.__annotations__)
-    check = options.get("check", True)
     _check_words(exchange=exchange, backend=backend)
     if options.get("captions", 1) != 1 or backend == "triton":
         raise ValueError("distillation_loss takes one caption an image, and has no kernels: leave them out")
     if not teachers or len(weights) != 2 or min(weights) < 0 or not max(weights):
         raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and two weights of 0 or more")
-    module = _module(options.get("similarity"))
-    machine = options.get("machine") or Machine()
+    settings = _Settings.of(options)
     inputs = checked_inputs(
-        image_features, text_features, logit_scale, None, keys, captions=1, has_module=module is not None, check=check
-    )
+        image_features, text_features, logit_scale, None, keys,
+        captions=1, has_module=settings.module is not None, check=settings.check,
+    )  # fmt: skip
     inputs = with_teachers(inputs, teachers)
-    comm = machine.communicator(options.get("group"))
-    if comm is not None and check:
-        comm.agree(inputs.shapes(), image_features.device)
-    similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
-    objective = Distillation(
+    formula = Distillation(
         teachers=tuple((a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
     )
-    terms = terms_of(exchange, objective, inputs, similarity, comm, machine)
-    return sum(weights) * _mean(terms, "dense" if backend == "dense" else "tiled", similarity, machine, check)
+    return sum(weights) * _mean(formula, inputs, exchange, "dense" if backend == "dense" else "tiled", settings)
 
 
-def _mean(terms: Sequence[Term], backend: str, similarity: Similarity, machine: Machine, check: bool) -> Tensor:
-    """The mean over the terms."""
+@dataclass(frozen=True)
+class _Settings:
+    """The options of a call, with a default for each that is not given."""
+
+    group: dist.ProcessGroup | DeviceMesh | None
+    module: nn.Module | None  # the similarity; None: the dot product
+    captions: int
+    check: bool
+    machine: Machine
+
+    @classmethod
+    def of(cls, options: LossOptions) -> "_Settings":
+        """Raises ValueError for a similarity that is none."""
+        similarity = options.get("similarity")
+        if similarity is not None and similarity != "dot" and not isinstance(similarity, nn.Module):
+            raise ValueError(f"similarity={similarity!r} is no module; leave it out for the dot product")
+        return cls(
+            options.get("group"),
+            similarity if isinstance(similarity, nn.Module) else None,
+            options.get("captions", 1),
+            options.get("check", True),
+            options.get("machine") or Machine(),
+        )
+
+
+def _mean(objective: Objective, inputs: Inputs, exchange: str, backend: str, settings: _Settings) -> Tensor:
+    """The mean over the terms of the exchange of this name. A collective."""
+    machine = settings.machine
+    device = inputs.scale.device
+    comm = machine.communicator(settings.group)
+    if comm is not None and settings.check:
+        comm.agree(inputs.shapes(), device)
+    if backend == "triton":
+        inputs = inputs.padded(WIDTH_STEP)
+    similarity = Dot() if settings.module is None else ModuleSimilarity(settings.module, device)
     values = []
-    for term in terms:
-        blocks = _backend(backend, term, similarity, machine)
-        call = LossCall(term.exchange, blocks, similarity, term.objective, term.inputs, check, torch.is_grad_enabled())
+    for term in terms_of(exchange, objective, inputs, similarity, comm, machine):
+        call = LossCall(
+            exchange=term.exchange,
+            backend=_backend(backend, term, similarity, machine),
+            similarity=similarity,
+            objective=term.objective,
+            inputs=term.inputs,
+            check=settings.check,
+            needs_backward=torch.is_grad_enabled(),
+        )
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *term.tensors, *similarity.parameters)))
     return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
 
@@ -207,15 +233,6 @@ def refuse_unknown(function: str, options: Mapping[str, object], names: Iterable
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _module(similarity: nn.Module | str | None) -> nn.Module | None:
-    """None: the dot product. Raises ValueError."""
-    if isinstance(similarity, nn.Module):
-        return similarity
-    if similarity not in (None, "dot"):
-        raise ValueError(f"similarity={similarity!r} is no module; leave it out for the dot product")
-    return None
-
-
 def _backend(name: str, term: Term, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
         inputs = term.inputs
@@ -223,13 +240,14 @@ def _backend(name: str, term: Term, similarity: Similarity, machine: Machine) ->
     return TorchBackend(term.objective.tile(), similarity, machine, dense=name == "dense")
 
 
-def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, inputs: Inputs, machine: Machine) -> str:
+def _chosen_backend(name: str, objective: Objective, inputs: Inputs, settings: _Settings) -> str:
     """The backend's name, with "auto" resolved. Raises ValueError where Triton is impossible."""
     device = inputs.scale.device
+    is_gpu = settings.machine.is_gpu(device)
     obstacle = None
     if not objective.has_kernels:
         obstacle = "the objective has no kernels"
-    elif module is not None:
+    elif settings.module is not None:
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"
@@ -237,7 +255,7 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the kernels take no keys"
     elif inputs.captions.count > 1:
         obstacle = "the kernels take one caption an image"
-    elif not machine.is_gpu(device) and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+    elif not is_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
     if name == "triton" and obstacle:
         raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")

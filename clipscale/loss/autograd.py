@@ -152,39 +152,29 @@ def gradients(
     Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
     float32: the backward pass scales them later, which float16 could not hold.
     """
-    exchange = call.exchange
     images, texts, *numbers = inputs
     needs_images, needs_texts, needs_scale, *_ = needed
     parameters = parameters_with_sums(numbers, needed[2:])
     image_grad = None
     # One process computes the image gradient stripe by stripe, so only the text gradient is a whole float32 tensor. Not
     # for a module: its random numbers depend on the order of tiles.
-    if exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts and len(rows) > STRIPE:
+    one_process = call.exchange.size == 1 and call.similarity.homogeneous
+    if one_process and needs_images and needs_texts and len(rows) > STRIPE:
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
         visit = striped(call, rows, parameters, image_grad, factor)
     else:
         if needs_images or (needs_scale and not needs_texts):
             rows.grad = rows.empty_grad()
-
-        def visit(cols: FeatureBlock, positive: int | None) -> None:
-            call.backend.backward(Block(rows, cols, parameters, positive, call.inputs.captions))
-
-    sums = exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
+        visit = undivided(call, rows, parameters)
+    sums = call.exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
     for total in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads):
         if total is not None:
             total.mul_(factor)
-
-    def finished(side: FeatureBlock, grad: Tensor, like: Tensor) -> Tensor:
-        grad.mul_(factor)
-        if needs_scale and parameters.scale_grad is None:
-            parameters.scale_grad = row_products(side.features, grad).sum() / parameters.scale
-        return grad.to(_gradient_dtype(call, like))
-
     if rows.grad is not None:
-        grad = finished(rows, rows.grad, images)
-        image_grad = grad if needs_images else None
+        row_grad = finished(rows, rows.grad, parameters, factor, _gradient_dtype(call, images))
+        image_grad = row_grad if needs_images else None
         rows.grad = None  # before the texts' gradient is made
-    text_grad = finished(cols, sums.pop(), texts) if sums else None
+    text_grad = finished(cols, sums.pop(), parameters, factor, _gradient_dtype(call, texts)) if sums else None
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
 
 
@@ -199,6 +189,23 @@ def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> P
         bias_grad=bias.new_zeros((), dtype=torch.float64) if needs_bias else None,
         module_grads=tuple(widened(torch.zeros_like(p)) if needs else None for p, needs in zip(module, needs_module)),
     )
+
+
+def finished(side: FeatureBlock, grad: Tensor, parameters: Parameters, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a side's features, times `factor`. If no backend summed the scale's, that follows from it."""
+    grad.mul_(factor)
+    if parameters.trains_scale and parameters.scale_grad is None:
+        parameters.scale_grad = row_products(side.features, grad).sum() / parameters.scale
+    return grad.to(dtype)
+
+
+def undivided(call: LossCall, rows: FeatureBlock, parameters: Parameters) -> Visit:
+    """Visits columns with all rows at once, whose gradient it adds to `rows.grad`."""
+
+    def visit(cols: FeatureBlock, positive: int | None) -> None:
+        call.backend.backward(Block(rows, cols, parameters, positive, call.inputs.captions))
+
+    return visit
 
 
 def striped(call: LossCall, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
