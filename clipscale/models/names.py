@@ -157,7 +157,7 @@ def generic(name: str) -> str:
     return ".".join("#" if segment.isdigit() else segment for segment in name.split("."))
 
 
-def matched(names: Collection[str], candidates: Sequence[Naming], setting: str) -> Match:
+def match_names(names: Collection[str], candidates: Sequence[Naming], setting: str) -> Match:
     """A model's names in a file, by the naming that finds the most, of several the first.
 
     A tower's names are behind one prefix. Raises UserError where two prefixes would do.
@@ -169,21 +169,38 @@ def matched(names: Collection[str], candidates: Sequence[Naming], setting: str) 
     if outcome.rivals:
         keys = " or ".join(f"FILE::{lead.rstrip('.')}" for lead in outcome.rivals)
         raise UserError(f"{setting} has two sets of weights, below {' and '.join(outcome.rivals)}; give {keys}")
-    wrapped = {name: _wrapper(name, bare) for bare, name in outcome.names.items()}
-    leads = {lead for lead, _ in wrapped.values()}
-    between = {segment for _, segments in wrapped.values() for segment in segments}
+    wrappers = {name: _wrapper(name, bare) for bare, name in outcome.names.items()}
+    model_names = _names_in_towers(names, naming, wrappers.values())
+    model_names |= {name: naming.before[generic(bare)] + bare for bare, name in outcome.names.items()}
+    counts = Counter(lead + "".join(f"{segment}." for segment in between) for lead, between in wrappers.values())
+    del counts[""]
+    return Match(
+        names=model_names,
+        of_model=frozenset(outcome.names.values()),
+        wrappers=tuple(wrapper for wrapper, _ in counts.most_common()),
+        beside=tuple(sorted({*names} - model_names.keys())),
+    )
+
+
+def _names_in_towers(
+    names: Iterable[str], naming: Naming, wrappers: Collection[tuple[str, list[str]]]
+) -> dict[str, str]:
+    """Name in the file -> name in the whole model, for all that is in a tower once the wrappers are taken off.
+
+    That includes names that the naming lacks, as of a classifier.
+    """
+    leads = {lead for lead, _ in wrappers}
+    inserted = {segment for _, between in wrappers for segment in between}
     towers = {name.partition(".")[0]: prefix for name, prefix in naming.before.items()}
-    model_names: dict[str, str] = {}
+    model_names = {}
     for name in names:
         lead = max((lead for lead in leads if name.startswith(lead)), key=len, default=None)
-        rest = [segment for segment in name[len(lead or "") :].split(".") if segment not in between]
-        if lead is not None and (naming.alone or rest[0] in towers):
+        if lead is None:
+            continue
+        rest = [segment for segment in name.removeprefix(lead).split(".") if segment not in inserted]
+        if naming.alone or rest[0] in towers:
             model_names[name] = towers.get(rest[0], naming.alone) + ".".join(rest)
-    model_names |= {name: naming.before[generic(bare)] + bare for bare, name in outcome.names.items()}
-    counts = Counter(lead + "".join(f"{segment}." for segment in segments) for lead, segments in wrapped.values())
-    del counts[""]
-    beside = tuple(sorted({*names} - model_names.keys()))
-    return Match(model_names, frozenset(wrapped), tuple(wrapper for wrapper, _ in counts.most_common()), beside)
+    return model_names
 
 
 @dataclass(frozen=True)
@@ -249,9 +266,9 @@ def _wrapper(name: str, bare: str) -> tuple[str, list[str]]:
 
 
 def tower_alone(names: Collection[str], setting: str) -> str:
-    """The tower, as `visual.`, that a file has alone; empty: both, or unknown names. Raises UserError as `matched`."""
+    """The tower, as `visual.`, that a file has alone; empty: both, or unknown names. Raises UserError as match_names."""
     clip = [*known_names()]
-    matches = [matched(names, namings(clip, tower), setting) for tower in TOWERS]
+    matches = [match_names(names, namings(clip, tower), setting) for tower in TOWERS]
     other, best = sorted(matches, key=lambda match: len(match.of_model))
     is_alone = best.of_model and len(best.towers()) == 1 and other.of_model <= best.of_model
     return best.towers().pop() if is_alone else ""

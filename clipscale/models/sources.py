@@ -29,7 +29,7 @@ from clipscale.models.descriptions import (
     difference,
     least_parameters,
 )
-from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, matched, namings, tower_alone
+from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, match_names, namings, tower_alone
 from clipscale.models.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
@@ -183,7 +183,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
     prefix = PREFIXES[sections[0]] if len(sections) == 1 else ""
-    match = matched(shapes, namings(known_names(), prefix), source.setting)
+    match = match_names(shapes, namings(known_names(), prefix), source.setting)
     ours = {match.names[name]: shape for name, shape in shapes.items() if name in match.names}
     tower = tower_alone(shapes, source.setting)
     wrong = ""

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, library
 from clipscale.config.model import ModelConfig
 from clipscale.models import adapters
-from clipscale.models.names import SHARED, listed, matched, namings, weight_set
+from clipscale.models.names import SHARED, listed, match_names, namings, weight_set
 from clipscale.models.renamed import Weights, of_transformers
 from clipscale.models.shapes import differing, saved_by_torch, shapes_of
 from clipscale.models.sources import SET, Source, find, with_architecture_of
@@ -177,16 +177,9 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
     Raises UserError for weights that none of the model's names has.
     """
     ours = encoders.state_dict()
-    for older, name in OLDER.items():
-        state = {each.replace(older, name): value for each, value in state.items()}
-    match = matched(state.keys(), namings(ours, prefix), source.setting)
-    if match.wrappers or match.beside:
-        taken_off = f" without {listed(match.wrappers)}" if match.wrappers else ""
-        rest = f"; left over: {listed(match.beside)}" if match.beside else ""
-        log.warning(f"{source.setting}: {len(match.of_model)} weights by their names{taken_off}{rest}")
+    state = by_model_names(state, ours, source, prefix)
     with library(f"{source.setting} does not fit this architecture"):  # conversion fails on unexpected shapes
-        state = of_transformers({match.names[name]: value for name, value in state.items() if name in match.names})
-        state = dict(convert_state_dict(encoders, state))
+        state = dict(convert_state_dict(encoders, of_transformers(state)))
     theirs = sorted(state)
     state = {name: value for name, value in state.items() if name.startswith(prefix)}
     if not state.keys() & ours.keys():
@@ -197,6 +190,21 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
             state[name] = state[name].reshape(ours[name].shape)
     state.pop("text.transformer.embeddings.position_ids", None)
     return resized(state, encoders, source)
+
+
+def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: str) -> Weights:
+    """The weights by the names of a model (`ours`, or another library's), whatever the file puts around those.
+
+    A warning tells what was taken off the names, and which weights are left over.
+    """
+    for older, newer in OLDER.items():
+        state = {name.replace(older, newer): value for name, value in state.items()}
+    match = match_names(state.keys(), namings(ours, prefix), source.setting)
+    if match.wrappers or match.beside:
+        taken_off = f" without {listed(match.wrappers)}" if match.wrappers else ""
+        rest = f"; left over: {listed(match.beside)}" if match.beside else ""
+        log.warning(f"{source.setting}: {len(match.of_model)} weights by their names{taken_off}{rest}")
+    return {match.names[name]: value for name, value in state.items() if name in match.names}
 
 
 def resized(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
