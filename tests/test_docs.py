@@ -198,7 +198,7 @@ def test_every_command_composes(
         name, rest = split_verb(words)
         line = compose.parse(name, rest)
         try:
-            if any(map(compose.is_of_hydra, line.words)):
+            if any(map(compose.is_hydra_setting, line.words)):
                 plugins.composed_runs(line)
             elif line.multirun:
                 compose.combinations(line.words, line.config_dir)

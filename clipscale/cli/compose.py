@@ -36,9 +36,9 @@ QUOTES = "'\""
 # The version of Hydra whose behaviour is meant.
 VERSION = "1.3"
 # What Hydra and OmegaConf raise for wrong words and presets.
-WRONG = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 # Sections that are typed as their first setting, too.
-SHORT = {"holdout": "holdout.share"}
+SECTION_ALIASES = {"holdout": "holdout.share"}
 # A text inside a value that Hydra reads. It is quoted, or it ends at a comma or a bracket. These do not end it inside
 # braces, quotes, or brackets within a word (`/data/[0-9].tar`). The lists and sweeps around it are Hydra's.
 TEXT = re.compile(
@@ -66,7 +66,7 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     """
     unknown = [word for word in argv if re.match(r"--\w", word) and word.partition("=")[0] not in FLAGS]
     if unknown:
-        answers = dict.fromkeys(of_flag(name, word) for word in unknown)
+        answers = dict.fromkeys(answer_to_flag(name, word) for word in unknown)
         raise UserError(f"{' '.join(unknown)}: {'; '.join(answers)}; {REMEDY}")
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", "--multirun", action="store_true")
@@ -77,7 +77,7 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def of_flag(name: str, flag: str) -> str:
+def answer_to_flag(name: str, flag: str) -> str:
     """The answer to a flag that a verb does not have, from the setting of the same name."""
     key = flag.lstrip("-").partition("=")[0].replace("-", "_")
     names = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
@@ -114,7 +114,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
         is_preset = value in group_options()["data"]
         if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
             key = "data.train"
-        key = SHORT.get(key, key)
+        key = SECTION_ALIASES.get(key, key)
         if values.get(key, value) != value:
             check_repeated(key, values[key], value, braces=before == key and (sweep or key in lists), sweep=sweep)
         values[key] = value
@@ -128,7 +128,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     return plain, [f"{key}={value}" for key, value in values.items()]
 
 
-def is_of_hydra(word: str) -> bool:
+def is_hydra_setting(word: str) -> bool:
     """Whether the word is a setting of Hydra's own, such as `hydra/launcher=joblib`."""
     return bool(re.match(r"\+*hydra[./]", word))
 
@@ -142,7 +142,7 @@ def check_word(name: str, word: str) -> None:
             f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
             "experiment=NAME"
         )
-    if is_of_hydra(word):
+    if is_hydra_setting(word):
         raise UserError(f"{word}: only a sweep takes Hydra's launchers and sweepers, clipscale train -m {word} ...")
     if key in ("data", "data.train") and words:
         raise UserError(f"{word}: {name} takes {words} as plain words: clipscale {name} {value}")
@@ -204,7 +204,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         key, _, value = word.partition("=")
         if gone := removed(f"{key}={value.strip(QUOTES)}", name):
             raise UserError(gone)
-        if of_dictionary(key, verb.settings):
+        if is_in_dictionary(key, verb.settings):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
             meant = ALIASES.get(key, key).partition("=")[0]
@@ -216,7 +216,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     try:
         tree: Any = OmegaConf.to_container(composed(name, changes), resolve=True)
-    except WRONG as error:
+    except HYDRA_ERRORS as error:
         raise one_line_error(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
     values = dataclass_from(verb.settings, tree, ignored=trains.keys() - declared)
@@ -228,7 +228,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
 
 def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
     """What Hydra makes of a verb's defaults, conf/ and overrides; `with_own`: also its own settings, under `hydra`.
-    Raises WRONG."""
+    Raises HYDRA_ERRORS."""
     verb = VERBS[name]
     node = asdict(verb.settings(), dict_factory=with_lists)
     with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(conf_dir()), version_base=VERSION):
@@ -236,7 +236,7 @@ def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> An
         return compose(verb.conf or "settings", list(changes), return_hydra_config=with_own)
 
 
-def of_dictionary(key: str, config: type[Any]) -> bool:
+def is_in_dictionary(key: str, config: type[Any]) -> bool:
     """Whether the key is one of the settings whose values are dictionaries, or in such a dictionary."""
     dictionaries = (name for name, setting in settings_of(config).items() if setting.kind is dict)
     return any(f"{key}.".startswith(f"{name}.") for name in dictionaries)
@@ -304,7 +304,7 @@ def one_line_error(error: Exception) -> UserError:
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         file = str(error.missing_cfg_file)
-        group, _, choice = file.rpartition("/") if is_of_hydra(file) else file.partition("/")
+        group, _, choice = file.rpartition("/") if is_hydra_setting(file) else file.partition("/")
         options = error.options or []
         meant = ALIASES.get(f"{group}={choice}", choice.lower())
         text = f"{group}={choice}: unknown; choose {one_of(options)}{nearest(meant, options)}"

@@ -61,7 +61,7 @@ def main(line: Namespace) -> int:
 
     What can be checked of the runs is checked before the first one starts. Raises UserError.
     """
-    of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
+    of_hydra = [word for word in line.words if compose.is_hydra_setting(word)]
     chosen, folder, configs = composed_runs(line)
     launcher = chosen.runtime.choices["hydra/launcher"]
     sweeper = chosen.runtime.choices["hydra/sweeper"]
@@ -108,7 +108,7 @@ def composed_runs(line: Namespace) -> tuple[DictConfig, Path, list[TrainConfig]]
 
     Where a sweeper chooses the values, the runs are not known. Then this returns one that it may choose.
     """
-    of_hydra = [word for word in line.words if compose.is_of_hydra(word)]
+    of_hydra = [word for word in line.words if compose.is_hydra_setting(word)]
     chosen = settings_of_plugins(of_hydra)
     check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
     others = [word for word in line.words if word not in of_hydra]
@@ -148,7 +148,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings. Raises UserError."""
     try:
         return compose.composed("train", words, with_own=True).hydra
-    except compose.WRONG as error:
+    except compose.HYDRA_ERRORS as error:
         for word in words:
             if key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA and "Could not find" in str(error):
                 raise UserError(f"{word}: its package is not installed; pip install 'clipscale[sweeps]'") from error
@@ -228,7 +228,7 @@ def prepare_slurm(launcher: DictConfig) -> None:
 
 def launch(job: "Job", words: Sequence[str]) -> None:
     """Call Hydra's main with the words of a command line. What it and its plugins raise passes."""
-    declared = [f"++{word}" if compose.of_dictionary(key_of(word), TrainConfig) else word for word in words]
+    declared = [f"++{word}" if compose.is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
     of_hydra = [
         f"hydra.sweep.dir={compose.quoted(str(job.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",

@@ -32,7 +32,7 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if ranks.under_launcher():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    if any(map(compose.is_of_hydra, line.words)):
+    if any(map(compose.is_hydra_setting, line.words)):
         from clipscale.cli import plugins
 
         return plugins.main(line)

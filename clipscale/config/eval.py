@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import file_name, nearest, run_folder
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
-from clipscale.config.setting import differing, setting
+from clipscale.config.setting import changed_settings, setting
 
 # The settings that a model has outside of training.
 MODEL = "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
@@ -100,7 +100,7 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
     """
     model = config.model
     if config.run:
-        if others := differing(asdict(ModelConfig(name="")), asdict(model)):
+        if others := changed_settings(asdict(ModelConfig(name="")), asdict(model)):
             raise UserError(f"run={config.run} and model.{next(iter(others))} are two models; give one of them")
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):

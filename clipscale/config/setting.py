@@ -99,7 +99,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     return settings
 
 
-def differing(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def changed_settings(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The dotted keys of nested values that differ, with both values."""
     before = dict(flat(old))
     after = dict(flat(new))

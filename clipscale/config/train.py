@@ -20,7 +20,7 @@ from clipscale.config.expected import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import hidden
-from clipscale.config.setting import UNSET, Section, differing, setting
+from clipscale.config.setting import UNSET, Section, changed_settings, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
@@ -291,7 +291,7 @@ def changes_since(file: Path, settings: str) -> list[str]:
     """
     if not file.is_file():
         return []
-    changes = differing(files.read_record(file), files.parse_yaml(settings))
+    changes = changed_settings(files.read_record(file), files.parse_yaml(settings))
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 

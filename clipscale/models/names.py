@@ -266,7 +266,10 @@ def _wrapper(name: str, bare: str) -> tuple[str, list[str]]:
 
 
 def tower_alone(names: Collection[str], setting: str) -> str:
-    """The tower, as `visual.`, that a file has alone; empty: both, or unknown names. Raises UserError as match_names."""
+    """The tower, as `visual.`, that a file has alone; empty: both, or unknown names.
+
+    Raises UserError as `match_names` does.
+    """
     clip = [*known_names()]
     matches = [match_names(names, namings(clip, tower), setting) for tower in TOWERS]
     other, best = sorted(matches, key=lambda match: len(match.of_model))

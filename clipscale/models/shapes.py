@@ -93,7 +93,7 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
         return f"it has {table['only']}{remedy}" if table["only"] in shapes else ""
     shared = [name for name in table["shapes"] if name in shapes]
     if not shared:
-        return differing(next(iter(table["shapes"])), theirs)
+        return names_differ(next(iter(table["shapes"])), theirs)
     for name in shared:
         wanted = tuple(
             word if isinstance(word, int) else values.get(f"{section}.{word}", values.get(word, word))
@@ -105,7 +105,7 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
     return "" if len(blocks) == layers else f"its blocks are {len(blocks)}, not {layers}{remedy}"
 
 
-def differing(ours: str, theirs: Sequence[str]) -> str:
+def names_differ(ours: str, theirs: Sequence[str]) -> str:
     """The message where the names differ, with one name of the model's and some of the file's.
 
     It proposes no other size of the model: that would not help.

@@ -23,7 +23,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.names import SHARED, listed, match_names, namings, weight_set
 from clipscale.models.renamed import Weights, of_transformers
-from clipscale.models.shapes import differing, saved_by_torch, shapes_of
+from clipscale.models.shapes import names_differ, saved_by_torch, shapes_of
 from clipscale.models.sources import SET, Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
     theirs = sorted(state)
     state = {name: value for name, value in state.items() if name.startswith(prefix)}
     if not state.keys() & ours.keys():
-        problem = differing(min(name for name in ours if name.startswith(prefix)), theirs)
+        problem = names_differ(min(name for name in ours if name.startswith(prefix)), theirs)
         raise UserError(f"{source.setting} does not fit this architecture: {problem}")
     for name in SHARED:
         if name in state and name in ours and state[name].numel() == 1:

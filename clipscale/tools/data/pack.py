@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from PIL import Image
 
@@ -40,7 +40,7 @@ from clipscale.tools.data.tables import TABLES, conversion
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
 # What shards hold -> their folder in DIR.
-PARTS = {"pairs": "", "held-out pairs": "holdout"}
+PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
 # Folders of sets that are kept apart.
 SPLITS = {"train", "val", "valid", "validation", "test"}
 # JPEG quality of resized pictures.
@@ -67,7 +67,12 @@ NOTHING = re.compile(
 BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
 # The note of a part. `read`: the number of its pairs. `pairs`, `held-out pairs`: shard -> its samples. `left_out`:
 # reason -> names of pictures.
-PartNote = dict[str, Any]
+PartNote = TypedDict(
+    "PartNote",
+    {"read": int, "pairs": dict[str, int], "held-out pairs": dict[str, int], "left_out": dict[str, list[str]]},
+)
+# Chunks of the source that are read ahead of the oldest part in work, for each process.
+CHUNKS_AHEAD = 2
 
 
 def main(words: Sequence[str], settings: PackSettings) -> int:
@@ -194,18 +199,19 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
 
 def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[PartNote]:
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
-    futures: dict[int, Future[None]] = {}
+    futures: list[Future[None]] = []
+    ahead = CHUNKS_AHEAD * cores()
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         while chunk := list(islice(pairs, SHARD_SAMPLES)):
             number = len(futures)
             show_task(f"packing, with pair {number * SHARD_SAMPLES + len(chunk):,} read")
-            futures[number] = pool.submit(pack_part, number * SHARD_SAMPLES, chunk, settings, note_file(out, number))
-            if number >= 2 * cores():
-                wait([futures[number - 2 * cores()]])
-        for future in tracked(futures.values(), f"packing parts of {SHARD_SAMPLES:,} pairs", len(futures)):
+            futures.append(pool.submit(pack_part, number * SHARD_SAMPLES, chunk, settings, note_file(out, number)))
+            if number >= ahead:
+                wait([futures[number - ahead]])  # chunks that are read too early would fill the memory
+        for future in tracked(futures, f"packing parts of {SHARD_SAMPLES:,} pairs", len(futures)):
             future.result()
-    return [files.read_json(note_file(out, number)) for number in futures]
+    return [files.read_json(note_file(out, number)) for number in range(len(futures))]
 
 
 def note_file(out: Path, number: int) -> Path:

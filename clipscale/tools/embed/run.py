@@ -22,7 +22,7 @@ from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import hidden
-from clipscale.config.setting import differing
+from clipscale.config.setting import changed_settings
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
@@ -125,7 +125,7 @@ def prepare_folder(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[s
     notes = read(out / NOTE)
     format_name = config.teacher or ARRAYS
     earlier = notes.get(format_name, {}) if notes else note
-    for name, (before, now) in differing(earlier, note).items():
+    for name, (before, now) in changed_settings(earlier, note).items():
         difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
