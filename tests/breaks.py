@@ -112,7 +112,7 @@ BREAKS = [
     Break(
         "RuntimeError",
         "clipscale/launch/local.py",
-        {"lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)": "lost = False"},
+        {"lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)": "lost = False"},
         "tests/launch/test_local.py::test_the_cause_is_shown_and_not_the_ranks_that_it_took_along",
     ),
     Break(

@@ -25,7 +25,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import main_rank, print_line
 from clipscale.common.units import nearest, one_of
-from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, removed, unknown_key, within
+from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is_known_key, removal_message, unknown_key
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
@@ -202,13 +202,13 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     changes = values_of_presets(words, config_dir)
     for word in words:
         key, _, value = word.partition("=")
-        if gone := removed(f"{key}={value.strip(QUOTES)}", name):
+        if gone := removal_message(f"{key}={value.strip(QUOTES)}", name):
             raise UserError(gone)
         if is_in_dictionary(key, verb.settings):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
             meant = ALIASES.get(key, key).partition("=")[0]
-            if within(trains, meant) and not within(declared, meant):
+            if is_known_key(trains, meant) and not is_known_key(declared, meant):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
             raise UserError(unknown_key(key, [*declared, *groups], name))
         changes.append(word)

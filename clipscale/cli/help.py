@@ -8,7 +8,7 @@ from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config.parse import as_typed
-from clipscale.config.presets import default_choices, group_options, header
+from clipscale.config.presets import default_choices, group_options, preset_title
 from clipscale.config.setting import Setting, nested, settings_of, summary
 
 # Most columns of a help text; longer lines are hard to read.
@@ -88,7 +88,7 @@ def show_section(name: str, section: str) -> None:
         print(f"{section}: {meaning[section]}")
     describe(described)
     if section in groups:
-        columns((f"{section}={option}", header(section, option)) for option in group_options()[section])
+        columns((f"{section}={option}", preset_title(section, option)) for option in group_options()[section])
 
 
 def show_examples(text: str) -> None:

@@ -25,7 +25,7 @@ from clipscale.launch.stopping import interrupt, interruptible
 NICENESS = 10
 
 
-def answer(connection: Connection, config: TrainConfig) -> None:
+def send_plan(connection: Connection, config: TrainConfig) -> None:
     """In the planner's process: send the plan, or an empty one and the reason why there is none."""
     os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
@@ -92,7 +92,7 @@ def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
     """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     connection, of_process = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(of_process, config), daemon=True)
+    process = context.Process(target=send_plan, args=(of_process, config), daemon=True)
     with blocked():
         process.start()
     of_process.close()

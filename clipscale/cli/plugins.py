@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from clipscale.cli import compose, sweep
 from clipscale.cli import train as cli_train
 from clipscale.common import files
-from clipscale.common.checkpoints import LOSSES, Best
+from clipscale.common.checkpoints import LOWER_IS_BETTER, Best
 from clipscale.common.errors import StoppedError, UserError, library, one_line
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
@@ -93,14 +93,14 @@ def main(line: Namespace) -> int:
         if not job.failed():
             raise
         print_failure(error)
-        return sweep.ended(folder, job.failed())
+        return sweep.report_end(folder, job.failed())
     except KeyboardInterrupt:
         if elsewhere:
             print_line("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
         raise
     if (results := folder / "optimization_results.yaml").is_file() and sweeper == "optuna":
         print_best(files.read_record(results), configs[0].sweep.metric)
-    return sweep.ended(folder, job.failed())
+    return sweep.report_end(folder, job.failed())
 
 
 def composed_runs(line: Namespace) -> tuple[DictConfig, Path, list[TrainConfig]]:
@@ -200,7 +200,7 @@ def first_run(line: Namespace) -> tuple[Path, list[TrainConfig]]:
 
 def defaults_of(chosen: DictConfig, metric: str) -> Record:
     """Values that suit runs, for keys that the launcher and the sweeper have."""
-    low = not metric or metric.rpartition("/")[2] in LOSSES
+    low = not metric or metric.rpartition("/")[2] in LOWER_IS_BETTER
     wanted = {
         # as often as its time limit ends it: a requeued run goes on where it was
         "hydra.launcher.max_num_timeout": 1000,

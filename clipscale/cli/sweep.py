@@ -18,7 +18,7 @@ from clipscale.cli import train as cli_train
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import print_failure, print_line
-from clipscale.common.units import file_name, run_folder, unused
+from clipscale.common.units import file_name, run_folder, unused_path
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
 
@@ -53,10 +53,10 @@ def main(name: str, line: Namespace) -> int:
         except (UserError, local.WorkerError) as error:  # which does not end the sweep
             print_failure(error, getattr(error, "details", ""))
             failed.append(name)
-    return ended(folder, failed)
+    return report_end(folder, failed)
 
 
-def ended(folder: Path, failed: Sequence[str]) -> int:
+def report_end(folder: Path, failed: Sequence[str]) -> int:
     """Say that the sweep has ended, and which runs have `failed`; the exit status."""
     print_line(f"done: {folder}; clipscale report {shlex.quote(str(folder))} compares its runs")
     for name in failed:
@@ -103,7 +103,7 @@ def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
 
 def folder_of(run: str) -> Path:
     """The folder of a sweep that is called `run`, or has no name."""
-    return run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
+    return run_folder(run) if run else unused_path(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
 
 
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:

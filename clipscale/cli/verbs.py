@@ -8,7 +8,7 @@ from clipscale.cli import train
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config.eval import EvalRunConfig, check_eval, existing_run
-from clipscale.config.parse import removed
+from clipscale.config.parse import removal_message
 from clipscale.config.train import TrainConfig
 from clipscale.tools.data import settings as data
 from clipscale.tools.embed import settings as embed
@@ -186,7 +186,7 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(words[:length])
         if name in VERBS:
             return name, list(words[length:])
-        if gone := removed(f"verb {name}"):
+        if gone := removal_message(f"verb {name}"):
             raise UserError(gone)
     first = words[0]
     name = first if first not in {verb.partition(" ")[0] for verb in VERBS} else " ".join(words[:2])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.files import visible
+from clipscale.common.files import visible_entries
 from clipscale.common.terminal import log_line
 
 # The file of a checkpoint that holds everything but its tensors.
@@ -22,23 +22,23 @@ LOCK = "run.lock"
 # The file of a run's folder with what the run returned. It exists only when the run is complete.
 RESULT = "result.json"
 # Metrics that are better if they are lower.
-LOSSES = ("loss", "caption_loss", "perplexity", "broken")
+LOWER_IS_BETTER = ("loss", "caption_loss", "perplexity", "broken")
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
-LOGS = (".log", ".out", ".err", ".txt")
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 
 
 def check_own(run: Path) -> None:
     """Raise UserError for a folder that is no run's: it has files, but no run's lock and no checkpoint.
 
-    Files below checkpoints/ count, those that LOGS names do not.
+    Files below checkpoints/ count, those that LOG_SUFFIXES names do not.
     """
     lock = run / LOCK
     ours = lock.is_file() and lock.read_bytes()[:8] in b"process "  # which RunLock writes, and empties at its end
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     inside = run / "checkpoints"
-    for path in (*visible(run), *(visible(inside) if inside.is_dir() else ())):
-        if path.suffix not in LOGS and path != inside:
+    for path in (*visible_entries(run), *(visible_entries(inside) if inside.is_dir() else ())):
+        if path.suffix not in LOG_SUFFIXES and path != inside:
             raise UserError(
                 f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
             )
@@ -144,7 +144,7 @@ class Best:
         if not counts:
             return None
         label = min(counts, key=lambda label: (-counts[label], len(label)))
-        choose = min if self.goal.rpartition("/")[2] in LOSSES else max
+        choose = min if self.goal.rpartition("/")[2] in LOWER_IS_BETTER else max
         return choose((step for step in values if label in values[step]), key=lambda step: values[step][label])
 
     def improves(self, step: int, pending: int | None) -> bool:

@@ -80,14 +80,14 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())  # in the encoding that its first bytes tell
 
 
-def visible(folder: Path) -> list[Path]:
+def visible_entries(folder: Path) -> list[Path]:
     """The entries of a folder, sorted, without those that systems and notebooks leave there."""
     return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
 
 
 def folders(folder: Path) -> list[Path]:
-    """The `visible` folders in a folder."""
-    return [path for path in visible(folder) if path.is_dir()]
+    """The folders among a folder's `visible_entries`."""
+    return [path for path in visible_entries(folder) if path.is_dir()]
 
 
 def read_yaml(path: Path) -> Any:

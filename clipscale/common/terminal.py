@@ -24,7 +24,7 @@ MAX_LENGTH = 4000
 # Empties a terminal's last line.
 CLEAR = "\r\x1b[K"
 # Wraps lines of a log on a terminal.
-FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+LINE_WRAPPER = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
 # Seconds between lines about the progress of long work, where there is no terminal.
 LINE_S = 60.0
 # Seconds until a bar appears.
@@ -58,7 +58,7 @@ def print_line(text: object, *, error: bool = False) -> None:
 def log_line(text: object, *, error: bool = False) -> None:
     """Print a line of a run's log: it begins with the time of day. A terminal shows a long one between words."""
     line = f"{datetime.now():%H:%M:%S} {printable(text)}"
-    for row in FOLD.wrap(line) if on_terminal() else [line]:
+    for row in LINE_WRAPPER.wrap(line) if on_terminal() else [line]:
         print_line(row, error=error)
 
 

@@ -28,7 +28,7 @@ def path_or_run(name: str) -> Path:
     return path if path.exists() else run_folder(name)
 
 
-def unused(folder: Path) -> Path:
+def unused_path(folder: Path) -> Path:
     """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
     return next(path for path in chain([folder], numbered) if not path.exists())

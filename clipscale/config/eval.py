@@ -14,7 +14,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.setting import changed_settings, setting
 
 # The settings that a model has outside of training.
-MODEL = "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
+EVAL_MODEL_SETTINGS = (
+    "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class EvalRunConfig(AnyModel):
     """`clipscale eval`: zero-shot and retrieval results of a run (also in RUN/eval/), or of any `model.weights`."""
 
     ONLY: ClassVar = {
-        "model": MODEL,
+        "model": EVAL_MODEL_SETTINGS,
         "eval": "sets batch limit suite root weights",
         "launch": "procs timeout_s",
     }
@@ -121,7 +123,7 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
         raise UserError(f"eval.root={config.root}: there is no such folder; give the one with the sets")
 
 
-def completed(config: EvalRunConfig) -> EvalRunConfig:
+def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
     """The settings, with the run's `sets`, `suite`, `root` and `precision` where they give none.
 
     Raises UserError if there is no set.
@@ -143,7 +145,7 @@ def check_eval(config: EvalRunConfig) -> Path:
     folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
-    check_places(completed(config).eval)
+    check_places(completed_by_run(config).eval)
     if folder:
         return folder
     named_model = "" if config.model.architecture else config.model.name

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from clipscale.common.errors import UserError
-from clipscale.config.parse import accepted
+from clipscale.config.parse import accepted_value
 from clipscale.config.setting import Setting, flat
 
 # The key that is no metric: who has published the numbers.
@@ -18,7 +18,7 @@ def bands_of(expected: Mapping[str, object]) -> dict[str, tuple[float, float]]:
     for name, band in flat(expected):
         if name != SOURCE:
             setting = Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PER_CENT)
-            low, high = cast("tuple[float, float]", accepted(setting, band))
+            low, high = cast("tuple[float, float]", accepted_value(setting, band))
             if low > high or "." not in name:
                 raise UserError(f"expected.{name}=[{low:g},{high:g}]: give SET.METRIC: [LOWEST, HIGHEST]")
             bands[name] = (low, high)

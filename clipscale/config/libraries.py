@@ -34,7 +34,7 @@ def model_description(name: str) -> Record:
 
 
 @contextmanager
-def hidden(*packages: str) -> Iterator[None]:
+def hidden_packages(*packages: str) -> Iterator[None]:
     """Inside, these packages are not found, unless they are imported already: a module that is None is not (Python's
     language reference, 5.3.1). For packages that another one imports if it finds them.
     """
@@ -48,7 +48,7 @@ def hidden(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def unneeded(description: Record, *, fetches: bool) -> list[str]:
+def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
     """Packages that open_clip and timm import where they find them, for seconds, and a model of this description does
     not need; none if the description is not known, or open_clip is imported already. `fetches`: its weights may be
     fetched."""
@@ -62,7 +62,7 @@ def pretrained() -> ModuleType:
     alone = ModuleType("clipscale_open_clip_alone")
     alone.__path__ = [str(_file("open_clip", ""))]
     sys.modules[alone.__name__] = alone
-    with hidden("safetensors.torch", "huggingface_hub"):  # it needs them to fetch weights
+    with hidden_packages("safetensors.torch", "huggingface_hub"):  # it needs them to fetch weights
         return import_module(f"{alone.__name__}.pretrained")
 
 

@@ -57,8 +57,8 @@ def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str 
             if name in inside and isinstance(value, dict):
                 arguments[name] = build(inside[name], value, f"{key}.")
             elif key in settings:
-                arguments[name] = accepted(settings[key], value)
-            elif not within(ignored, key):
+                arguments[name] = accepted_value(settings[key], value)
+            elif not is_known_key(ignored, key):
                 raise UserError(unknown_key(key, settings))
         built = section(**arguments)
         if hasattr(built, "check"):
@@ -79,15 +79,15 @@ def items(declared: type, key: str, values: Iterable[object]) -> list[object]:
     return built
 
 
-def accepted(setting: Setting, value: object) -> object:
+def accepted_value(setting: Setting, value: object) -> object:
     """A value as the setting's type, if it is one of its choices and within its bounds. Raises UserError."""
     if value is None and setting.optional:
         return None
     key = setting.name
-    result = converted(setting, value)
+    result = converted_value(setting, value)
     if setting.choices and result not in setting.choices:
         meant = ALIASES.get(f"{key}={result}", str(result))
-        gone = removed(f"{key}={result}")
+        gone = removal_message(f"{key}={result}")
         raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
@@ -97,7 +97,7 @@ def accepted(setting: Setting, value: object) -> object:
     return setting.kind(result) if issubclass(setting.kind, Enum) else result
 
 
-def converted(setting: Setting, value: object) -> object:
+def converted_value(setting: Setting, value: object) -> object:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
     wanted_types = get_args(setting.required)
@@ -137,7 +137,7 @@ def scalar(wanted: type, key: str, value: object) -> object:
     raise UserError(f"{key}={as_typed(value)}: give {forms[wanted]}")
 
 
-def within(names: Iterable[str], key: str) -> bool:
+def is_known_key(names: Iterable[str], key: str) -> bool:
     """Whether a key is among the names, or a section of them."""
     return any(f"{name}.".startswith(f"{key}.") for name in names)
 
@@ -151,7 +151,7 @@ def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
     inside = [name for name in names if name.startswith(key + ".")]
     if inside:
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
-    if gone := removed(key, verb):
+    if gone := removal_message(key, verb):
         return gone
     word = key.replace("-", "_")
     leaf = word.rpartition(".")[2]
@@ -163,7 +163,7 @@ def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
     return f"unknown key '{key}'{nearest(key, names) or '; --help lists the keys'}"
 
 
-def removed(word: str, verb: str = "") -> str:
+def removal_message(word: str, verb: str = "") -> str:
     """The message for a word that an earlier version knew, with what to do instead; empty for any other word.
 
     word: a setting (of the `verb`, or of any), SETTING=VALUE, GROUP=PRESET, or `verb NAME`.

@@ -27,7 +27,7 @@ def default_choices(conf: str) -> dict[str, str | None]:
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
-def header(group: str, option: str) -> str:
+def preset_title(group: str, option: str) -> str:
     """The first comment of a preset's file."""
     text = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8")
     return re.findall(r"^# ([^@].*)", text, re.M)[0]

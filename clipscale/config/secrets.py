@@ -10,7 +10,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.printable import without_password
 
 # Environment variable that lists the variables that the configuration reads. All processes of a run inherit it.
-READ = "CLIPSCALE_ENV_READ"
+READ_VARIABLES = "CLIPSCALE_ENV_READ"
 # Shorter values are words and numbers, not secrets.
 MIN_SECRET_LENGTH = 8
 
@@ -19,20 +19,20 @@ def from_environment(name: str, *default: str | None) -> str | None:
     """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,DEFAULT}`. Raises UserError without a value."""
     if name not in os.environ and not default:
         raise UserError(f"${{oc.env:{name}}}: the environment variable {name} is not set; export it")
-    names = os.environ.get(READ, "").split(",")
-    os.environ[READ] = ",".join(filter(None, {*names, name}))
+    names = os.environ.get(READ_VARIABLES, "").split(",")
+    os.environ[READ_VARIABLES] = ",".join(filter(None, {*names, name}))
     return os.environ.get(name, *default)
 
 
-def hidden(tree: Any) -> Any:
+def without_secrets(tree: Any) -> Any:
     """Nested values as they may be written to files: without secrets and without `user:password@`."""
     if isinstance(tree, dict):
-        return {key: hidden(value) for key, value in tree.items()}
+        return {key: without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [hidden(value) for value in tree]
+        return [without_secrets(value) for value in tree]
     if not isinstance(tree, str):
         return tree
-    for name in os.environ.get(READ, "").split(","):
+    for name in os.environ.get(READ_VARIABLES, "").split(","):
         value = os.environ.get(name, "")
         if len(value) >= MIN_SECRET_LENGTH:
             tree = tree.replace(value, f"${{oc.env:{name}}}")

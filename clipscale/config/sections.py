@@ -29,7 +29,7 @@ SHARDABLE_OPTIMIZERS = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
 )  # fmt: skip
 # Unit of time -> seconds.
-SECONDS = {"m": 60, "h": 3600}
+SECONDS_OF_UNIT = {"m": 60, "h": 3600}
 WANDB_MODES = ("disabled", "offline", "online")
 SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
@@ -71,7 +71,7 @@ class CheckpointConfig:
         count = int(match[1])
         unit = match[2]
         if unit:
-            return 0, float(SECONDS[unit] * count)
+            return 0, float(SECONDS_OF_UNIT[unit] * count)
         return count, 0.0
 
     def check(self) -> None:

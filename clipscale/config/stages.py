@@ -11,7 +11,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.setting import UNSET, Section, Unset, setting
 
 # A setting of a stage -> the run's setting that it replaces.
-SETTINGS = {
+STAGE_SETTINGS = {
     "samples": "samples", "batch": "batch", "image_size": "model.image_size", "context_length": "model.context_length",
     "patch_dropout": "model.patch_dropout", "lr": "optim.lr", "warmup": "schedule.warmup",
     "final": "schedule.final", "loss": "loss.objective",
@@ -73,7 +73,7 @@ def stages_of(config: Run) -> list[Run]:
     by_stage = []
     for stage in config.stages:
         settings = config
-        for key, name in SETTINGS.items():
+        for key, name in STAGE_SETTINGS.items():
             value = getattr(stage, key)
             if value is not UNSET:
                 settings = changed(settings, name, value)

@@ -13,13 +13,21 @@ import yaml
 from clipscale.common import files
 from clipscale.common.checkpoints import check_address
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, format_decimal, nearest, parse_count, path_or_run, run_folder, unused
+from clipscale.common.units import (
+    format_count,
+    format_decimal,
+    nearest,
+    parse_count,
+    path_or_run,
+    run_folder,
+    unused_path,
+)
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.parse import ALIASES
-from clipscale.config.secrets import hidden
+from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import UNSET, Section, changed_settings, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
@@ -128,7 +136,7 @@ BEST_BATCHES = {12_800_000: 2048, 64_000_000: 4096, 128_000_000: 8192, 1_280_000
 # The largest batch that shows a gain in published runs of more samples. DataComp and LAION-2B took up to 90k.
 LARGEST_PUBLISHED_BATCH = 1 << 18
 # This many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
-TOLERATED = 5.5
+HARMLESS_BATCH_RATIO = 5.5
 
 
 def beyond_published(batch: int, samples: int | None) -> str:
@@ -139,7 +147,7 @@ def beyond_published(batch: int, samples: int | None) -> str:
     if samples is None:
         return ""
     best = next((best for most, best in BEST_BATCHES.items() if samples <= most), None)
-    if best and batch > TOLERATED * best:
+    if best and batch > HARMLESS_BATCH_RATIO * best:
         return (
             f"batch={format_count(batch)} for {format_decimal(samples)} samples: in published sweeps of that length "
             f"{format_count(best)} was best, and a larger "
@@ -260,7 +268,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     folder = run_folder(config.run)
     if not config.run:
         model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
-        folder = unused(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}")
+        folder = unused_path(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}")
     return replace(config, samples=samples, epochs=epochs, run=str(folder))
 
 
@@ -297,11 +305,13 @@ def changes_since(file: Path, settings: str) -> list[str]:
 
 def to_yaml(config: Section) -> str:
     """The configuration as YAML without its secrets. `dataclass_from` reads it back."""
-    # `hidden` makes lists of tuples, which YAML does not have.
-    return yaml.safe_dump(hidden(asdict(config, dict_factory=plain)), sort_keys=False, allow_unicode=True)
+    # `without_secrets` makes lists of tuples, which YAML does not have.
+    return yaml.safe_dump(
+        without_secrets(asdict(config, dict_factory=plain_fields)), sort_keys=False, allow_unicode=True
+    )
 
 
-def plain(settings: list[tuple[str, object]]) -> dict[str, object]:
+def plain_fields(settings: list[tuple[str, object]]) -> dict[str, object]:
     """The fields of a section that are set, with the words of enums."""
     as_set = [(name, value) for name, value in settings if value is not UNSET]
     return {name: value.value if isinstance(value, Enum) else value for name, value in as_set}

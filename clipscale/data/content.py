@@ -1,7 +1,7 @@
 """Says what a file or a picture is by its first bytes, for messages about those that cannot be read."""
 
 # First bytes -> what begins with them.
-STARTS = {
+FIRST_BYTES = {
     b"\x28\xb5\x2f\xfd": "Zstandard",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
@@ -38,16 +38,16 @@ TEXTS = {
 # Brands of ISO's media files.
 BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"heic": "a HEIC", b"heix": "a HEIC", b"mif1": "a HEIF"}
 # Bytes that are looked at.
-LOOKED_AT = 64
+PROBE_BYTES = 64
 
 
 def content_of(data: bytes) -> str:
     """What these bytes are, by the first of them; empty where nothing known begins so."""
-    start = data[:LOOKED_AT]
+    start = data[:PROBE_BYTES]
     if start[4:8] == b"ftyp":
         return BRANDS.get(start[8:12], "a video, or another media file")
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    for table, head in ((STARTS, start), (TEXTS, text)):
+    for table, head in ((FIRST_BYTES, start), (TEXTS, text)):
         for first, name in table.items():
             if head.startswith(first):
                 return name

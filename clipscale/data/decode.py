@@ -27,7 +27,7 @@ from clipscale.data.shards.addresses import utf8
 # use this list. If a sample has several pictures, the first in this order is used.
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
 # Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures.
-NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
+EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
 Image.init()
 # Pillow's warnings do not say which picture they are about. Damaged pictures are counted, and MAX_PIXELS limits sizes.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -73,7 +73,7 @@ _VISIBLE = re.compile(
     "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
 )
 # Pixels converted or turned at a time: this bounds temporary memory and time.
-STRIP = 1 << 18
+STRIP_PIXELS = 1 << 18
 
 
 def encoding_of(start: bytes) -> str:
@@ -280,7 +280,7 @@ class Picture:
                 data,
                 image.width,
                 image.height,
-                NAME_OF[str(image.format)],
+                EXTENSION_OF[str(image.format)],
                 image.mode,
                 orientation if orientation in range(1, 9) else 1,
                 image,
@@ -329,8 +329,8 @@ class Picture:
 
 
 def strips(length: int, width: int) -> Iterator[slice]:
-    """Parts of `length` rows of `width` pixels, each of about STRIP pixels."""
-    rows = max(1, STRIP // width)
+    """Parts of `length` rows of `width` pixels, each of about STRIP_PIXELS pixels."""
+    rows = max(1, STRIP_PIXELS // width)
     return (slice(top, min(top + rows, length)) for top in range(0, length, rows))
 
 

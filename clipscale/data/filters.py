@@ -96,14 +96,14 @@ class Selection:
         """
         value: object = None
         if self.same == "caption":
-            value = compared(caption)
+            value = comparable_caption(caption)
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
         return same_key(value, own_name)
 
 
-def compared(caption: str) -> str:
+def comparable_caption(caption: str) -> str:
     """What is compared of a caption: neither case nor white space."""
     return " ".join(caption.casefold().split())
 

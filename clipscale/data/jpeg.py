@@ -5,16 +5,16 @@ from typing import NamedTuple
 START = b"\xff\xd8"
 SCAN = 0xDA
 # Frames that are coded by Huffman: baseline, extended and progressive.
-FRAMES = (0xC0, 0xC1, 0xC2)
+HUFFMAN_FRAMES = (0xC0, 0xC1, 0xC2)
 # Colour channels -> Pillow's mode.
 MODES = {1: "L", 3: "RGB"}
-TABLES = 0xDB
+QUANTISATION = 0xDB
 # Huffman tables, restart intervals and comments: Pillow does not look into them.
-UNREAD = (0xC4, 0xDD, 0xFE)
+UNREAD_SEGMENTS = (0xC4, 0xDD, 0xFE)
 # Application segments: the words that they begin with, and the bytes that Pillow reads of them.
-KNOWN = {0xE0: (b"JFIF\0", 12), 0xEE: (b"Adobe", 12)}
+READ_SEGMENTS = {0xE0: (b"JFIF\0", 12), 0xEE: (b"Adobe", 12)}
 # A quantisation table of 8 bits, and its number.
-TABLE = 65
+TABLE_BYTES = 65
 # More segments before the pixels are unusual.
 MAX_SEGMENTS = 64
 
@@ -46,7 +46,7 @@ def usual_frame(data: bytes) -> Frame | None:
         segment = data[at + 4 : end]
         if marker == SCAN:
             return frame
-        if marker in FRAMES and frame is None:
+        if marker in HUFFMAN_FRAMES and frame is None:
             frame = _frame(segment)
             if frame is None:
                 return None
@@ -66,7 +66,9 @@ def _frame(segment: bytes) -> Frame | None:
 
 
 def _is_usual(marker: int, segment: bytes) -> bool:
-    if marker == TABLES:
-        return len(segment) % TABLE == 0 and all(number < 16 for number in segment[::TABLE])
-    begins, least = KNOWN.get(marker, (b"", 0))
-    return marker in UNREAD or (marker in KNOWN and segment.startswith(begins) and len(segment) >= least)
+    if marker == QUANTISATION:
+        return len(segment) % TABLE_BYTES == 0 and all(number < 16 for number in segment[::TABLE_BYTES])
+    begins, least = READ_SEGMENTS.get(marker, (b"", 0))
+    return marker in UNREAD_SEGMENTS or (
+        marker in READ_SEGMENTS and segment.startswith(begins) and len(segment) >= least
+    )

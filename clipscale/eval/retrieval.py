@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.record import Metrics
-from clipscale.data.filters import compared, same_key
+from clipscale.data.filters import comparable_caption, same_key
 from clipscale.data.shards.addresses import hash64
 from clipscale.eval.captions import CaptionMeter
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
@@ -91,7 +91,7 @@ class RetrievalSet(EvalSet):
         captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])
         owner_M = torch.tensor([image for _, image in captions], device=device)
-        keys = [same_key(compared(text), str(number)) for number, (text, _) in enumerate(captions)]
+        keys = [same_key(comparable_caption(text), str(number)) for number, (text, _) in enumerate(captions)]
         key_M = torch.tensor(keys, device=device)
         relevance = Relevance(owner_M, image_id=ids(hash_N[usable_N]), caption_id=ids(key_M))
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}

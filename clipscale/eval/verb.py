@@ -8,7 +8,7 @@ from typing import cast
 from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, log_line, main_rank, show_task
-from clipscale.config.eval import EvalRunConfig, check_eval, completed
+from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
@@ -22,7 +22,7 @@ from clipscale.step.precision import Precision
 def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
-    complete_config = completed(config)
+    complete_config = completed_by_run(config)
     if main_rank() and not config.eval.has_sets:
         log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
     return cast(Results, local.run(complete_config, f"{__name__}:work"))

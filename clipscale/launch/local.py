@@ -22,7 +22,7 @@ from clipscale.common import ranks, terminal
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
-from clipscale.config.libraries import hidden, unneeded
+from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
@@ -52,14 +52,14 @@ class Launched(Protocol):
 
 
 # Phrases in errors of gloo and NCCL when another rank has ended or does not answer.
-LOST = (
+LOST_SIGNS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
     "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
 # What the workers of a training run call.
-TRAIN = "clipscale.train:train"
+TRAIN_FUNCTION = "clipscale.train:train"
 # The end of the line about a signal at a training run's start or end, when there is nothing to save.
-AT_ONCE = " outside a step: there was nothing to save"
+NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -95,14 +95,14 @@ def check_train(config: TrainConfig) -> None:
         terminal.print_line(f"warning: {warning}", error=True)
 
 
-def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> object:
+def run(config: Launched, main: str = TRAIN_FUNCTION, *, isolated: bool = False) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
     check_launcher()
-    with StopAtOnce(AT_ONCE if main == TRAIN else ""):
+    with StopAtOnce(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
         terminal.show_task("loading torch")
@@ -116,7 +116,7 @@ def function(name: str, config: Launched) -> Callable[[Launched], object]:
     """The function of this name, imported without what the model of these settings does not need."""
     model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
     fetches = any((model.weights, model.image.weights, model.text.weights))
-    with hidden(*unneeded(model.description, fetches=fetches)):
+    with hidden_packages(*unneeded_packages(model.description, fetches=fetches)):
         return cast(Callable[[Launched], object], resolve_name(name))
 
 
@@ -225,9 +225,9 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     outlive_output()
     terminal.show_task("loading torch")
     try:
-        if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
+        if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
-        with StopAtOnce(AT_ONCE if main == TRAIN else ""):
+        with StopAtOnce(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
             return function(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)
@@ -236,7 +236,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
     error = as_user_error(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))

@@ -15,7 +15,7 @@ import torch
 
 import clipscale
 from clipscale.common.hardware import cores
-from clipscale.config.secrets import hidden
+from clipscale.config.secrets import without_secrets
 
 PACKAGES = (
     "torch", "triton", "torchvision", "open_clip_torch", "timm", "numpy", "pillow", "hydra-core", "wandb",
@@ -69,7 +69,7 @@ def environment(world: int = 1) -> Environment:
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-    return cast(Environment, hidden(record))
+    return cast(Environment, without_secrets(record))
 
 
 def _commit() -> str | None:

@@ -17,7 +17,7 @@ from clipscale.log.environment import environment
 from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
-from clipscale.log.warnings import FIRST, WINDOW, warnings_of
+from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
 from clipscale.own_machine.output import LastingLines
 from clipscale.own_machine.set_aside import set_file_aside, set_folders_aside
 
@@ -70,8 +70,8 @@ class MetricLog:
         self._sinks = sinks
         self._unprinted = ""
         self._printed_at = 0.0
-        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
-        self._times: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
+        self._times: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._warned: set[str] = set()
 
     def step(self, record: StepRecord) -> None:
@@ -95,7 +95,7 @@ class MetricLog:
         if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.every == 0):
             self._print_last()
             self._printed_at = now
-        if record["step"] > FIRST:
+        if record["step"] > WARM_UP_STEPS:
             self._recent.append(record)
             warnings = warnings_of(self._recent)
             for name in warnings.keys() - self._warned:

@@ -20,7 +20,7 @@ TITLES = FIGURES["heads"]
 # The first column is not wrapped up to this width: half of an 80-column terminal.
 NAME_WIDTH = 40
 # Columns of a file or a pipe: more than any line has.
-WIDEST = 10_000
+MAX_WIDTH = 10_000
 
 
 class TextTable(NamedTuple):
@@ -40,7 +40,7 @@ def show(*tables: TextTable) -> None:
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = Console(highlight=False, emoji=False, markup=False, color_system=colours)
     if not console.is_terminal:
-        console.width = WIDEST
+        console.width = MAX_WIDTH
     with console.capture() as printed:
         for table in tables:
             if table.title:

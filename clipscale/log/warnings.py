@@ -7,16 +7,19 @@ from statistics import mean, median
 from clipscale.log.records import StepRecord
 
 # Steps that are compared.
-WINDOW = 50
+WINDOW_STEPS = 50
 # First steps of a start that do not count: kernels, compilers and workers start in them.
-FIRST = 10
+WARM_UP_STEPS = 10
 # Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99.
-ALIKE = -0.05
+COLLAPSED_UNIFORMITY = -0.05
 
 
 def warnings_of(records: Sequence[StepRecord]) -> dict[str, str]:
-    """Name of the warning -> its text, by the newest record and those before it: at most WINDOW, all after FIRST."""
-    if len(records) <= FIRST:
+    """Name of the warning -> its text, by the newest record and those before it.
+
+    `records` are at most WINDOW_STEPS, all after WARM_UP_STEPS.
+    """
+    if len(records) <= WARM_UP_STEPS:
         return {}
     warnings = {}
     newest = records[-1]
@@ -27,11 +30,11 @@ def warnings_of(records: Sequence[StepRecord]) -> dict[str, str]:
             f"the loss jumped from {middle:.3f} to {newest['loss']:.3f}; likely causes: odd samples, too high an "
             "optim.lr, or with AdamW too high a beta2 (optim.betas)"
         )
-    share = mean(record["data_wait_frac"] for record in records) if len(records) == WINDOW else 0
+    share = mean(record["data_wait_frac"] for record in records) if len(records) == WINDOW_STEPS else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
     uniformity = max(newest.get("uniformity_image", -4), newest.get("uniformity_text", -4))
-    if uniformity > ALIKE and newest["step"] >= 200:
+    if uniformity > COLLAPSED_UNIFORMITY and newest["step"] >= 200:
         warnings["collapse"] = (
             f"the features of images or of texts are almost alike (uniformity {uniformity:.3f}): a lower optim.lr or a "
             "longer schedule.warmup"

@@ -18,9 +18,9 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Segments that PEFT puts into names: for an adapter, for a module that is saved whole, and for a wrapped module.
 ADAPTER, KEPT, BASE = "lora_", "modules_to_save", "base_layer"
 A, B = ".lora_A.", ".lora_B."
-MERGE = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
+MERGE_REMEDY = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
 # Settings of PEFT under which an adapter is not alpha / r * B A, unless they are empty.
-OTHER = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
+UNKNOWN_SETTINGS = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
 
 
 def is_adapter(name: str) -> bool:
@@ -41,11 +41,11 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
         has_config = path.is_file() and path.stat().st_size < MAX_CONFIG_BYTES
         config: dict[str, object] = files.read_json(path) if has_config else {}
     alpha, rank = config.get("lora_alpha"), config.get("r")
-    plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in OTHER)
+    plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in UNKNOWN_SETTINGS)
     bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
     targets = {_target(name) for name in adapters}
     if not (plain and isinstance(alpha, int | float) and isinstance(rank, int) and rank > 0 and targets <= bases):
-        raise UserError(f"{setting} has adapters of PEFT, such as {adapters[0]}; merge first: {MERGE}")
+        raise UserError(f"{setting} has adapters of PEFT, such as {adapters[0]}; merge first: {MERGE_REMEDY}")
     return alpha / rank
 
 

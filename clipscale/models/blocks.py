@@ -26,7 +26,7 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
 
 
 @contextmanager
-def shortened(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
+def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
     """Inside, the tower has two of its identical blocks. Yields the second one and the number of blocks for which it
     stands; None where there are no more. The first stands for itself: its input may need no gradient. Of a decoder all
     blocks stay: they are in two lists, which go together."""

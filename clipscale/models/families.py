@@ -71,9 +71,9 @@ FAMILIES = (
     # open_clip masks the padding in attention and in every pooler.
     Family(HFTextEncoder, ignores_padding=lambda encoder: True, calls_layers=lambda encoder: True),
 )
-OTHER = Family()
+OTHER_FAMILY = Family()
 
 
 def family_of(encoder: nn.Module) -> Family:
-    """An encoder's family; `OTHER` for what no entry knows, such as a residual network."""
-    return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER)
+    """An encoder's family; `OTHER_FAMILY` for what no entry knows, such as a residual network."""
+    return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER_FAMILY)

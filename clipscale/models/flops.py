@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
-from clipscale.models.blocks import shortened
+from clipscale.models.blocks import two_blocks
 from clipscale.models.towers import ClipModel, Encoders, architecture, encoders_of
 
 
@@ -117,7 +117,7 @@ def _count(
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
     counter = ProductCounter()
-    with shortened(encoder) as (block, times), ExitStack() as hooks:
+    with two_blocks(encoder) as (block, times), ExitStack() as hooks:
         if block:
             hooks.enter_context(block.register_forward_pre_hook(lambda *_: setattr(counter, "times", times)))
             hooks.enter_context(block.register_forward_hook(lambda *_: setattr(counter, "times", 1)))

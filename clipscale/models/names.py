@@ -16,16 +16,16 @@ from clipscale.models.hugging_face import TABLES
 VISUAL, TEXT = "visual.", "text."
 TOWERS = {VISUAL: "image", TEXT: "text"}
 # How the same names begin in transformers.
-THEIRS = {VISUAL: "vision_model.", TEXT: "text_model."}
+TRANSFORMERS_PREFIXES = {VISUAL: "vision_model.", TEXT: "text_model."}
 # Below these in a tower are the modules of another library.
-INNER = ("trunk.", "transformer.")
+INNER_PREFIXES = ("trunk.", "transformer.")
 SHARED = ("logit_scale", "logit_bias")
 # Where trainers put the weights in a checkpoint. Of several sets of weights these come first.
-USUAL = ("state_dict", "model_state_dict", "model")
+USUAL_KEYS = ("state_dict", "model_state_dict", "model")
 # Levels of dictionaries in a checkpoint.
-DEPTH = 4
+MAX_DEPTH = 4
 # Most names in a message.
-SHOWN = 3
+MAX_LISTED = 3
 
 
 # -- where weights are in a checkpoint ---------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def weight_set(content: Mapping[str, object], key: str, setting: str) -> WeightS
     chosen = {path: tensors for path, tensors in sets.items() if not key or f"{path}.".startswith(f"{key}.")}
     large = [path for path, tensors in chosen.items() if 2 * len(tensors) >= max(map(len, chosen.values()))]
     if large:
-        usual_key = next((path for path in ("", *USUAL) if path in large), large[0])
+        usual_key = next((path for path in ("", *USUAL_KEYS) if path in large), large[0])
         return WeightSet(chosen[usual_key], usual_key, tuple(path for path in large if path != usual_key))
     if not key:
         return WeightSet({})
@@ -75,7 +75,7 @@ def _sets(content: Mapping[str, object]) -> Iterator[tuple[str, dict[str, Shaped
     """All dictionaries of tensors by name in a checkpoint, by their keys, each once."""
     level = {"": content}
     seen = {id(content)}
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         inner: dict[str, Mapping[str, object]] = {}
         for path, node in level.items():
             tensors = {name: x for name, x in node.items() if isinstance(name, str) and isinstance(x, Shaped)}
@@ -117,7 +117,11 @@ class Match:
     def towers(self) -> set[str]:
         """The towers that have weights here, as `visual.`."""
         every = self.names.values()
-        return {tower for tower, theirs in THEIRS.items() if any(name.startswith((tower, theirs)) for name in every)}
+        return {
+            tower
+            for tower, theirs in TRANSFORMERS_PREFIXES.items()
+            if any(name.startswith((tower, theirs)) for name in every)
+        }
 
 
 def known_names() -> Iterator[str]:
@@ -141,8 +145,8 @@ def namings(ours: Iterable[str], tower: str = "") -> list[Naming]:
     candidates = [Naming(dict.fromkeys(names, "")), Naming(older)]
     candidates += [Naming(dict.fromkeys((*table_names, *SHARED), "")) for table_names in theirs]
     if tower:
-        candidates += [_alone(table_names, [THEIRS[tower]]) for table_names in theirs]
-        candidates.append(_alone(names, [f"{tower}{inner}" for inner in INNER] + [tower]))
+        candidates += [_alone(table_names, [TRANSFORMERS_PREFIXES[tower]]) for table_names in theirs]
+        candidates.append(_alone(names, [f"{tower}{inner}" for inner in INNER_PREFIXES] + [tower]))
     return candidates
 
 
@@ -279,5 +283,5 @@ def tower_alone(names: Collection[str], setting: str) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """The first names of a list, and the number of the others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

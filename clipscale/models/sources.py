@@ -238,7 +238,7 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
 def _instead_of_weights(folder: Path) -> str:
     """What a folder without weights has, and the remedy."""
     if any((folder / name).is_file() for name in (adapters.CONFIG, *adapters.WEIGHTS)):
-        return f"adapters of PEFT alone; merge first: {adapters.MERGE}"
+        return f"adapters of PEFT alone; merge first: {adapters.MERGE_REMEDY}"
     inner = [path for path in files.folders(folder) if any((path / name).is_file() for name in WEIGHTS)]
     if inner:  # of sentence-transformers, diffusers
         return f"no weights itself; give {' or '.join(map(str, inner))}"

@@ -45,12 +45,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOWERS = ("image", "text")
 NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
 # Keys of a tower of another package in open_clip's description.
-OF_OTHERS = ("timm_model_name", "hf_model_name")
+FOREIGN_TOWER_KEYS = ("timm_model_name", "hf_model_name")
 Encoders: TypeAlias = CustomTextCLIP | CoCa
 # Side of the pictures in pixels, where open_clip's description has none.
 IMAGE_SIZE = 224
 # Descriptions, as JSON, whose encoders `check_encoders` has found usable: many of a sweep or an average are alike.
-USABLE = set[str]()
+USABLE_DESCRIPTIONS = set[str]()
 
 
 class Tower(nn.Module):
@@ -209,7 +209,7 @@ def check_captioner(name: str, description: Record) -> None:
     towers = [description[section] for section in ("vision_cfg", "text_cfg")]
     if "multimodal_cfg" in description and not all(tower.get("output_tokens") for tower in towers):
         raise UserError(f"model.name={name!r}: a captioner's vision_cfg and text_cfg need output_tokens: true")
-    if "multimodal_cfg" in description and any(tower.get(key) for tower in towers for key in OF_OTHERS):
+    if "multimodal_cfg" in description and any(tower.get(key) for tower in towers for key in FOREIGN_TOWER_KEYS):
         raise UserError(f"model.name={name!r}: a captioner has towers of open_clip's own, as coca_ViT-B-32")
 
 
@@ -251,7 +251,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     in a process for each description.
     """
     described = json.dumps(description, sort_keys=True, default=str)
-    if described in USABLE:
+    if described in USABLE_DESCRIPTIONS:
         return
     vision = description["vision_cfg"]
     text = description["text_cfg"]
@@ -271,7 +271,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     if isinstance(encoders, CoCa):
         with library(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
             on_meta(encoders.text_decoder, *read)
-    USABLE.add(described)
+    USABLE_DESCRIPTIONS.add(described)
 
 
 def on_meta(module: nn.Module, *inputs: Tensor) -> Any:

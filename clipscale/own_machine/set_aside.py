@@ -15,7 +15,7 @@ from typing import TypeVar
 from clipscale.common import files
 from clipscale.common.checkpoints import RESULT, checkpoints_of, step_of
 from clipscale.common.files import DAMAGED, reason_of
-from clipscale.common.units import unused
+from clipscale.common.units import unused_path
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoi
     """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say `why`."""
     records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
     if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
-        aside = unused(run_dir / "earlier")
+        aside = unused_path(run_dir / "earlier")
         aside.mkdir()
         for path in records:
             path.rename(aside / path.name)
@@ -85,7 +85,7 @@ def set_later_aside(run_dir: Path, step: int) -> None:
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
     renamed = [set_checkpoint_aside(path, "aside") for path in later]
     if later:
-        aside = unused(run_dir / "earlier")
+        aside = unused_path(run_dir / "earlier")
         aside.mkdir()
         with suppress(FileNotFoundError):
             shutil.copy(run_dir / RUN_RECORDS[0], aside)
@@ -100,4 +100,4 @@ def set_later_aside(run_dir: Path, step: int) -> None:
 
 def set_checkpoint_aside(checkpoint: Path, ending: str) -> Path:
     """Rename a checkpoint to `step_N.ENDING`, or to the first free `step_N.ENDING-2`, ... Returns the new path."""
-    return checkpoint.replace(unused(checkpoint.with_name(f"{checkpoint.name}.{ending}")))
+    return checkpoint.replace(unused_path(checkpoint.with_name(f"{checkpoint.name}.{ending}")))

@@ -9,9 +9,9 @@ from torch import Tensor
 from clipscale.common.phases import Readback
 
 # Statistics are computed in the first step, and in every step that is a multiple of this.
-EVERY = 100
+EVERY_STEPS = 100
 # Most pairs that the statistics use.
-SAMPLE = 4096
+MAX_PAIRS = 4096
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
     The device computes only sums and products, and nobody waits for them here. The eigenvalues, tenths of a second for
     each tower, are the thread's.
     """
-    u = images[:SAMPLE].float()
+    u = images[:MAX_PAIRS].float()
     v = texts[: len(u)].float()
     hits = (u @ v.mT).argmax(1) == torch.arange(len(u), device=u.device)
     scalars = {

@@ -20,7 +20,7 @@ from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.step.agreement import Agreement
 from clipscale.step.ema import WeightAverage
-from clipscale.step.feature_statistics import EVERY, PendingStatistics, begin_statistics
+from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.frozen_images import FrozenImages
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import measured_budget
@@ -163,7 +163,7 @@ class TrainStep:
 
     def statistics(self, features: list[Tensor], number: int) -> PendingStatistics | None:
         """Begin the statistics of the features, on rank 0 in some steps; else None."""
-        if not self.world.is_rank0 or (number > 1 and number % EVERY):
+        if not self.world.is_rank0 or (number > 1 and number % EVERY_STEPS):
             return None
         images, texts = features[0].unbind(1) if self.caption_weight else features
         return begin_statistics(images, texts)

@@ -18,7 +18,7 @@ from clipscale.common import files
 from clipscale.common.errors import StoppedError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import nested, settings_of
-from clipscale.config.stages import SETTINGS
+from clipscale.config.stages import STAGE_SETTINGS
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY
@@ -70,8 +70,8 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1]), "the default of conf/"
     assert re.fullmatch(r"  optim.lr +0.0005 +Peak .*\n", cli("train", "--help", "optim.lr")[1]), "one setting"
     stages = " ".join(cli("train", "--help", "stages")[1].split())
-    assert all(key in stages for key in SETTINGS) and re.findall("samples, (.*), lr", stages) == [
-        ", ".join([*SETTINGS][1:5])
+    assert all(key in stages for key in STAGE_SETTINGS) and re.findall("samples, (.*), lr", stages) == [
+        ", ".join([*STAGE_SETTINGS][1:5])
     ]
 
 

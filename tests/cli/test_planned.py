@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clipscale.cli.planned import Planner, planned
-from clipscale.cli.planned import answer as planners
+from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
@@ -45,7 +45,7 @@ def moved(connection: Connection, config: TrainConfig) -> None:
 def test_a_planner_that_fails_costs_a_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], work: Callable[..., None], reason: str
 ) -> None:
-    monkeypatch.setattr("clipscale.cli.planned.answer", work)
+    monkeypatch.setattr("clipscale.cli.planned.send_plan", work)
     said = ""
     with planned(TrainConfig(device="cpu")):
         while "no plan" not in said:

@@ -11,7 +11,7 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.config.parse import ABSENT, ALIASES, accepted, unknown_key
+from clipscale.config.parse import ABSENT, ALIASES, accepted_value, unknown_key
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig
@@ -154,4 +154,4 @@ def test_a_setting_of_one_verb_is_removed_of_that_alone() -> None:
 
 def test_a_removed_choice_in_a_file_is_answered_alike() -> None:
     with refused("^launch.parallel=zero1 was removed in 0.2.0: take launch.parallel=zero2"):
-        accepted(SETTINGS["launch.parallel"], "zero1")
+        accepted_value(SETTINGS["launch.parallel"], "zero1")

@@ -15,7 +15,7 @@ from clipscale.common.units import (
     parse_bytes,
     parse_count,
     run_folder,
-    unused,
+    unused_path,
 )
 
 TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
@@ -65,10 +65,10 @@ def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:
 
 def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert unused(folder) == folder
+    assert unused_path(folder) == folder
     folder.mkdir()
     (tmp_path / "run-2").mkdir()
-    assert unused(folder) == tmp_path / "run-3"
+    assert unused_path(folder) == tmp_path / "run-3"
 
 
 @pytest.mark.parametrize("other", ["a/c", "a-b", "a:b", "a/b/", "a//b", "a" * 200, "a" * 201, ".", "-"])

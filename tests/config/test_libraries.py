@@ -36,13 +36,13 @@ def test_a_package_that_a_model_does_not_need_is_hidden_while_open_clip_is_impor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes seconds. Afterwards, whoever imports it finds it."""
-    assert libraries.unneeded(architecture(), fetches=False) == [], "open_clip is here already"
+    assert libraries.unneeded_packages(architecture(), fetches=False) == [], "open_clip is here already"
     packages = "open_clip", "timm", "transformers", "huggingface_hub"
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)  # until the test ends
     for known in ({}, {"text_cfg": {"hf_model_name": "roberta-base"}}):
-        assert libraries.unneeded(known, fetches=False) == []
-    assert libraries.unneeded(architecture(), fetches=True) == ["transformers"], "weights come from a hub"
-    with libraries.hidden(*libraries.unneeded(architecture(), fetches=False)):
+        assert libraries.unneeded_packages(known, fetches=False) == []
+    assert libraries.unneeded_packages(architecture(), fetches=True) == ["transformers"], "weights come from a hub"
+    with libraries.hidden_packages(*libraries.unneeded_packages(architecture(), fetches=False)):
         assert import_module("open_clip.hf_model").transformers is None
     assert not {"transformers", "huggingface_hub"} & sys.modules.keys()

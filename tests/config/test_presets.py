@@ -12,9 +12,9 @@ import yaml
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.config.expected import bands_of
-from clipscale.config.presets import group_options, header
+from clipscale.config.presets import group_options, preset_title
 from clipscale.config.setting import flat
-from clipscale.config.train import TrainConfig, check, plain, with_defaults
+from clipscale.config.train import TrainConfig, check, plain_fields, with_defaults
 from clipscale.models.towers import build_model
 from clipscale.models.weights import without_weights
 from clipscale.step.optim import build_optimizer
@@ -47,7 +47,7 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     assert sum(len(group["params"]) for group in optimizer.param_groups) > 0
     trained = [tower for tower in (model.image, model.text) if any(p.requires_grad for p in tower.parameters())]
     assert len(trained) == (1 if config.model.image.train == "none" else 2)
-    recipe, comment = dict(RECIPES.get(name, {"source": "", "accuracy": []})), header("experiment", name)
+    recipe, comment = dict(RECIPES.get(name, {"source": "", "accuracy": []})), preset_title("experiment", name)
     assert bool(recipe.pop("source")) == (name not in OWN)
     accuracy = recipe.pop("accuracy")
     scores = " % and then ".join(map(str, accuracy))
@@ -57,7 +57,7 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     if scores:
         band = RANGES.get(name) or (accuracy[-1] - 1, accuracy[-1] + 1)
         assert bands["imagenet1k.top1"] == pytest.approx(band)
-    values = dict(flat(json.loads(json.dumps(asdict(config, dict_factory=plain)))))
+    values = dict(flat(json.loads(json.dumps(asdict(config, dict_factory=plain_fields)))))
     assert {key: values[key] for key in recipe} == recipe
 
 

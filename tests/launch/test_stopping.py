@@ -82,7 +82,7 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
             with stop, pytest.raises(SignalError):
                 stop.check()
             with pytest.raises(KeyboardInterrupt):
-                local.start(TrainConfig(device="cpu"), local.TRAIN, 2)
+                local.start(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
         later = Stop(ALONE)
         with later, StopAtOnce():
             later.check()

@@ -404,7 +404,7 @@ def started(config: TrainConfig, main: str, output: Path) -> None:
 def test_a_start_ends_at_once(tmp_path: Path, main: Callable[[TrainConfig], dict], number: signal.Signals) -> None:
     config = TrainConfig(run=str(tmp_path / "run"), device="cpu", plan=False, launch=LaunchConfig(procs=1))
     process = forks().Process(target=started, args=(config, f"{__name__}:{main.__name__}", tmp_path / "err"))
-    with mock.patch.object(local, "TRAIN", f"{__name__}:{main.__name__}"):
+    with mock.patch.object(local, "TRAIN_FUNCTION", f"{__name__}:{main.__name__}"):
         process.start()
     while not (tmp_path / "run").exists():
         time.sleep(0.01)

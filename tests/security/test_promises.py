@@ -16,7 +16,7 @@ from PIL import Image
 
 from clipscale.cli.main import main
 from clipscale.config.presets import PACKAGE
-from clipscale.config.secrets import hidden
+from clipscale.config.secrets import without_secrets
 from clipscale.data.decode import Picture
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
@@ -145,6 +145,8 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     capsys.readouterr()
     assert main(["eval", f"run={tmp_path}/run"]) == 2
     assert "eval.sets: ${oc.env:SECRET_SHARDS} does not exist" in capsys.readouterr().err
-    assert hidden(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {"a": ["see ${oc.env:SECRET_SHARDS}", 3]}
+    assert without_secrets(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {
+        "a": ["see ${oc.env:SECRET_SHARDS}", 3]
+    }
     assert main(["train", *TINY, f"data.train={shards}", "resume=https://me:pass@host/x"]) == 2
     assert "resume=https://host/x" in capsys.readouterr().err

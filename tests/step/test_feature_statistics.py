@@ -40,7 +40,7 @@ def test_statistics_have_closed_forms(images: Tensor, texts: Tensor, expected: d
 
 
 def test_of_many_rows_a_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_statistics_module, "SAMPLE", SAMPLE)
+    monkeypatch.setattr(feature_statistics_module, "MAX_PAIRS", SAMPLE)
     u, v = (F.normalize(torch.randn(SAMPLE + 5, 16), dim=-1) for _ in range(2))
     whole, sample = (begin_statistics(u[:size], v[:size]).read() for size in (None, SAMPLE))
     assert whole == sample
@@ -51,7 +51,7 @@ def test_of_many_rows_a_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_step, "EVERY", 3)
+    monkeypatch.setattr(train_step, "EVERY_STEPS", 3)
     train(small(shards, tmp_path / "run"))
     rows = records(tmp_path / "run")
     assert [row["step"] for row in rows if "nearest" in row] == [1, 3]

@@ -121,7 +121,7 @@ class ShardStream:
                 sample = self._decoded(segment, item, row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
-                if self._skipped(error, segment, item) > MAX_BROKEN_IN_SHARD:
+                if self._count_broken(error, segment, item) > MAX_BROKEN_IN_SHARD:
                     reader.abandoned = segment
                 continue
             if sample is not None:
@@ -163,7 +163,7 @@ class ShardStream:
         self._visits.clear()
         self._unreachable.clear()
 
-    def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
+    def _count_broken(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
         """Count a broken sample; returns how many came from its shard in a row. Raises UserError if the stream gives
         up."""
         visit = segment.epoch, segment.shard

@@ -45,7 +45,7 @@ FILE = re.compile(r"file:(?://(?:localhost)?(?=/))?")
 ADDRESS = re.compile(rf"\b(?:{'|'.join(SCHEMES)})://[^\s'\"|;]+")
 # Matches, in an address of a brace list, what makes it name several objects: a pattern, or the end of a folder.
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
-NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
+NO_SHARD = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
 def list_shards(config: DataConfig, on_main: OnMain = in_this_process) -> tuple[list[str], list[int] | None]:
@@ -117,7 +117,7 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
             f"captions: {packing(source)}"
         )
     if not present:
-        raise UserError(f"{setting}={source!r} {NOTHING}")
+        raise UserError(f"{setting}={source!r} {NO_SHARD}")
     missing = set(names).difference(present)
     if missing:
         counts = f"{len(missing)} of {len(names)} shards do not exist"

@@ -47,7 +47,7 @@ NO_LINKS = "`tar -h --hard-dereference` stores files in the place of links; this
 # Characters of an error's text: it may hold a member's name or a server's answer.
 MAX_DETAIL_LENGTH = 400
 # `unusable` names this many kinds of samples, and this many members of each.
-KINDS = 3
+MAX_KINDS = 3
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
     "the other in the tar; KEY ends at the first dot of the name"
@@ -367,6 +367,6 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
             names = {member.extension for member in islice(members, MAX_LOOKED_AT)}
             if names & sources and names.intersection(IMAGE_TYPES):
                 return ""
-            member_sets[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
-    held = ", or ".join(names for names, _ in member_sets.most_common(KINDS))
+            member_sets[" and ".join(f".{name}" for name in sorted(names)[:MAX_KINDS])] += 1
+    held = ", or ".join(names for names, _ in member_sets.most_common(MAX_KINDS))
     return held and f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"

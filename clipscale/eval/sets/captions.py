@@ -51,7 +51,7 @@ def entries(file: Path) -> list[Entry]:
 def caption_files(folder: Path) -> dict[Path, Captions]:
     """The caption files of a folder, among its JSON files."""
     captions = {}
-    for file in files.visible(folder):
+    for file in files.visible_entries(folder):
         if file.suffix == ".json" and file.is_file():
             with suppress(UserError):
                 captions[file] = read(file)

@@ -28,7 +28,7 @@ _WORD = re.compile(r"[^\W\d_]{2}|^\D*[^\W\d_]\D*$")
 
 
 def has_class_folders(root: Path) -> bool:
-    return any(is_image(file) for folder in files.folders(root) for file in files.visible(folder))
+    return any(is_image(file) for folder in files.folders(root) for file in files.visible_entries(folder))
 
 
 def is_image(file: Path) -> bool:
@@ -52,7 +52,7 @@ def load(root: Path) -> ClassificationSet:
             f"{len(names)} lines in {CLASSNAMES}"
         )
     folders.sort(key=label_of.__getitem__)
-    inside = [file for folder in folders for file in files.visible(root / folder)]
+    inside = [file for folder in folders for file in files.visible_entries(root / folder)]
     images = [file for file in inside if is_image(file)]
     if others := Counter(file.suffix or "without a suffix" for file in inside if not is_image(file)):
         warn_once(f"eval.sets: {root}: not read in the class folders: {by_reason(others)}")

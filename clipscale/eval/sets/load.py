@@ -69,7 +69,7 @@ def _load_folder(path: Path) -> EvalSet:
     """
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path)
-    inside = files.visible(path)
+    inside = files.visible_entries(path)
     below = {file.name for file in inside if file.is_dir()}
     tars = [file for file in inside if file.name.endswith(SHARDS)]
     captioned = {} if tars else captions.caption_files(path)

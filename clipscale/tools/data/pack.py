@@ -25,7 +25,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.units import counted, format_bytes
-from clipscale.config.setting import differing
+from clipscale.config.setting import changed_settings
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
@@ -179,7 +179,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
         begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
             empty = not any(out.rglob("*.tar"))
-            changes = differing(files.read_json(note), begun)
+            changes = changed_settings(files.read_json(note), begun)
             if changes and not empty:
                 others = ", ".join("the source's date" if name == "changed" else name for name in changes)
                 raise UserError(

@@ -21,7 +21,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
-from clipscale.config.secrets import hidden
+from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import changed_settings
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside
@@ -143,7 +143,7 @@ def read(path: Path) -> dict[str, dict[str, object]]:
 
 def address(url: str) -> str:
     """A shard's address without secrets."""
-    return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+    return without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
 
 
 def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> ShardEntry | None:
@@ -177,7 +177,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
         missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group
     if missing:
-        log.warning("%d of %d samples without a usable picture or text in %s", missing, samples, hidden(url))
+        log.warning("%d of %d samples without a usable picture or text in %s", missing, samples, without_secrets(url))
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
         if problem.reason not in DAMAGED:

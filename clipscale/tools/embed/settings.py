@@ -8,7 +8,7 @@ from typing import ClassVar
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import MODEL, AnyModel, model_run
+from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
 from clipscale.config.setting import setting
 
 # The features of a sample, in the order of a row.
@@ -20,7 +20,7 @@ class EmbedConfig(AnyModel):
     """`clipscale embed`: features of the pictures and texts in `data.train`, by a run or any `model.weights`."""
 
     ONLY: ClassVar = {
-        "model": MODEL,
+        "model": EVAL_MODEL_SETTINGS,
         "data": "train captions",
         "launch": "procs timeout_s",
     }

@@ -7,7 +7,7 @@ from typing import ClassVar
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import MODEL, AnyModel, model_run
+from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
 from clipscale.config.setting import setting
 
 
@@ -16,7 +16,7 @@ class ExploreConfig(AnyModel):
     """`clipscale explore`: a local page that searches what `embed` has written."""
 
     ONLY: ClassVar = {
-        "model": MODEL,
+        "model": EVAL_MODEL_SETTINGS,
         "data": "train",
     }
 

@@ -25,11 +25,13 @@ from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
 
 # Settings of the run in the card, as far as they are set.
-SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
-         "schedule.warmup", "precision", "seed")  # fmt: skip
+CARD_SETTINGS = (
+    "batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
+    "schedule.warmup", "precision", "seed",
+)  # fmt: skip
 # The file of weights, by format. It notes the run.
 FILES = {"open_clip": HF_SAFE_WEIGHTS_NAME, "hf": "model.safetensors"}
-STARTS = ("model.weights", "model.image.weights", "model.text.weights")
+START_WEIGHTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 
 def main(settings: ExportSettings) -> Path:
@@ -122,8 +124,8 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
         note=note,
         settings=settings,
         scores=scores,
-        shown=SHOWN,
-        starts=[started(str(settings[name])) for name in STARTS if settings.get(name)],
+        shown=CARD_SETTINGS,
+        starts=[started(str(settings[name])) for name in START_WEIGHTS if settings.get(name)],
         call=call,
         library="transformers" if "transformers" in call else "open_clip",
         version=__version__,

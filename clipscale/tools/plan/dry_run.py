@@ -33,7 +33,7 @@ from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.block_meter import BlockMeter, leave_blocks_out
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
-from clipscale.tools.plan.state_memory import StateMemory, divided, state_memory
+from clipscale.tools.plan.state_memory import StateMemory, divided_among_ranks, state_memory
 
 CPU = torch.device("cpu")
 # Most ranks in the ring of the loss: more hops take no more memory.
@@ -309,6 +309,6 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         towers = towers_of(step)
         memory = state_memory(step, towers, tracker, before)
         if ranks > 1:
-            memory = divided(memory, towers, step.precision.dtype, ranks, config.launch.parallel)
+            memory = divided_among_ranks(memory, towers, step.precision.dtype, ranks, config.launch.parallel)
         meters = [leave_blocks_out(tower, tracker) for tower in towers]
         yield DryRun(config, tracker, step, flops, decoder, memory, meters, parameters, is_alone=ranks == 1)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from clipscale.common.terminal import clear, print_line
-from clipscale.config.libraries import hidden, unneeded
+from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stages_of
 from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
@@ -22,7 +22,7 @@ def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
     here = not config.hardware
     config = replace(on_machine(config), model=with_hub_architecture(config.model))
-    with hidden(*unneeded(config.model.description, fetches=False)):
+    with hidden_packages(*unneeded_packages(config.model.description, fetches=False)):
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.text import render
 

@@ -4,7 +4,7 @@ import torch
 
 from clipscale.common.hardware import cores, gpu_here, hardware_of
 from clipscale.common.record import Record
-from clipscale.config.libraries import hidden, unneeded
+from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
@@ -23,7 +23,7 @@ def start_plan(config: TrainConfig) -> Record:
     if unknown or hardware is None:
         return {"fits": True, "lines": []}
     model = with_hub_architecture(config.model)
-    with hidden(*unneeded(model.description, fetches=False)):
+    with hidden_packages(*unneeded_packages(model.description, fetches=False)):
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.text import render
 

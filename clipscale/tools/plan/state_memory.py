@@ -126,7 +126,7 @@ def cast_bytes(tower: nn.Module, precision: Precision) -> int:
     return sum(dtype.itemsize * x.numel() for layer, dtype in layers for x in layer.weights() if x is not None)
 
 
-def divided(
+def divided_among_ranks(
     memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, ranks: int, parallel: str
 ) -> StateMemory:
     """State and gradients divided among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.

@@ -64,9 +64,9 @@ class Drawing(TypedDict):
 # The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
 # Points of a chart, about, over all its curves.
-POINTS = 3000
+CHART_POINTS = 3000
 # Charts of evaluations that stand next to the loss.
-FIRST = 4
+FIRST_CHARTS = 4
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
@@ -120,9 +120,9 @@ def page(runs: Sequence[Run]) -> str:
         runs=runs,
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
-        typical=typical,
+        typical=median_of,
         written={label_form.format(run.name, name): rows for run in runs for name, rows in written_of(run).items()},
-        compared=compared,
+        compared=compared_columns,
         short_paths=short_paths,
         card_note=card_note,
         notes=[text for metric, text in FIGURES["notes"].items() if any(metric in of for of in newest.values())],
@@ -132,13 +132,13 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def typical(run: Run, key: str) -> float | None:
+def median_of(run: Run, key: str) -> float | None:
     """The median of a field, where the run's records have it."""
     values = [value for value in (record.get(key) for record in run.records) if isinstance(value, int | float)]
     return median(values) if values else None
 
 
-def compared(
+def compared_columns(
     scores: dict[str, list[str]], others: dict[str, list[str]]
 ) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """A table of runs, by the titles of its columns, in three parts:
@@ -180,7 +180,7 @@ def card_note(run: Run, chart: Chart) -> str:
 
 def curves(runs: Sequence[Run]) -> Drawing:
     """What the page's script draws: `charts`, with the columns of each run's curve."""
-    bins = max(100, POINTS // len(runs) // 2)
+    bins = max(100, CHART_POINTS // len(runs) // 2)
 
     def columns(table: np.ndarray) -> Columns:  # with seven digits; null is a gap
         values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
@@ -190,7 +190,7 @@ def curves(runs: Sequence[Run]) -> Drawing:
     for chart in charts:
         tables = [points(run, chart) for run in runs]
         chart["runs"] = [
-            {"points": columns(thinned(table, bins)), "means": columns(means(table, bins))} for table in tables
+            {"points": columns(thinned_rows(table, bins)), "means": columns(bin_means(table, bins))} for table in tables
         ]
         chart["drawn"] = max(map(len, tables)) > 1  # one point is a number in cards and tables
     return {
@@ -210,7 +210,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     loss: list[Chart] = [{**chart, "title": title.capitalize()} for chart in charts[:1] if title]
     evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key)]
     for number, chart in enumerate(evaluations):
-        chart["more"] = number >= FIRST
+        chart["more"] = number >= FIRST_CHARTS
     return [*loss, *evaluations, *charts[1:]]
 
 
@@ -246,7 +246,7 @@ def points(run: Run, chart: Chart) -> np.ndarray:
     return table
 
 
-def thinned(table: np.ndarray, bins: int) -> np.ndarray:
+def thinned_rows(table: np.ndarray, bins: int) -> np.ndarray:
     """The first and the last row, and the lowest, the highest and one gap of each bin, so that peaks stay."""
     if len(table) <= 2 * bins:
         return table
@@ -260,7 +260,7 @@ def thinned(table: np.ndarray, bins: int) -> np.ndarray:
     return table[sorted(kept)]
 
 
-def means(table: np.ndarray, bins: int) -> np.ndarray:
+def bin_means(table: np.ndarray, bins: int) -> np.ndarray:
     """The means of so many equal bins, without gaps."""
     finite = table[np.isfinite(table[:, 3])]
     return np.array([rows.mean(0) for rows in np.array_split(finite, bins) if len(rows)]).reshape(-1, 4)
