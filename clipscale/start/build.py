@@ -84,28 +84,14 @@ def build(start: Start, world: World) -> Parts:
         model = build_model(config.model, tokenizer=tokenizer).to(world.device)
         precision = Precision.of(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
-        writes_captions = caption_weight(config, model) > 0
-
-        # Chunk sizes before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
-        earlier = start.saved.chunks if start.saved and not start.is_stage_start else None
-        with precision.autocast():
-            sizes = agreed_chunk_sizes(
-                config.cache.sizes,
-                model,
-                share.samples,
-                world,
-                earlier,
-                keeps_graphs=config.cache.kept != Keep.nothing(),
-                texts=config.data.texts_per_step,
-                pairs=pair_encoder(model) if writes_captions else None,
-            )
 
         trainer = build_step(
             config,
             world,
             model,
             precision,
-            sizes,
+            # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
+            chunk_sizes(start, model, precision, share.samples, world),
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
@@ -120,6 +106,22 @@ def build(start: Start, world: World) -> Parts:
         is_compiled = compile_if_worth(trainer, config.model.compile, flops, steps, share.samples, world)
         undo.pop_all()
     return Parts(trainer, stream, schedule, flops, share, is_compiled)
+
+
+def chunk_sizes(start: Start, model: ClipModel, precision: Precision, local_batch: int, world: World) -> ChunkSizes:
+    """The chunk sizes of the settings or of the checkpoint, and else measured ones. A collective. Raises UserError."""
+    config = start.config
+    with precision.autocast():
+        return agreed_chunk_sizes(
+            config.cache.sizes,
+            model,
+            local_batch,
+            world,
+            start.saved.chunks if start.saved and not start.is_stage_start else None,
+            keeps_graphs=config.cache.kept != Keep.nothing(),
+            texts=config.data.texts_per_step,
+            pairs=pair_encoder(model) if caption_weight(config, model) else None,
+        )
 
 
 def batch_loss(
