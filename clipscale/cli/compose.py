@@ -236,7 +236,7 @@ def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> An
         return compose(verb.conf or "settings", list(changes), return_hydra_config=with_own)
 
 
-def is_in_dictionary(key: str, config: type[Any]) -> bool:
+def is_in_dictionary(key: str, config: type) -> bool:
     """Whether the key is one of the settings whose values are dictionaries, or in such a dictionary."""
     dictionaries = (name for name, setting in settings_of(config).items() if setting.kind is dict)
     return any(f"{key}.".startswith(f"{name}.") for name in dictionaries)

@@ -13,7 +13,7 @@ N: samples, T: tokens, W: width, H: heads.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -303,7 +303,7 @@ def run_blocks(
     attention's kernel."""
     last_block = transformer.resblocks[-1]
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Of a checkpointed block's forward pass and of its recomputation."""
         return nullcontext(), backend()
 

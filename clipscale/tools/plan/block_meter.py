@@ -5,7 +5,6 @@ The blocks of a tower are alike. All sizes in bytes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -68,7 +67,7 @@ class BlockMeter:
         self._mark(False)
         return self.peak
 
-    def enter(self, is_first: bool, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter(self, is_first: bool, block: nn.Module, inputs: tuple[object, ...]) -> None:
         """A pass enters the first or the second block. The backward pass visits them in reverse order."""
         if self.is_backward:  # checkpointing runs the block again
             return

@@ -84,11 +84,11 @@ class MemoryTracker(TorchDispatchMode):
         return peak
 
 
-def are_fake(args: tuple[Any, ...]) -> bool:
+def are_fake(args: tuple[object, ...]) -> bool:
     return all(type(x) is FakeTensor for x in args if isinstance(x, Tensor))
 
 
-def from_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def from_shapes(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What an operation gives on the device of its operands. FakeTensorMode itself takes longer."""
     mode, device = args[0].fake_mode, args[0].fake_device
     with in_kernel_invocation_manager(mode):

@@ -5,7 +5,6 @@ All sizes in bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +70,7 @@ def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, in
     An optimizer that updates parameters of one shape one by one, or in a fused kernel, takes no more memory for them
     than for one.
     """
-    alike: dict[Any, list[nn.Parameter]] = {}
+    alike: dict[object, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
         at_once = group.get("foreach") and not group.get("fused")
         for p in group["params"]:
