@@ -12,6 +12,7 @@ import gc
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,7 +84,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two shards of 24 samples, as a brace list."""
     from tests.data.files import write_shards
 
-    paths = write_shards(tmp_path_factory.mktemp("shards"), [24, 24])
+    # No earlier session has had this folder: the user's cache may have an index of its shards.
+    folder = tmp_path_factory.mktemp(f"shards-{time.time_ns()}")
+    paths = write_shards(folder, [24, 24])
     stem = str(paths[0])[: -len("0.tar")]
     return f"{stem}{{0..1}}.tar"
 
