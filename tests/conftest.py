@@ -7,12 +7,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import atexit
 import fcntl
 import gc
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +21,10 @@ from hypothesis import settings
 
 from tests.support.forks import share_one_server, start_the_server
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment has it already
+    # Indexes know shards by their path: neither the user's nor an earlier session's.
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="clipscale-tests-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 gc.disable()  # until all modules are there
 sys.modules["wandb"] = None  # type: ignore[assignment]  # timm imports it, a second in each of pytest's workers
 share_one_server()
@@ -84,9 +88,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two shards of 24 samples, as a brace list."""
     from tests.data.files import write_shards
 
-    # No earlier session has had this folder: the user's cache may have an index of its shards.
-    folder = tmp_path_factory.mktemp(f"shards-{time.time_ns()}")
-    paths = write_shards(folder, [24, 24])
+    paths = write_shards(tmp_path_factory.mktemp("shards"), [24, 24])
     stem = str(paths[0])[: -len("0.tar")]
     return f"{stem}{{0..1}}.tar"
 
