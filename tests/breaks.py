@@ -39,9 +39,9 @@ class Break:
 BREAKS = [
     Break(
         "torch.utils._pytree",
-        "clipscale/step/encoder_inputs.py",
+        "clipscale/step/cache/encoder_inputs.py",
         {"for leaf in tree_leaves(tree) if": "for leaf in [tree] if"},
-        "tests/step/test_grad_cache.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
+        "tests/step/cache/test_grad_cache.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
     ),
     Break(
         "torch.utils._pytree",
@@ -75,21 +75,21 @@ BREAKS = [
     ),
     Break(
         "Tensor._base",
-        "clipscale/step/kept_graphs.py",
+        "clipscale/step/cache/kept_graphs.py",
         {" and not isinstance(tensor._base, nn.Parameter)": ""},
-        "tests/step/test_kept_graphs.py::test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them",
+        "tests/step/cache/test_kept_graphs.py::test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them",
     ),
     Break(
         "Tensor._base",
-        "clipscale/step/cast_weights.py",
+        "clipscale/step/cache/cast_weights.py",
         {"return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)": "return False"},
-        "tests/step/test_cast_weights.py::test_a_hook_sees_every_gradient_of_its_weight",
+        "tests/step/cache/test_cast_weights.py::test_a_hook_sees_every_gradient_of_its_weight",
     ),
     Break(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "clipscale/step/pass_contexts.py",
+        "clipscale/step/cache/pass_contexts.py",
         {"if isinstance(module, _BatchNorm) and module.training": "if False"},
-        "tests/step/test_grad_cache.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
+        "tests/step/cache/test_grad_cache.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
     ),
     Break(
         "torch._subclasses",
@@ -105,7 +105,7 @@ BREAKS = [
     ),
     Break(
         "DistributedDataParallel.module",
-        "clipscale/step/pass_contexts.py",
+        "clipscale/step/cache/pass_contexts.py",
         {"        return encoder(out)\n": "        return out\n"},
         "tests/test_exactness.py::test_the_step_is_that_of_one_graph",
     ),

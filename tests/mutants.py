@@ -40,12 +40,12 @@ CHECKOUT = Path(__file__).parents[1]
 TARGETS = ("loss", "step", "data/order.py", "data/loader", "checkpoint", "distributed")
 # Tests beside those of a file's own folder, by the start of its path.
 MORE = {
-    "step": ("test_exactness.py", "start", "distributed", "test_train.py"),
+    "step": ("step", "test_exactness.py", "start", "distributed", "test_train.py"),
     "distributed": ("test_exactness.py", "checkpoint/test_ranks.py", "launch", "test_train.py", "test_faults.py"),
     "data/order.py": ("data/loader", "data/shards/test_subset.py"),
     "data/loader": ("data/shards/test_subset.py", "data/shards/test_index.py", "test_train.py", "test_faults.py"),
     "checkpoint": ("start", "test_train.py", "test_faults.py"),
-    "loss": ("step/test_grad_cache.py", "test_exactness.py", "start/test_texts.py"),
+    "loss": ("step/cache/test_grad_cache.py", "test_exactness.py", "start/test_texts.py"),
 }
 # Kernels run in a process of its own (Triton's interpreter), which is the first of their tests.
 KERNELS = re.compile(r"/kernel\.py$|^loss/triton/")

@@ -22,7 +22,7 @@ from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step.grad_cache import GradCache
+from clipscale.step.cache.grad_cache import GradCache
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, small_model

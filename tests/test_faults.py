@@ -137,9 +137,12 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "error", "saved"),
     [
-        ("step.grad_cache.GradCache.replay", UserError("a mistake"), [2]),
+        ("step.cache.grad_cache.GradCache.replay", UserError("a mistake"), [2]),
         pytest.param(
-            "step.grad_cache.GradCache.replay", OSError(28, "No space left on device"), [2], marks=pytest.mark.slow
+            "step.cache.grad_cache.GradCache.replay",
+            OSError(28, "No space left on device"),
+            [2],
+            marks=pytest.mark.slow,
         ),
         ("step.train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), []),
         ("step.train_step.TrainStep.set_keep_budget", OSError(24, "Too many open files"), [3]),

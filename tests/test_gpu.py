@@ -26,12 +26,12 @@ from clipscale.distributed.world import World, destroy_world
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step.cast_weights import CastWeights
+from clipscale.step.cache.cast_weights import CastWeights
+from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers
-from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import train_shards
 from clipscale.train import TrainLoop, train
-from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
+from tests.step.cache.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.runs import curve, records, settings
 from tests.support.towers import samples, small_model

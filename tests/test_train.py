@@ -31,7 +31,7 @@ from clipscale.data.loader.workers import InProcess
 from clipscale.eval.classification import ClassificationSet
 from clipscale.launch import local
 from clipscale.models.towers import load_model
-from clipscale.step.grad_cache import GradCache
+from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks

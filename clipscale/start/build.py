@@ -32,10 +32,10 @@ from clipscale.models.towers import ClipModel, build_model, inputs_of
 from clipscale.own_machine.disk import check_room
 from clipscale.start.settle import Start
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.ema import WeightAverage
-from clipscale.step.grad_cache import GradCache
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision

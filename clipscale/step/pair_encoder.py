@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
-from clipscale.step.chunk_output import ChunkOutput
-from clipscale.step.pass_contexts import gradient_sync
+from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.pass_contexts import gradient_sync
 
 
 class PairEncoder(nn.Module):

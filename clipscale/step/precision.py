@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from clipscale.distributed import fsdp
-from clipscale.step.pass_contexts import trains
+from clipscale.step.cache.pass_contexts import trains
 
 # Type of autocast.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

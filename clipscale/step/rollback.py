@@ -8,7 +8,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.pass_contexts import snapshot_batch_norm
+from clipscale.step.cache.pass_contexts import snapshot_batch_norm
 
 
 @contextmanager

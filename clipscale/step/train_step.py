@@ -19,11 +19,11 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.step.agreement import Agreement
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.frozen_images import FrozenImages
-from clipscale.step.grad_cache import GradCache
-from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepInputs
 

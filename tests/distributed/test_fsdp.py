@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipscale.distributed.fsdp import PER_PARAMETER, reshard, sharded
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
-from clipscale.step import kept_graphs
-from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import KeptGraphs
-from tests.step.test_grad_cache import batch, models
+from clipscale.step.cache import kept_graphs
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.cache.kept_graphs import KeptGraphs
+from tests.step.cache.test_grad_cache import batch, models
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model

@@ -32,8 +32,8 @@ from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_distillation_loss
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.start.build import batch_loss, build_step
-from clipscale.step import kept_graphs
-from clipscale.step.kept_graphs import KeptGraphs
+from clipscale.step.cache import kept_graphs
+from clipscale.step.cache.kept_graphs import KeptGraphs
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.support.gradients import assert_same, gradients

@@ -10,8 +10,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.step.cache.kept_graphs import measured_graph
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
-from clipscale.step.kept_graphs import measured_graph
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks

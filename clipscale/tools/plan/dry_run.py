@@ -25,8 +25,8 @@ from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import batch_loss, build_step
-from clipscale.step.cast_weights import CastWeights
-from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.cache.cast_weights import CastWeights
+from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.distributed import fsdp
-from clipscale.step.cast_weights import layers_to_cast
+from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.memory_tracker import MemoryTracker, rounded

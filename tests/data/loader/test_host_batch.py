@@ -64,7 +64,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
 ) -> None:
     """Each side waits for the other at the point where they must overlap: without the overlap this comes to no end."""
     from clipscale.data.loader.to_device import ChunkLoader
-    from clipscale.step.grad_cache import GradCache
+    from clipscale.step.cache.grad_cache import GradCache
 
     encoder = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIDE * SIDE, 4))
 

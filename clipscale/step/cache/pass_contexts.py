@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.cache.chunk_output import ChunkOutput
 
 
 def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:

@@ -9,7 +9,7 @@ import torch
 
 from clipscale.checkpoint.saved import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
+from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk
 from tests.support.checkpoints import ALONE
 from tests.support.towers import small_model
 

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.keep import Keep
 from clipscale.common.rng import RandomState
-from clipscale.step.cast_weights import CastWeights
-from clipscale.step.chunk_output import ChunkOutput
-from clipscale.step.encoder_inputs import LazyInput, ReorderedInput, Span, equal_spans, lazy_input
-from clipscale.step.kept_graphs import KeptGraphs
-from clipscale.step.pass_contexts import (
+from clipscale.step.cache.cast_weights import CastWeights
+from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.encoder_inputs import LazyInput, ReorderedInput, Span, equal_spans, lazy_input
+from clipscale.step.cache.kept_graphs import KeptGraphs
+from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
     can_rerun,

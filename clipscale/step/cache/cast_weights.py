@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.cast_layer import Cast, CastLayer
-from clipscale.step.pass_contexts import is_collective
+from clipscale.step.cache.pass_contexts import is_collective
 
 
 @dataclass

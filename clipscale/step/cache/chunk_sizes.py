@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.pass_contexts import batch_norms, trains
+from clipscale.step.cache.pass_contexts import batch_norms, trains
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are no faster.
 CPU_CHUNK = 256

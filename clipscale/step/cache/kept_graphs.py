@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.common.keep import Keep
-from clipscale.step.chunk_output import ChunkOutput
+from clipscale.step.cache.chunk_output import ChunkOutput
 
 # A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the memory
 # free, so its graphs always fit.

@@ -16,9 +16,9 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step import keep_budget
-from clipscale.step.grad_cache import GradCache
-from clipscale.step.keep_budget import measured_budget
-from clipscale.step.kept_graphs import measured_graph
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.cache.keep_budget import measured_budget
+from clipscale.step.cache.kept_graphs import measured_graph
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.step.grad_cache import GradCache
+from clipscale.step.cache.grad_cache import GradCache
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.keep import Keep
-from clipscale.step.encoder_inputs import equal_spans
-from clipscale.step.kept_graphs import largest_of_ranks
-from clipscale.step.pass_contexts import can_rerun, trains
-from clipscale.step.tower_passes import Representation, TowerPasses
+from clipscale.step.cache.encoder_inputs import equal_spans
+from clipscale.step.cache.kept_graphs import largest_of_ranks
+from clipscale.step.cache.pass_contexts import can_rerun, trains
+from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 log = logging.getLogger(__name__)
 
