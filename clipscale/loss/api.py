@@ -17,8 +17,8 @@ from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.distillation import Distillation, Teacher, with_teachers
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Dot, ModuleSimilarity, Similarity
 from clipscale.loss.terms import Term, terms_of
 from clipscale.loss.torch_backend import TorchBackend
@@ -173,7 +173,7 @@ class _Settings:
     module: nn.Module | None  # the similarity; None: the dot product
     captions: int
     check: bool
-    machine: Machine
+    machine: LossRuntime
 
     @classmethod
     def of(cls, options: LossOptions) -> "_Settings":
@@ -186,7 +186,7 @@ class _Settings:
             similarity if isinstance(similarity, nn.Module) else None,
             options.get("captions", 1),
             options.get("check", True),
-            options.get("machine") or Machine(),
+            options.get("machine") or LossRuntime(),
         )
 
 
@@ -233,7 +233,7 @@ def refuse_unknown(function: str, options: Mapping[str, object], names: Iterable
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _backend(name: str, term: Term, similarity: Similarity, machine: Machine) -> Backend:
+def _backend(name: str, term: Term, similarity: Similarity, machine: LossRuntime) -> Backend:
     if name == "triton":
         inputs = term.inputs
         return term.objective.kernels()(machine, machine.tile_shape(inputs.scale.device, inputs.dtype))

@@ -17,8 +17,8 @@ from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, FeatureBlock, Parameters, sum_dtype, widened
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Exchange, Visit
 from clipscale.loss.inputs import Inputs
-from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.objective import Objective
+from clipscale.loss.runtime import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.loss.block import Captions, FeatureBlock, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
-from clipscale.loss.machine import Machine
+from clipscale.loss.runtime import LossRuntime
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 
@@ -27,7 +27,7 @@ class LossOptions(TypedDict, total=False):
     similarity: nn.Module | Literal["dot"] | None
     captions: int
     check: bool
-    machine: Machine | None
+    machine: LossRuntime | None
 
 
 @dataclass

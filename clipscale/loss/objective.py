@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from clipscale.loss.exchange import Exchange
     from clipscale.loss.inputs import Inputs
-    from clipscale.loss.machine import Machine
+    from clipscale.loss.runtime import LossRuntime
     from clipscale.loss.tile import TorchObjective
     from clipscale.loss.triton.backend import TritonBackend
 
@@ -46,7 +46,7 @@ class Objective:
         """How often a training step computes all scores."""
         return 1 if self.pairwise else 2
 
-    def prepared(self, inputs: "Inputs", exchange: "Exchange", machine: "Machine") -> "Inputs":
+    def prepared(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
         """The inputs with what the sweeps need beside them. A collective."""
         return inputs
 

@@ -138,7 +138,7 @@ def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) ->
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
     large as the inputs.
 
-    `computed`: chooses the slabs to compute (Machine.tiles_to_run).
+    `computed`: chooses the slabs to compute (LossRuntime.tiles_to_run).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())

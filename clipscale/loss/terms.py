@@ -9,8 +9,8 @@ from torch import Tensor
 
 from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
 from clipscale.loss.inputs import Inputs
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, auto_exchange
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Dot, Similarity
 
 
@@ -30,24 +30,29 @@ class Term:
 
 
 def terms_of(
-    name: str, objective: Objective, inputs: Inputs, similarity: Similarity, comm: Communicator | None, machine: Machine
+    name: str,
+    objective: Objective,
+    inputs: Inputs,
+    similarity: Similarity,
+    comm: Communicator | None,
+    runtime: LossRuntime,
 ) -> list[Term]:
     """The terms of an exchange, by its name. A collective. `comm`: None in a group of one."""
     is_paired = isinstance(similarity, Dot) and inputs.is_paired  # else `replicated` and `local` are `gather`
     if name == "replicated" and is_paired and comm is not None:
-        return replicated(objective, inputs, comm, machine)
+        return replicated(objective, inputs, comm, runtime)
     if not objective.reads_hard_negatives:
         inputs = inputs.without_hard_negatives()
-    exchange = make_exchange(name, inputs, comm, machine)
-    inputs = objective.prepared(inputs, exchange, machine)
+    exchange = make_exchange(name, inputs, comm, runtime)
+    inputs = objective.prepared(inputs, exchange, runtime)
     if name == "local" and is_paired and objective.is_symmetric:
         return local(objective, inputs, exchange)
     return [Term(objective, inputs, exchange)]
 
 
-def replicated(objective: Objective, inputs: Inputs, comm: Communicator, machine: Machine) -> list[Term]:
+def replicated(objective: Objective, inputs: Inputs, comm: Communicator, runtime: LossRuntime) -> list[Term]:
     """CLIP's: the whole loss on every rank."""
-    inputs = objective.prepared(inputs.on_every_rank(comm), Exchange(), machine)
+    inputs = objective.prepared(inputs.on_every_rank(comm), Exchange(), runtime)
     return [Term(objective, inputs, Exchange())]
 
 
@@ -58,16 +63,16 @@ def local(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[Term
     return [Term(one_sided, inputs, exchange), Term(one_sided, of_texts, exchange)]
 
 
-def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, machine: Machine) -> Exchange:
+def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime) -> Exchange:
     """The exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()
-    nodes = machine.nodes(comm.size)
-    if machine.ranks_of_node is None:  # other nodes may have other numbers of ranks
+    nodes = runtime.nodes(comm.size)
+    if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
         nodes = of_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
         numbers = comm.size * inputs.cols.features.numel()
-        name = auto_exchange(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
+        name = auto_exchange(nodes, numbers, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
     if name == "nodes" and nodes > 1:
         return Ring.between_nodes(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.machine import Machine
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Similarity
 from clipscale.loss.tile import TorchObjective
 
@@ -17,10 +17,10 @@ from clipscale.loss.tile import TorchObjective
 class TorchBackend:
     """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
 
-    def __init__(self, objective: TorchObjective, similarity: Similarity, machine: Machine, dense: bool) -> None:
+    def __init__(self, objective: TorchObjective, similarity: Similarity, runtime: LossRuntime, dense: bool) -> None:
         self.objective = objective
         self.similarity = similarity
-        self.machine = machine
+        self.runtime = runtime
         self.dense = dense
 
     def forward(self, block: Block) -> None:
@@ -45,9 +45,9 @@ class TorchBackend:
         n = height = len(block.rows)
         m = width = len(block.cols)
         if not self.dense:
-            height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
+            height, width = self.similarity.tile_shape(self.runtime.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
-        for tile in self.machine.tiles_to_run(block.tiles(height, width)):
+        for tile in self.runtime.tiles_to_run(block.tiles(height, width)):
             shape = len(tile.rows), len(tile.cols)
             out, scratch = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
             yield tile, out, scratch

@@ -24,7 +24,7 @@ from clipscale.data.loader.stream import TrainStream, open_stream, ordered_shard
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.world import World
-from clipscale.loss.machine import Machine
+from clipscale.loss.runtime import LossRuntime
 from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def batch_loss(
     teachers: Sequence[TeacherFeatures] = (),
     *,
     repeats: bool = False,
-    machine: Machine | None = None,
+    machine: LossRuntime | None = None,
 ) -> BatchLoss:
     """The loss of the run's batches.
 

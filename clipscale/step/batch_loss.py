@@ -9,8 +9,8 @@ from torch import Tensor
 
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.distillation import Teacher
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
+from clipscale.loss.runtime import LossRuntime
 from clipscale.models.towers import ClipModel, unit_rows
 
 # A part of a feature is divided by its length, and by no less than this: its gradient grows at most 1,000 times.
@@ -40,7 +40,7 @@ class BatchLoss:
     # Whether samples with equal keys are no negatives of each other.
     uses_keys: bool = False
     # Where the loss runs; None: this machine.
-    machine: Machine | None = None
+    machine: LossRuntime | None = None
     # The logit scale of each teacher. Without teachers the loss is the pairs' alone.
     teacher_scales: tuple[float, ...] = ()
     # The weight of the pairs' loss, and of the distillation.

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipscale.loss.machine import Machine
 from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Dot, ModuleSimilarity
 from clipscale.loss.triton.tuning import TileShape
 
 LossFunction = Callable[..., Tensor]
 
 
-class Tiled(Machine):
+class Tiled(LossRuntime):
     """This machine with these tiles, with or without TMA."""
 
     def __init__(self, tiles: TileShape, tma: bool | None = None) -> None:
@@ -34,7 +34,7 @@ class Tiled(Machine):
         return super().has_descriptors(x) if self.tma is None else self.tma
 
 
-class Gpu(Machine):
+class Gpu(LossRuntime):
     """Says that this machine's CPU is a GPU."""
 
     def is_gpu(self, device: torch.device) -> bool:

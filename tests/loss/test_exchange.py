@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from clipscale import contrastive_loss
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES, auto_exchange
+from clipscale.loss.runtime import LossRuntime
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.ranks import workers
@@ -84,7 +84,7 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
     torch.manual_seed(0)
     phi = Phi(6).double()
     for here in (1, 2, 4):
-        machine = Machine(ranks_of_node=here)
+        machine = LossRuntime(ranks_of_node=here)
         options = {"objective": objective, "exchange": "nodes", "machine": machine}
         for scale in (1.0, 100.0):
             check(ranks, 4, *stacked(4, 7, 9, 12), scale, options | {"tile": 4})
@@ -94,8 +94,8 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
 def test_auto_is_a_gather_where_that_is_small_and_else_a_ring_in_a_node() -> None:
     assert [auto_exchange(1, 2**15 * 768, 2, on_gpu) for on_gpu in (True, False)] == ["gather", "ring"], "48 MiB"
     assert [auto_exchange(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
-    assert Machine().nodes(8) == 1, "not started by torchrun"
-    assert Machine(ranks_of_node=4).nodes(8) == 2
+    assert LossRuntime().nodes(8) == 1, "not started by torchrun"
+    assert LossRuntime(ranks_of_node=4).nodes(8) == 2
 
 
 def own_node(group: dist.ProcessGroup, rank: int) -> float:

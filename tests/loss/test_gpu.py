@@ -10,8 +10,8 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.block import Block, FeatureBlock, Parameters
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.softmax.kernel import TritonSoftmax
 from tests.loss.cases import assert_exact, assert_near_plain_torch, features, oracle, results
 from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
@@ -88,7 +88,7 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     rows, cols = (FeatureBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
     block = Block(rows, cols, Parameters(scale, scale), None)
-    backend = TritonSoftmax(Machine(), Machine().tile_shape(u.device, u.dtype))
+    backend = TritonSoftmax(LossRuntime(), LossRuntime().tile_shape(u.device, u.dtype))
     backend.forward(block)
     cols.weight, rows.grad = None, rows.empty_grad()
     backend.backward(block)

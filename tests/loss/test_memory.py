@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.tools.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import DryRunRuntime, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
 # peak is reset first (proc(5), clear_refs); glibc gives back what is freed, so the peak is what was held.
@@ -71,7 +71,7 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
         memory.take_peak()
         before, grads = memory.live, 2 * n * width * dtype.itemsize
         contrastive_loss(
-            u, v, scale, logit_bias=bias, objective=objective, check=False, machine=DryMachine(90)
+            u, v, scale, logit_bias=bias, objective=objective, check=False, machine=DryRunRuntime(90)
         ).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"

@@ -17,8 +17,8 @@ from clipscale.loss.block import FeatureBlock, Parameters, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTile
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, Softmax
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Dot
 from clipscale.loss.torch_backend import TorchBackend
 
@@ -43,8 +43,8 @@ class Distillation(Objective):
     # The teachers' share of the targets. The rest is the pairs'.
     share: float = 1.0
 
-    def prepared(self, inputs: Inputs, exchange: Exchange, machine: Machine) -> Inputs:
-        return with_log_sum_exps(inputs, self.teachers, exchange, machine)
+    def prepared(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
+        return with_log_sum_exps(inputs, self.teachers, exchange, runtime)
 
     def tile(self) -> DistillationTile:
         return DistillationTile(self.teachers, self.share)
@@ -71,7 +71,7 @@ def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
 
 @torch.no_grad()
 def with_log_sum_exps(
-    inputs: Inputs, teachers: Sequence[tuple[int, float]], exchange: Exchange, machine: Machine
+    inputs: Inputs, teachers: Sequence[tuple[int, float]], exchange: Exchange, runtime: LossRuntime
 ) -> Inputs:
     """The inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64. A collective.
 
@@ -82,7 +82,7 @@ def with_log_sum_exps(
     of_images = inputs.rows.teachers.split(widths, 1)
     of_texts = inputs.cols.teachers.split(widths, 1)
     softmax = Softmax((0.5, 0.5))
-    backend = TorchBackend(softmax.tile(), Dot(), machine, dense=False)
+    backend = TorchBackend(softmax.tile(), Dot(), runtime, dense=False)
     lses: list[tuple[Tensor, Tensor]] = []
     for images, texts, (_, scale) in zip(of_images, of_texts, teachers, strict=True):
         teacher_inputs = replace(

@@ -189,7 +189,7 @@ class TritonSoftmax(TritonBackend):
         factor, nat = log2_factor(scale)
         t = self.tiles
         # Four numbers of four bytes a tile row and a tile column.
-        for panel in self.panels(block, self.machine.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
+        for panel in self.panels(block, self.runtime.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
             row_partials = torch.empty(triton.cdiv(m, t.cols), 2, n, device=features.device)
             col_partials = torch.empty(triton.cdiv(n, t.rows), 2, m, device=features.device)
@@ -197,7 +197,7 @@ class TritonSoftmax(TritonBackend):
             for side, partials in ((panel.rows, row_partials), (panel.cols, col_partials)):
                 if side.lse is not None:
                     lse = torch.empty_like(side.lse)
-                    self.machine.launch(
+                    self.runtime.launch(
                         join_kernel, triton.cdiv(len(side), 128), lse.device,
                         partials, lse, len(partials), len(side), BLOCK=128,
                     )  # fmt: skip
@@ -207,7 +207,7 @@ class TritonSoftmax(TritonBackend):
             i, j = diagonal
             assert block.rows.target is not None
             weight = positive_weights(block, i, j)
-            products = row_products(features[i], block.cols.features[j], self.machine.tiles_to_run)
+            products = row_products(features[i], block.cols.features[j], self.runtime.tiles_to_run)
             block.rows.target[i] += weight * (scale * products)
 
     def backward(self, block: Block) -> None:

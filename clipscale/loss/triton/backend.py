@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from clipscale.loss.block import Block
-from clipscale.loss.machine import Machine
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.triton.tiles import GRAD_SCALE
 from clipscale.loss.triton.tuning import TileShape
 
@@ -27,8 +27,8 @@ class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
     width is a multiple of WIDTH_STEP, without keys. Each objective with kernels has a subclass."""
 
-    def __init__(self, machine: Machine, tiles: TileShape) -> None:
-        self.machine = machine
+    def __init__(self, runtime: LossRuntime, tiles: TileShape) -> None:
+        self.runtime = runtime
         self.tiles = tiles
 
     def forward(self, block: Block) -> None:
@@ -51,7 +51,7 @@ class TritonBackend:
         t = self.tiles
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
-        tma = self.machine.has_descriptors(u)
+        tma = self.runtime.has_descriptors(u)
 
         def described(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
@@ -60,7 +60,7 @@ class TritonBackend:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
             # Without a positive, one past the end: no row reaches it.
             arguments["positive"] = len(v) if panel.positive is None else panel.positive
-        self.machine.launch(
+        self.runtime.launch(
             kernel, self.programs(panel), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,
             len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
@@ -74,7 +74,7 @@ class TritonBackend:
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        return self.machine.tiles_to_run(block.tiles(height, width))
+        return self.runtime.tiles_to_run(block.tiles(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature
@@ -90,9 +90,9 @@ class TritonBackend:
             yield panel, store
             g_nm = store[:n, :m]
             if panel.rows.grad is not None:
-                self.machine.add_product(panel.rows.grad, g_nm, panel.cols.features, factor)
+                self.runtime.add_product(panel.rows.grad, g_nm, panel.cols.features, factor)
             if panel.cols.grad is not None:
-                self.machine.add_product(panel.cols.grad, g_nm.T, panel.rows.features, factor)
+                self.runtime.add_product(panel.cols.grad, g_nm.T, panel.rows.features, factor)
 
 
 def _even(size: int, most: int, tile: int) -> int:

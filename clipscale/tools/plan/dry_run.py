@@ -32,7 +32,7 @@ from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.block_meter import BlockMeter, leave_blocks_out
-from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import DryRunRuntime, MemoryTracker, cuda_autocast, without_memory
 from clipscale.tools.plan.state_memory import StateMemory, divided_among_ranks, state_memory
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ class DryRun:
         return self.tracker.take_peak() - before
 
 
-def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryMachine) -> TrainStep:
+def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime) -> TrainStep:
     """The step of a run with the model, which is on the meta device. The loss is that of the machine.
 
     It has no gradient scaler, which takes a few bytes, and whose test of every gradient needs values.
@@ -304,7 +304,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         decoder = decoder_flops(config.model, trained_of(model.decoder))
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
-        step = build_dry_step(config, model, DryMachine(capability, min(ranks, simulated_ranks), ranks_of_node))
+        step = build_dry_step(config, model, DryRunRuntime(capability, min(ranks, simulated_ranks), ranks_of_node))
         parameters = Parameters.of(model)
         towers = towers_of(step)
         memory = state_memory(step, towers, tracker, before)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clipscale.common.record import Record
 from clipscale.loss.exchange import Communicator, Wait
-from clipscale.loss.machine import Machine, T
+from clipscale.loss.runtime import LossRuntime, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 from clipscale.tools.plan import ASSUMED
 
@@ -108,7 +108,7 @@ def without_memory() -> Iterator[MemoryTracker]:
         yield tracker
 
 
-class DryMachine(Machine):
+class DryRunRuntime(LossRuntime):
     """The machine of a loss of tensors without values: a GPU of a compute capability, or (None) the CPU.
 
     Only the first tile or panel of a block is computed, because the others use the same buffers. On a GPU Triton's

@@ -27,9 +27,9 @@ if DEVICE == "cpu" and not INTERPRETED:
 
 from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.block import Block, FeatureBlock, Parameters  # noqa: E402
-from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
+from clipscale.loss.runtime import LossRuntime  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
 from clipscale.loss.triton.tuning import FLOAT32, TileShape  # noqa: E402
@@ -133,7 +133,7 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     u, v = (x.float() for x in features(20, 40, 41))
     plain, again = (triton(u, v, 14.3, objective=objective) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
-    tiles = Machine().tile_shape(torch.device(DEVICE), torch.float32)
+    tiles = LossRuntime().tile_shape(torch.device(DEVICE), torch.float32)
     small = Tiled(replace(tiles, panel_bytes=2048))
     small.max_partial_bytes = 2048
     for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
@@ -161,14 +161,14 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     u, v = (torch.nn.functional.pad(x.float(), (0, 48)).to(DEVICE) for x in features(20, 40, 16, "low"))
     scale = torch.tensor(100.0, device=DEVICE)
     scores = 100.0 * u.double() @ v.double().T
-    tiles = Machine().tile_shape(u.device, u.dtype)
+    tiles = LossRuntime().tile_shape(u.device, u.dtype)
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
         rows = FeatureBlock(u, weight=torch.ones(20, device=DEVICE))
         cols = FeatureBlock(v, weight=torch.ones(40, device=DEVICE))
         rows.lse = rows.empty_lse().clamp_min(before)
         cols.lse = cols.empty_lse().clamp_min(before)
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        TritonSoftmax(Machine(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
+        TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
             assert float((actual - true).abs().max()) <= 6e-5, f"positive={positive}"
@@ -258,7 +258,7 @@ def test_full_tiles_lose_nothing_of_lines_far_below_their_largest_score(below: i
 
     Each tile has one perfect pair. All other scores lie `below` to `below + spread` powers of two under its score.
     """
-    tiles = Machine().tile_shape(torch.device(DEVICE), torch.float32)
+    tiles = LossRuntime().tile_shape(torch.device(DEVICE), torch.float32)
     n, powers = math.lcm(tiles.rows, tiles.cols), 100 * math.log2(math.e)
     under = below + spread * torch.rand(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     perfect = torch.arange(0, n, tiles.rows)

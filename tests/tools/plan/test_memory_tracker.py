@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.machine import Machine
+from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape
-from clipscale.tools.plan.memory_tracker import FREQUENT, DryMachine, MemoryTracker, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import FREQUENT, DryRunRuntime, MemoryTracker, cuda_autocast, without_memory
 from tests.loss.cases import Tiled
 
 
@@ -36,7 +36,7 @@ def test_autocast_widens_a_layer_norm_only_on_cuda(autocast: Any, dtype: torch.d
         assert F.layer_norm(torch.zeros(4, 64, dtype=torch.bfloat16), (64,)).dtype == dtype
 
 
-def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, machine: Machine) -> int:
+def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, machine: LossRuntime) -> int:
     u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
     memory.take_peak()
@@ -58,7 +58,7 @@ class WithoutKernels(Tiled):
         pass
 
 
-class DryInterpreter(DryMachine):
+class DryInterpreter(DryRunRuntime):
     def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return SMALL
 

@@ -1,4 +1,7 @@
-"""What the loss needs to know of the GPU and the process group. The planner's dry run passes a simulated one."""
+"""Hardware hooks of the loss: GPU or not, tile shapes, kernel launches, the process group.
+
+`clipscale plan` substitutes a fake that computes nothing (DryRunRuntime).
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,8 +21,8 @@ from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 T = TypeVar("T")
 
 
-class Machine:
-    """The machine of this process."""
+class LossRuntime:
+    """The hardware of this process, as the loss sees it."""
 
     # Most bytes of partial sums: as many as a 32k x 32k panel of 128 x 128 tiles has.
     max_partial_bytes = 128 << 20
