@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.launch.early_end import closing, ending_if_removed, saving_completed_steps
 from clipscale.launch.run_lock import RunLock
-from clipscale.launch.stopping import Stop
+from clipscale.launch.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared import check_shared
@@ -78,14 +79,14 @@ class TrainLoop:
         self.total = ready.parts.schedule.end
         # The last completed step's loss.
         self.loss = ready.loss
-        self.stop = Stop(world)
+        self.stop = SignalPoller(world)
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
         ready = self.ready
-        self.stream.while_waiting(self.stop.check_alone)
+        self.stream.while_waiting(self.stop.poll_while_waiting)
         with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_completed_steps(self):
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
@@ -136,7 +137,7 @@ class TrainLoop:
         records = self.ready.records
 
         def call() -> None:
-            self.stop.check()
+            self.stop.poll()
             records.poll()
             records.progress(f"step {self.step + 1}", next(number), self.trainer.cache.num_chunks(local_batch))
 
@@ -156,8 +157,8 @@ class TrainLoop:
                 self.world,
                 autocast=trainer.precision.autocast,
                 file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
-                before_batch=self.stop.vote_and_check,
-                while_waiting=self.stop.check_alone,
+                before_batch=partial(self.stop.poll, every_call=True),
+                while_waiting=self.stop.poll_while_waiting,
                 progress=records.progress,
             )
         reshard(trainer.model)

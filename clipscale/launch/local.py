@@ -27,7 +27,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
-from clipscale.launch.stopping import StopAtOnce, check_interrupted, effective_signal, stop_message
+from clipscale.launch.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
 from clipscale.log.sinks import wandb_module
 from clipscale.own_machine.launcher import check_launcher
 from clipscale.own_machine.limits import as_user_error
@@ -102,7 +102,7 @@ def run(config: Launched, main: str = TRAIN_FUNCTION, *, isolated: bool = False)
     signal. No worker outlives this call.
     """
     check_launcher()
-    with StopAtOnce(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
+    with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
         terminal.show_task("loading torch")
@@ -227,7 +227,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     try:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
-        with StopAtOnce(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
+        with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
             return function(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import main_rank
@@ -28,7 +28,7 @@ SAME_CTRL_C_S = 1.0
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
-# Calls of `check` between two votes, at most.
+# Calls of `poll` between two votes, at most.
 MAX_CALLS = 256
 # A rank that waits asks this often, in seconds, whether another rank has a signal.
 ASK_S = 0.5
@@ -86,8 +86,8 @@ def check_interrupted() -> None:
 
 
 def stop_in_context(error: BaseException | None) -> StoppedError | None:
-    """The StoppedError in the context of `error`: the run had stopped and saved, and was interrupted while it closed.
-    None: there is none.
+    """The StoppedError in the context of `error`, if any: the run had stopped and saved, and was interrupted while it
+    closed.
     """
     while error:
         if isinstance(error, StoppedError):
@@ -133,62 +133,77 @@ def _handling_signals(
         os.close(reader)
 
 
-class StopAtOnce:
-    """Around work of which nothing is to be saved, such as a start: a signal ends it at once, by StoppedError.
+@contextmanager
+def exit_on_signal(suffix: str = "") -> Iterator[None]:
+    """Around work of which nothing is to be saved, such as a start: a signal ends it, by StoppedError.
 
-    Where the main thread cannot handle the signal, as in a collective or a library's wait, another thread ends the
-    process. Further signals, as schedulers and launchers send them, change nothing. But a later Ctrl-C raises
-    KeyboardInterrupt.
+    After the first signal:
+    -  0 s: the handler interrupts the main thread, and StoppedError leaves this context;
+    -  1 s: the handler has not run, as in a collective or a library's wait: another thread ends the process;
+    - 15 s: the handler has run, but the main thread is still in the work: another thread ends the process.
+
+    Further signals, as schedulers and launchers send them, change nothing. But a later Ctrl-C raises
+    KeyboardInterrupt. `suffix`: the end of the line about the signal.
     """
+    first_signal = 0  # 0: none has come
+    came_at = 0.0
+    handler_ran = Event()
+    has_left = Event()
 
-    def __init__(self, suffix: str = "") -> None:
-        """`suffix`: the end of the line about the signal."""
-        self._suffix = suffix
-        # The first signal; 0: none has come.
-        self._number = 0
-        self._came_at = 0.0
-        self._handler_ran = Event()
-        self._ended = Event()
+    def line() -> str:
+        return stop_message(first_signal) + suffix
 
-    def __enter__(self) -> None:
-        self._handling = _handling_signals(self._leave, self._end_if_stuck)
-        self._handling.__enter__()
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._handling.__exit__(None, None, None)
-        if self._number and error:  # of any kind: a library's own, or the loss of a rank that ended earlier
-            raise stop_in_context(error) or StoppedError(self._line(), self._number) from None
-
-    def _line(self) -> str:
-        return stop_message(self._number) + self._suffix
-
-    def _leave(self, number: int, _: object) -> None:
-        """The handler: the first signal and a second Ctrl-C interrupt the work."""
+    def interrupt_work(number: int, _: object) -> None:
+        """The handler, in the main thread."""
+        nonlocal first_signal, came_at
         now = time.monotonic()
-        is_first = self._number == 0
+        is_first = first_signal == 0
         if is_first:
-            self._number = effective_signal(number)
-            self._came_at = now
-        self._handler_ran.set()
-        if is_first or (number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S):
+            first_signal = effective_signal(number)
+            came_at = now
+        handler_ran.set()
+        if is_first or (number == signal.SIGINT and now - came_at > SAME_CTRL_C_S):
             raise KeyboardInterrupt
 
-    def _end_if_stuck(self, number: int) -> None:
-        """The listener: ends the process if the main thread does not leave its work in time."""
-        if self._handler_ran.wait(HANDLER_S) and self._ended.wait(LEAVE_S):
+    def end_if_stuck(number: int) -> None:
+        """The listener, in a thread of its own."""
+        nonlocal first_signal
+        if handler_ran.wait(HANDLER_S) and has_left.wait(LEAVE_S):
             return
-        self._number = self._number or effective_signal(number)
+        first_signal = first_signal or effective_signal(number)
         if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
             with suppress(OSError):
-                os.write(2, f"{self._line()}\n".encode())
-        os._exit(128 + self._number)
+                os.write(2, f"{line()}\n".encode())
+        os._exit(128 + first_signal)
+
+    with _handling_signals(interrupt_work, end_if_stuck):
+        try:
+            yield
+        except BaseException as error:  # of any kind: a library's own, or the loss of a rank that ended earlier
+            if not first_signal:
+                raise
+            raise stop_in_context(error) or StoppedError(line(), first_signal) from None
+        finally:
+            has_left.set()
 
 
-class Stop:
-    """Records a scheduler's warning or Ctrl-C; `check` then leaves the work, so that the run can save.
+class Vote(NamedTuple):
+    """What a rank tells the others, or the outcome for all ranks."""
+
+    # The last signal; 0: none has come. The outcome is the highest number.
+    signal: int
+    # The calls of `poll` from this vote to the next. The outcome is the lowest number.
+    interval: int
+
+
+def next_interval(elapsed: float, calls: int) -> int:
+    """The calls of `poll` that take VOTE_S, if so many calls took `elapsed` seconds; 1 to MAX_CALLS."""
+    calls_per_vote = math.ceil(VOTE_S * calls / max(elapsed, 1e-6))
+    return min(max(1, calls_per_vote), MAX_CALLS)
+
+
+class SignalPoller:
+    """Records a scheduler's warning or Ctrl-C; `poll` then leaves the work, so that the run can save.
 
     Warnings are SIGTERM, SIGUSR1, and SIGHUP of a terminal that is closed, unless the run was started to ignore it. A
     later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
@@ -200,12 +215,13 @@ class Stop:
         self.number = 0
         self._world = world
         self._came_at = 0.0
-        self._votes: AsyncReduction | None = None
-        # Calls of `check` from the last vote to the next, as all ranks agree.
-        self._calls = 1
-        # Calls to the next vote.
-        self._calls_to_vote = 1
-        self._voted = self._asked = time.monotonic()
+        # The vote that was begun last, and when. None: none was.
+        self._vote: AsyncReduction | None = None
+        self._voted_at = time.monotonic()
+        # Calls of `poll` from the last vote to the next, and those that are left.
+        self._interval = 1
+        self._calls_left = 1
+        self._asked_at = self._voted_at
 
     def __enter__(self) -> None:
         self._handling = _handling_signals(
@@ -216,52 +232,59 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         self._handling.__exit__(None, None, None)
 
-    def check(self) -> None:
-        """Raise SignalError on all ranks at once, if a signal has come to any. Every rank calls it equally often.
+    def poll(self, *, every_call: bool = False) -> None:
+        """Raise SignalError on all ranks at once, if a signal has come to any. All ranks call it equally often.
 
-        Ranks vote a few times a second, and learn of each other's signals at the next vote, so that no rank waits for
-        the slowest.
+        The ranks vote a few times a second. No rank waits for the slowest, because a vote is read one vote later:
+        - call k: begin vote A, an all-reduce of signals and intervals;
+        - the next `interval` calls: count them, and do nothing else;
+        - call k + interval: read vote A, raise if it has a signal, and begin vote B. A's outcome is the new interval.
+
+        `every_call`: vote at each call, for work that is long: the batches of an evaluation.
         """
         number = self.number
         if self._world.size > 1:
-            self._calls_to_vote -= 1
-            number = 0 if self._calls_to_vote else self._vote()
+            number = self._poll_ranks(every_call)
         if number:
             raise SignalError(number)
 
-    def check_alone(self) -> None:
+    def poll_while_waiting(self) -> None:
         """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
 
         A rank calls it a few times a second while it waits for something that the others do not know of. With several
-        ranks the caller goes on to the next `check`, which then raises on all.
+        ranks the caller goes on to the next `poll`, which then raises on all.
         """
         now = time.monotonic()
-        if not self.number and now - self._asked > ASK_S:
-            self._asked = now
+        if not self.number and now - self._asked_at > ASK_S:
+            self._asked_at = now
             self.number = self._world.left_signal()
         if self.number:
             raise SignalError(self.number)
 
-    def vote_and_check(self) -> None:
-        """`check` with a vote at each call, for work that is long: the batches of an evaluation."""
-        self._calls = 0
-        self._calls_to_vote = 1
-        self.check()
-
-    def _vote(self) -> int:
-        """The highest number of all ranks' signals at the last vote. Begins the next vote.
-
-        The ranks also agree in it after how many calls it ends.
-        """
+    def _poll_ranks(self, every_call: bool) -> int:
+        """The signal of the last vote, if it is due; otherwise 0."""
+        self._calls_left -= 1
+        if self._calls_left > 0 and not every_call:
+            return 0
         now = time.monotonic()
-        calls_per_vote = max(1, math.ceil(VOTE_S * self._calls / max(now - self._voted, 1e-6)))
-        votes = self._votes.values() if self._votes else [0, -1]
-        self._calls = -votes[1] if self._calls else 1
-        self._calls_to_vote = self._calls
-        self._voted = now
-        # The rank with the fewest calls decides.
-        self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MAX_CALLS))
-        return votes[0]
+        proposed = 1 if every_call else next_interval(now - self._voted_at, self._interval)
+        outcome = self._read_vote()
+        self._begin_vote(Vote(self.number, proposed))
+        self._voted_at = now
+        self._interval = 1 if every_call else outcome.interval
+        self._calls_left = self._interval
+        return outcome.signal
+
+    def _begin_vote(self, vote: Vote) -> None:
+        """Begin the all-reduce of a vote. It is a maximum, so the interval is sent with the opposite sign."""
+        self._vote = self._world.all_reduce_max_async(vote.signal, -vote.interval)
+
+    def _read_vote(self) -> Vote:
+        """Wait for the outcome of the vote that was begun last."""
+        if not self._vote:
+            return Vote(0, 1)
+        number, opposite = self._vote.values()
+        return Vote(number, -opposite)
 
     def _record(self, number: int, _: object) -> None:
         now = time.monotonic()

@@ -16,7 +16,7 @@ from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
-from clipscale.launch.stopping import StopAtOnce
+from clipscale.launch.stopping import exit_on_signal
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
@@ -73,7 +73,7 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
         with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
             with suppress(KeyboardInterrupt):
                 time.sleep(2)
-            with StopAtOnce():
+            with exit_on_signal():
                 time.sleep(60)
                 pytest.fail("the run goes on")
     finally:

@@ -18,7 +18,7 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig,
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import local, stopping
-from clipscale.launch.stopping import SignalError, Stop, StopAtOnce, interrupt, interruptible
+from clipscale.launch.stopping import SignalError, SignalPoller, exit_on_signal, interrupt, interruptible
 from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, steps
@@ -37,17 +37,18 @@ def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
 
 
 def with_signal_at(call: int, work: Callable[[], Any]) -> int:
-    """Run `work`, whose `call`-th check of a signal comes with a SIGTERM; returns the status it stopped with."""
-    check, calls = Stop.check, 0
+    """Run `work`, whose `call`-th poll comes with a SIGTERM; returns the status it stopped with."""
+    poll = SignalPoller.poll
+    calls = 0
 
-    def signalled(stop: Stop) -> None:
+    def signalled(poller: SignalPoller, **options: bool) -> None:
         nonlocal calls
         calls += 1
         if calls == call:
             os.kill(os.getpid(), signal.SIGTERM)
-        check(stop)
+        poll(poller, **options)
 
-    with patch.object(Stop, "check", signalled), patch.object(stopping, "VOTE_S", 0.0):
+    with patch.object(SignalPoller, "poll", signalled), patch.object(stopping, "VOTE_S", 0.0):
         try:
             work()
         except StoppedError as stopped:
@@ -56,14 +57,14 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
 
 
 def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Cap) -> None:
-    stop, before = Stop(ALONE), signal.getsignal(signal.SIGINT)
-    with stop:
-        stop.check()
+    poller, before = SignalPoller(ALONE), signal.getsignal(signal.SIGINT)
+    with poller:
+        poller.poll()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, forwarded by the launcher
         assert capfd.readouterr().err.count("Ctrl-C again") == 1
         with pytest.raises(SignalError):
-            stop.check()
+            poller.poll()
         monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -76,16 +77,16 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
     try:
         with interruptible():
             interrupt()
-            with pytest.raises(KeyboardInterrupt), StopAtOnce():
+            with pytest.raises(KeyboardInterrupt), exit_on_signal():
                 pytest.fail("the work begins")
-            stop = Stop(ALONE)
-            with stop, pytest.raises(SignalError):
-                stop.check()
+            poller = SignalPoller(ALONE)
+            with poller, pytest.raises(SignalError):
+                poller.poll()
             with pytest.raises(KeyboardInterrupt):
                 local.start(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
-        later = Stop(ALONE)
-        with later, StopAtOnce():
-            later.check()
+        later = SignalPoller(ALONE)
+        with later, exit_on_signal():
+            later.poll()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -99,19 +100,19 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 ) -> None:
     monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
-    with (stop := Stop(ALONE)):
+    with (poller := SignalPoller(ALONE)):
         signal.raise_signal(signal.Signals[first])
         signal.raise_signal(signal.Signals[second])
         with pytest.raises(SignalError) as caught:
-            stop.check()
+            poller.poll()
     assert caught.value.number == number
 
 
 def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with (stop := Stop(ALONE)):
+    with (poller := SignalPoller(ALONE)):
         signal.raise_signal(signal.SIGHUP)
-        stop.check()
+        poller.poll()
     signal.signal(signal.SIGHUP, before)
 
 
@@ -197,10 +198,10 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
 
 
 def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int, float]:
-    """How often ranks vote in so many calls of `check`, the call at which a signal to rank 1 ends the work, and the
+    """How often ranks vote in so many calls of `poll`, the call at which a signal to rank 1 ends the work, and the
     seconds of the votes."""
     here = World(rank, world, torch.device("cpu"))
-    stop, votes = Stop(here), 0
+    poller, votes = SignalPoller(here), 0
     later = World.all_reduce_max_async
 
     def counted(self: World, *values: int) -> AsyncReduction:
@@ -213,9 +214,9 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int,
         for call in range(2 * calls):
             if call == calls:
                 before, seconds = votes, time.monotonic() - begun
-                stop.number = signal.SIGTERM if rank == 1 else 0
+                poller.number = signal.SIGTERM if rank == 1 else 0
             try:
-                stop.check()
+                poller.poll()
             except SignalError:
                 return before, call, seconds
             time.sleep(pause * (1 + rank))
