@@ -91,7 +91,8 @@ def run(argv: list[str]) -> int:
         if verb.conf == "train":
             print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
-    verb.check(settings)
+    arguments = (plain, settings) if verb.words else (settings,)
+    verb.check(*arguments)
     if hasattr(settings, "model"):
         train.check_weights(settings, fetched=name in FETCH and not line.cfg)
     if line.check and verb.trial:
@@ -100,5 +101,5 @@ def run(argv: list[str]) -> int:
         return 0
     show_task(f"loading clipscale {name}")
     function = resolve_name(verb.main)
-    status = function(plain, settings) if verb.words else function(settings)
+    status = function(*arguments)
     return status if isinstance(status, int) else 0

@@ -7,13 +7,13 @@ from typing import Any
 from clipscale.cli import train
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
-from clipscale.config.eval import EvalRunConfig, check_eval, existing_run
+from clipscale.config.eval import EvalRunConfig, check_eval
 from clipscale.config.parse import removal_message
 from clipscale.config.train import TrainConfig
 from clipscale.tools.data import settings as data
 from clipscale.tools.embed import settings as embed
 from clipscale.tools.explore import settings as explore
-from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.export.settings import ExportSettings, check_export
 from clipscale.tools.plan import settings as plan
 from clipscale.tools.report.settings import ReportSettings
 
@@ -35,8 +35,8 @@ class Verb:
     often: str = ""
     # The last lines of the help.
     notes: str = ""
-    # Raises UserError for wrong settings, before `main` is imported. Writes nothing.
-    check: Callable[[Any], object] = lambda settings: None
+    # Takes what `main` takes. Raises UserError for wrong settings, before `main` is imported. Writes nothing.
+    check: Callable[..., object] = lambda *settings: None
     # MODULE:FUNCTION of `--check`, which reads what `main` would begin with; empty: `check` alone.
     trial: str = ""
     # The file of conf/ with the verb's presets, NAME.yaml; empty: none.
@@ -165,7 +165,7 @@ clipscale export run=b32
 clipscale export run=b32 checkpoint=latest out=/models/b32
 clipscale export run=b32 format=hf
 clipscale export run=tuned average=runs/start 'shares=[0.5,0.5]'""",
-        check=lambda settings: existing_run(settings.run),
+        check=check_export,
     ),
     "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
     "completion": Verb(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common import files
+from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
 from clipscale.common.units import file_name, nearest, run_folder
 from clipscale.config import sections
@@ -141,12 +142,13 @@ def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
 
 
 def check_eval(config: EvalRunConfig) -> Path:
-    """The folder of the results. Raises UserError if no model is given, or two, and for sets that are missing."""
+    """The folder of the results. Raises UserError if no model is given, or two, and for what is missing."""
     folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
     check_places(completed_by_run(config).eval)
     if folder:
+        locate(folder, config.which)
         return folder
     named_model = "" if config.model.architecture else config.model.name
     name = file_name("-".join(filter(None, ("eval", named_model, config.model.weights))))

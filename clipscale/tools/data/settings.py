@@ -1,7 +1,9 @@
 """The settings of `clipscale data`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common.errors import UserError
@@ -104,7 +106,10 @@ class CheckSettings:
     data: DataConfig = field(default_factory=DataConfig)
 
 
-def check_select(settings: SelectSettings) -> None:
-    """Raises UserError for another file than one of Parquet."""
+def check_select(words: Sequence[str], settings: SelectSettings) -> None:
+    """Raises UserError for another file than one of Parquet, and where `embed` has left no features."""
     if not settings.out.endswith(".parquet"):
         raise UserError(f"out={settings.out}: give the file of weights to write, out=FILE.parquet")
+    from clipscale.tools.embed.arrays import open_embedded_set
+
+    open_embedded_set(Path(*words).expanduser())

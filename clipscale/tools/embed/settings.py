@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
@@ -48,4 +49,6 @@ def check_embed(config: EmbedConfig) -> Path | None:
     from clipscale.data.shards.listing import local_shards
 
     local_shards(config.data)
+    if folder:
+        locate(folder, config.which)
     return folder

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
@@ -27,10 +28,12 @@ class ExploreConfig(AnyModel):
 
 def check_explore(config: ExploreConfig) -> None:
     """Raises UserError for a model that is not given, or given twice, and for no folder of `embed` or several."""
-    model_run(config, config.weights)
+    run = model_run(config, config.weights)
     folders = config.data.train or []
     if len(folders) != 1:
         raise UserError(f"data.train={folders}: give one folder of `clipscale embed`, data=PATH")
     from clipscale.tools.embed.arrays import open_embedded_set
 
     open_embedded_set(Path(folders[0]).expanduser())
+    if run:
+        locate(run, config.which)

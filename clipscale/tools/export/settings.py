@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
-from clipscale.config.eval import RunModel
+from clipscale.config.eval import RunModel, existing_run
 from clipscale.config.setting import setting
 
 
@@ -31,3 +32,8 @@ class ExportSettings(RunModel):
         super().check()
         if self.shares and not self.average:
             raise UserError(f"shares={self.shares}: of what? Give average=RUN too")
+
+
+def check_export(settings: ExportSettings) -> None:
+    """Raises UserError without a run, and for a checkpoint that is missing."""
+    locate(existing_run(settings.run), settings.which)
