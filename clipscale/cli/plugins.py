@@ -5,7 +5,6 @@ values; Optuna does it by the results of earlier runs. A job is the parent of it
 resuming and copies are as in `sweep.py`.
 """
 
-import fcntl
 import math
 import multiprocessing
 import os
@@ -13,10 +12,11 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import hydra
 import psutil
@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
 from clipscale.cli import train as cli_train
+from clipscale.cli.job_folder import JobFolder
 from clipscale.common import files
 from clipscale.common.checkpoints import LOWER_IS_BETTER, Best
 from clipscale.common.errors import StoppedError, UserError, library, one_line
@@ -47,13 +48,43 @@ GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
 SECTIONS = ("hydra.launcher", "hydra.sweeper")
 # Launchers and sweepers of the extra `sweeps`.
 EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
-# The folder of a sweep's jobs, inside the sweep's folder. Each job locks a file there, and writes into it why it has
-# failed.
-JOBS = ".jobs"
-# A file beside them, which exists while a signal ends the sweep: no further job starts.
-STOPPING = "stopping"
 # Signals that joblib's parent passes on. Ctrl-C and a terminal's hangup come to the whole group of processes.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class PluginSweep:
+    """The command line of a sweep, composed."""
+
+    # Words of Hydra's own settings, and of the runs' settings.
+    hydra_words: list[str]
+    run_words: list[str]
+    # Hydra's own settings.
+    hydra: DictConfig
+    folder: Path
+    # Its runs. A sweeper chooses them later; then only one that it may choose.
+    configs: list[TrainConfig]
+
+    @property
+    def launcher(self) -> str:
+        return self.hydra.runtime.choices["hydra/launcher"]
+
+    @property
+    def sweeper(self) -> str:
+        return self.hydra.runtime.choices["hydra/sweeper"]
+
+    @property
+    def has_sweeper(self) -> bool:
+        """Whether a sweeper chooses the values by the results."""
+        return self.sweeper != "basic"
+
+    @property
+    def is_on_slurm(self) -> bool:
+        return self.launcher == "submitit_slurm"
+
+    @property
+    def metric(self) -> str:
+        return self.configs[0].sweep.metric
 
 
 def main(line: Namespace) -> int:
@@ -61,67 +92,58 @@ def main(line: Namespace) -> int:
 
     What can be checked of the runs is checked before the first one starts. Raises UserError.
     """
-    of_hydra = [word for word in line.words if compose.is_hydra_setting(word)]
-    chosen, folder, configs = composed_runs(line)
-    launcher = chosen.runtime.choices["hydra/launcher"]
-    sweeper = chosen.runtime.choices["hydra/sweeper"]
-    if sweeper == "basic":
-        sweep.warn_of_metric(configs[0])
-    elsewhere = launcher == "submitit_slurm"
+    swept = compose_sweep(line.words, line.config_dir)
+    if not swept.has_sweeper:
+        sweep.warn_of_metric(swept.configs[0])
     # the machine of the command line may have no GPU
-    sweep.check_runs([replace(config, device="auto") for config in configs] if elsewhere else configs, line)
+    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
+    sweep.check_runs(checked, line)
     if line.cfg or line.check:
         return 0
-    job = Job(folder, frozenset(common_words(line.words)), line.config_dir, os.getpid(), has_sweeper=sweeper != "basic")
-    job.begin()
-    if any(demo.is_missing(config.data.train or ()) for config in configs):
+    jobs = JobFolder(swept.folder)
+    jobs.begin()
+    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
         demo.main()  # once, and not in several jobs at the same time
-    if elsewhere:
-        prepare_slurm(chosen.launcher)
-        print_line(f"submitting the runs to Slurm; what they print is in {folder}/.submitit")
-    defaults = defaults_of(chosen, configs[0].sweep.metric)
-    typed = {key_of(word) for word in of_hydra}
-    words = [*of_hydra, *(f"{key}={value}" for key, value in defaults.items() if key not in typed)]
+    if swept.is_on_slurm:
+        prepare_slurm(swept.hydra.launcher)
+        print_line(f"submitting the runs to Slurm; what they print is in {swept.folder}/.submitit")
+    common = frozenset(common_words(swept.run_words))
+    job = Job(jobs, common, line.config_dir, os.getpid(), has_sweeper=swept.has_sweeper)
     try:
-        with library(f"hydra/launcher={launcher} hydra/sweeper={sweeper}"), job.passing_signals_on(launcher):
-            launch(job, [*words, *line.words])
-    except SystemExit as stopped:  # by a signal to a run in this process
+        launch(job, swept)
+    except SystemExit as stopped:  # AfterSignal.LEAVE_SWEEP
         return int(stopped.code or 0)
-    except StoppedError:
-        raise
     except UserError as error:  # Optuna's too: no run has a result
-        if not job.failed():
+        if isinstance(error, StoppedError) or not jobs.failed():
             raise
         print_failure(error)
-        return sweep.report_end(folder, job.failed())
+        return sweep.report_end(swept.folder, jobs.failed())
     except KeyboardInterrupt:
-        if elsewhere:
+        if swept.is_on_slurm:
             print_line("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
         raise
-    if (results := folder / "optimization_results.yaml").is_file() and sweeper == "optuna":
-        print_best(files.read_record(results), configs[0].sweep.metric)
-    return sweep.report_end(folder, job.failed())
+    results = swept.folder / "optimization_results.yaml"
+    if swept.sweeper == "optuna" and results.is_file():
+        print_best(files.read_record(results), swept.metric)
+    return sweep.report_end(swept.folder, jobs.failed())
 
 
-def composed_runs(line: Namespace) -> tuple[DictConfig, Path, list[TrainConfig]]:
-    """Hydra's own settings, the sweep's folder, and its runs. Changes the line's words to the runs'. Raises UserError.
-
-    Where a sweeper chooses the values, the runs are not known. Then this returns one that it may choose.
-    """
-    of_hydra = [word for word in line.words if compose.is_hydra_setting(word)]
-    chosen = settings_of_plugins(of_hydra)
+def compose_sweep(words: Sequence[str], config_dir: str | None) -> PluginSweep:
+    """Compose the settings of Hydra, of its plugins and of the runs. Raises UserError."""
+    hydra_words = [word for word in words if compose.is_hydra_setting(word)]
+    chosen = hydra_settings(hydra_words)
     check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
-    others = [word for word in line.words if word not in of_hydra]
-    _, line.words = compose.overrides("train", others, sweep=True)
+    _, run_words = compose.overrides("train", [word for word in words if word not in hydra_words], sweep=True)
     all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
-    return chosen, *(sweep.runs_of(line) if all_known else first_run(line))
+    folder, configs = (sweep.runs_of if all_known else first_run)(run_words, config_dir)
+    return PluginSweep(hydra_words, run_words, chosen, folder, configs)
 
 
 def key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def settings_of_plugins(words: Sequence[str]) -> DictConfig:
+def hydra_settings(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings with the words, composed. Raises UserError for what it or the plugins do not know."""
     for word in words:
         key = key_of(word)
@@ -131,7 +153,7 @@ def settings_of_plugins(words: Sequence[str]) -> DictConfig:
                 "hydra.launcher.partition=gpu; the sweep's folder is run=NAME"
             )
     groups = [word for word in words if key_of(word) in GROUPS]
-    chosen = composed(groups)
+    chosen = compose_hydra(groups)
     for word in words:
         key = key_of(word)
         section = ".".join(key.split(".")[:2])
@@ -139,18 +161,20 @@ def settings_of_plugins(words: Sequence[str]) -> DictConfig:
             continue
         allowed = [f"{section}.{name}" for name in OmegaConf.select(chosen, section.removeprefix("hydra."))]
         if ".".join(key.split(".")[:3]) not in allowed:
-            of = chosen.runtime.choices[section.replace(".", "/")]
-            raise UserError(f"{word}: {section.replace('.', '/')}={of} has no such setting{nearest(key, allowed)}")
-    return composed(words)
+            group = section.replace(".", "/")
+            choice = chosen.runtime.choices[group]
+            raise UserError(f"{word}: {group}={choice} has no such setting{nearest(key, allowed)}")
+    return compose_hydra(words)
 
 
-def composed(words: Sequence[str]) -> DictConfig:
-    """Hydra's own settings. Raises UserError."""
+def compose_hydra(words: Sequence[str]) -> DictConfig:
+    """Hydra's own settings. Raises UserError for a package that is not installed."""
     try:
         return compose.composed("train", words, with_own=True).hydra
     except compose.HYDRA_ERRORS as error:
         for word in words:
-            if key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA and "Could not find" in str(error):
+            is_plugin = key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA
+            if is_plugin and "Could not find" in str(error):
                 raise UserError(f"{word}: its package is not installed; pip install 'clipscale[sweeps]'") from error
         raise compose.one_line_error(error) from error
 
@@ -167,7 +191,7 @@ def check_launcher(name: str, launcher: DictConfig) -> None:
         raise UserError(f"hydra.launcher.backend={launcher.backend}: runs need processes of their own; leave it out")
 
 
-def parsed(words: Sequence[str]) -> list[Override]:
+def parse(words: Sequence[str]) -> list[Override]:
     """Words as Hydra reads them. Raises UserError."""
     try:
         return OverridesParser.create().parse_overrides(list(words))
@@ -178,30 +202,30 @@ def parsed(words: Sequence[str]) -> list[Override]:
 def common_words(words: Sequence[str]) -> list[str]:
     """The words with one value, which all runs of a sweep have, as Hydra gives them to a job."""
     return [
-        f"{each.get_key_element()}={each.get_value_element_as_str()}"
-        for each in parsed(words)
-        if not each.is_sweep_override()
+        f"{override.get_key_element()}={override.get_value_element_as_str()}"
+        for override in parse(words)
+        if not override.is_sweep_override()
     ]
 
 
-def first_run(line: Namespace) -> tuple[Path, list[TrainConfig]]:
+def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[TrainConfig]]:
     """The sweep's folder, and the run with the first of each key's values. Raises UserError."""
-    words = common_words(line.words)
-    for each in parsed(line.words):
-        if each.is_interval_sweep():
-            interval: Any = each.value()
-            words.append(f"{each.get_key_element()}={interval.start}")
-        elif each.is_sweep_override():
-            words.append(f"{each.get_key_element()}={next(each.sweep_string_iterator())}")
-    config = compose.settings("train", words, line.config_dir)
+    chosen = common_words(words)
+    for override in parse(words):
+        if override.is_interval_sweep():
+            interval: Any = override.value()
+            chosen.append(f"{override.get_key_element()}={interval.start}")
+        elif override.is_sweep_override():
+            chosen.append(f"{override.get_key_element()}={next(override.sweep_string_iterator())}")
+    config = compose.settings("train", chosen, config_dir)
     folder = sweep.folder_of(config.run)
     return folder, [sweep.of_sweep(config, folder, "first")]
 
 
-def defaults_of(chosen: DictConfig, metric: str) -> Record:
-    """Values that suit runs, for keys that the launcher and the sweeper have."""
-    low = not metric or metric.rpartition("/")[2] in LOWER_IS_BETTER
-    wanted = {
+def default_words(swept: PluginSweep) -> list[str]:
+    """Words with values that suit runs, for keys that the launcher and the sweeper have and nobody has typed."""
+    low = not swept.metric or swept.metric.rpartition("/")[2] in LOWER_IS_BETTER
+    suitable = {
         # as often as its time limit ends it: a requeued run goes on where it was
         "hydra.launcher.max_num_timeout": 1000,
         "hydra.sweeper.direction": "minimize" if low else "maximize",
@@ -210,9 +234,13 @@ def defaults_of(chosen: DictConfig, metric: str) -> Record:
         # the same command again proposes the same values, whose runs are complete
         "hydra.sweeper.sampler.seed": 0,
     }
-    sections: Record = {section: OmegaConf.select(chosen, section.removeprefix("hydra.")) for section in SECTIONS}
-    sections["hydra.sweeper.sampler"] = sections["hydra.sweeper"].get("sampler") or {}
-    return {key: value for key, value in wanted.items() if key.rpartition(".")[2] in sections[key.rpartition(".")[0]]}
+    typed = {key_of(word) for word in swept.hydra_words}
+    words = []
+    for key, value in suitable.items():
+        section, _, name = key.removeprefix("hydra.").rpartition(".")
+        if key not in typed and name in (OmegaConf.select(swept.hydra, section) or {}):
+            words.append(f"{key}={value}")
+    return words
 
 
 def prepare_slurm(launcher: DictConfig) -> None:
@@ -226,22 +254,30 @@ def prepare_slurm(launcher: DictConfig) -> None:
         os.environ["SRUN_CPUS_PER_TASK"] = str(launcher.cpus_per_task)
 
 
-def launch(job: "Job", words: Sequence[str]) -> None:
-    """Call Hydra's main with the words of a command line. What it and its plugins raise passes."""
+def launch(job: "Job", swept: PluginSweep) -> None:
+    """Start the jobs by Hydra's main. Raises UserError for what a plugin raises, and StoppedError."""
+    typed = sys.argv
+    sys.argv = ["clipscale", "--multirun", *hydra_command_line(job, swept)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
+    signals = passing_signals_on(job.jobs) if swept.launcher == "joblib" else nullcontext()
+    try:
+        with library(f"hydra/launcher={swept.launcher} hydra/sweeper={swept.sweeper}"), signals:
+            hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
+    finally:
+        sys.argv = typed
+
+
+def hydra_command_line(job: "Job", swept: PluginSweep) -> list[str]:
+    """The words of the sweep as Hydra's main takes them."""
+    words = [*swept.hydra_words, *default_words(swept), *swept.run_words]
     declared = [f"++{word}" if compose.is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
-    of_hydra = [
-        f"hydra.sweep.dir={compose.quoted(str(job.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
+    own = [
+        f"hydra.sweep.dir={compose.quoted(str(swept.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",
     ]  # fmt: skip
     if job.config_dir:
-        of_hydra.append(f"hydra.searchpath=[file://{Path(job.config_dir).resolve()}]")
-    typed = sys.argv
-    sys.argv = ["clipscale", "--multirun", *declared, *of_hydra]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
-    try:
-        hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
-    finally:
-        sys.argv = typed
+        own.append(f"hydra.searchpath=[file://{Path(job.config_dir).resolve()}]")
+    return [*declared, *own]
 
 
 def print_best(results: Record, metric: str) -> None:
@@ -259,19 +295,38 @@ def objective(result: RunResult, metric: str) -> float:
     metrics = result["eval"][label] if metric and label else {"loss": result["loss"]}
     key = metric.rpartition("/")[2] or "loss"
     if key not in metrics or (metric and label is None):
-        measured = [f"{label}/{each}" for label, metrics in result["eval"].items() for each in metrics]
+        measured = [f"{label}/{name}" for label, metrics in result["eval"].items() for name in metrics]
         raise UserError(f"sweep.metric={metric}: the run has {one_of(measured)}; the same command with one of them")
     if not math.isfinite(metrics[key]):
         raise UserError(f"sweep.metric={metric}: it is {metrics[key]} after the run; the sweeper cannot use that")
     return metrics[key]
 
 
+class AfterSignal(Enum):
+    """What a job does after a signal has ended its run."""
+
+    # The run was in the process of the command line: that leaves the sweep.
+    LEAVE_SWEEP = auto()
+    # On Slurm: put the job back into the queue, as `launch/slurm.sh` does.
+    REQUEUE = auto()
+    # Count the run as failed, and go on with the sweep.
+    COUNT_AS_FAILED = auto()
+
+
+def after_signal(number: int, *, in_parent: bool) -> AfterSignal:
+    """`in_parent`: the run was in the process of the command line."""
+    if in_parent:
+        return AfterSignal.LEAVE_SWEEP
+    if "SUBMITIT_EXECUTOR" in os.environ and number == signal.SIGTERM:
+        return AfterSignal.REQUEUE
+    return AfterSignal.COUNT_AS_FAILED
+
+
 @dataclass(frozen=True)
 class Job:
     """What a launcher calls for each run, perhaps in another process or on another machine, where it is unpickled."""
 
-    # The sweep's folder.
-    folder: Path
+    jobs: JobFolder
     # The words that all runs share, so that the others name a run's folder.
     common: frozenset[str]
     config_dir: str | None
@@ -282,98 +337,73 @@ class Job:
 
     def __call__(self, _: DictConfig) -> float | None:
         """Train the run, and return its result; None without one. For a sweeper, raises UserError and WorkerError."""
-        here = os.getpid() == self.parent
-        if not here:
+        in_parent = os.getpid() == self.parent
+        if not in_parent:
             multiprocessing.set_start_method(None, force=True)  # not joblib's own, which a run's processes do not know
             prepare_output()
             prepare_torch()
             outlive_output()
-        os.environ.setdefault("WANDB_RUN_GROUP", self.folder.name)  # wandb shows the runs as one group
+        os.environ.setdefault("WANDB_RUN_GROUP", self.jobs.sweep.name)  # wandb shows the runs as one group
         job = HydraConfig.get()
         words = [word.lstrip("+") for word in job.overrides.task]
         GlobalHydra.instance().clear()  # it has composed the job
         name = sweep.folder_name([word for word in words if word not in self.common])
-        with self.alone(name) as note:
-            if (self.folder / JOBS / STOPPING).exists():
+        with self.jobs.lock(name):
+            if self.jobs.is_stopping:
                 return None
             print_line(f"run {job.job.num + 1}: {name}")
             try:
-                config = sweep.of_sweep(compose.settings("train", words, self.config_dir), self.folder, name)
-                cli_train.check(config)
-                cli_train.check_weights(config)
-                return objective(cli_train.main(config, isolated=True), config.sweep.metric)
+                return self.train(words, name)
+            except StoppedError as stopped:
+                then = after_signal(stopped.number, in_parent=in_parent)
+                if then is AfterSignal.LEAVE_SWEEP:
+                    print_line(stopped, error=True)
+                    raise SystemExit(128 + stopped.number) from stopped
+                if then is AfterSignal.REQUEUE:
+                    print_line(stopped, error=True)
+                    signal.raise_signal(signal.SIGTERM)  # submitit requeues the job, and ends this process
+                self.report_failure(name, stopped)
             except (UserError, OSError, local.WorkerError) as error:
-                if isinstance(error, StoppedError):
-                    leave(error, here=here)
-                print_failure(error, getattr(error, "details", ""))
-                note.write(one_line(error))
-                if self.has_sweeper:
-                    raise
-                return None
+                self.report_failure(name, error)
+        return None
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[IO[str]]:
-        """Hold the run's file: a job with equal values waits here until this one has ended, and finds it complete."""
-        with (self.folder / JOBS / name).open("a") as file:
-            with suppress(OSError):  # without locks there is still the run's own, which says so
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(0)
-            yield file
+    def train(self, words: Sequence[str], name: str) -> float:
+        """Check and train the run; the result for the sweeper."""
+        config = sweep.of_sweep(compose.settings("train", words, self.config_dir), self.jobs.sweep, name)
+        cli_train.check(config)
+        cli_train.check_weights(config)
+        return objective(cli_train.main(config, isolated=True), config.sweep.metric)
 
-    def begin(self) -> None:
-        """Forget what failed in an earlier sweep of this folder."""
-        (self.folder / JOBS).mkdir(parents=True, exist_ok=True)
-        for name in (STOPPING, *self.failed()):
-            (self.folder / JOBS / name).unlink(missing_ok=True)
-
-    def failed(self) -> list[str]:
-        """The names of the runs that have failed."""
-        return sorted(note.name for note in (self.folder / JOBS).iterdir() if note.read_text())
-
-    @contextmanager
-    def passing_signals_on(self, launcher: str) -> Iterator[None]:
-        """Around joblib's work: at a signal all runs save, and then StoppedError is raised.
-
-        joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
-        no child of it.
-        """
-        if launcher != "joblib":
-            yield
-            return
-
-        def stop(number: int, _: object) -> None:
-            if (self.folder / JOBS / STOPPING).exists():
-                raise KeyboardInterrupt
-            (self.folder / JOBS / STOPPING).touch()
-            if number not in TO_GROUP:
-                for child in psutil.Process().children():
-                    child.send_signal(number)
-            for note in (self.folder / JOBS).iterdir():
-                with note.open("a") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX)
-            raise StoppedError("stopped: the same command goes on", number)
-
-        numbers = (*TO_GROUP, signal.SIGTERM, signal.SIGUSR1)
-        before = {
-            number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def report_failure(self, name: str, error: Exception) -> None:
+        """Print why the run has failed, and note it; for a sweeper, raise it again."""
+        print_failure(error, getattr(error, "details", ""))
+        self.jobs.note_failure(name, one_line(error))
+        if self.has_sweeper:
+            raise error
 
 
-def leave(stopped: StoppedError, *, here: bool) -> None:
-    """After a signal has ended a run, do one of these:
+@contextmanager
+def passing_signals_on(jobs: JobFolder) -> Iterator[None]:
+    """Around joblib's work: at the first signal all runs save, and then StoppedError is raised.
 
-    - The run is in this process: leave the sweep.
-    - On Slurm, after SIGTERM: put the job back into the queue, as `launch/slurm.sh` does.
-    - Otherwise return: the run counts as failed.
+    joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
+    no child of it.
     """
-    if here:
-        print_line(stopped, error=True)
-        raise SystemExit(128 + stopped.number)
-    if "SUBMITIT_EXECUTOR" in os.environ and stopped.number == signal.SIGTERM:
-        print_line(stopped, error=True)
-        signal.raise_signal(signal.SIGTERM)  # submitit requeues the job, and ends this process
+
+    def stop(number: int, _: object) -> None:
+        if jobs.is_stopping:
+            raise KeyboardInterrupt
+        jobs.stop()
+        if number not in TO_GROUP:
+            for child in psutil.Process().children():
+                child.send_signal(number)
+        jobs.wait_for_jobs()
+        raise StoppedError("stopped: the same command goes on", number)
+
+    numbers = (*TO_GROUP, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

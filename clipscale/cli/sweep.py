@@ -36,7 +36,7 @@ def main(name: str, line: Namespace) -> int:
         from clipscale.cli import plugins
 
         return plugins.main(line)
-    folder, configs = runs_of(line)
+    folder, configs = runs_of(line.words, line.config_dir)
     warn_of_metric(configs[0])
     check_runs(configs, line)
     if line.cfg or line.check:
@@ -86,17 +86,18 @@ def warn_of_metric(config: TrainConfig) -> None:
         )
 
 
-def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
+def runs_of(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[TrainConfig]]:
     """The sweep's folder and its runs. Each run has its own folder, and its own address of a copy.
 
     Raises UserError where two runs would share them.
     """
-    runs = {repr(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
-    combinations = [*runs.values()]  # combinations with equal settings run once
+    by_settings = {repr(config): (differing, config) for differing, config in compose.combinations(words, config_dir)}
+    combinations = [*by_settings.values()]  # combinations with equal settings run once
     folder = folder_of(combinations[0][1].run)
-    names = [folder_name(words) for words, _ in combinations]
+    names = [folder_name(differing) for differing, _ in combinations]
     configs = [of_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
-    if shared := {name for name in names if names.count(name) > 1}:
+    shared = {name for name in names if names.count(name) > 1}
+    if shared:
         raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
     return folder, configs
 

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 
+from clipscale.cli.job_folder import JOBS
 from clipscale.cli.main import main
-from clipscale.cli.plugins import JOBS, Job, objective
+from clipscale.cli.plugins import objective
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
@@ -103,27 +103,6 @@ def test_a_sweeper_gets_the_metric_of_a_set_or_the_last_loss(metric: str, value:
 def test_a_result_that_a_sweeper_cannot_use_is_one_line(result: dict, metric: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
         objective(result, metric)
-
-
-def test_a_job_with_equal_values_waits_for_the_first_ones_end(tmp_path: Path) -> None:
-    job = Job(tmp_path, frozenset(), None, parent=0, has_sweeper=True)
-    job.begin()
-    entered, first = Event(), job.alone("seed=1")
-
-    def second() -> None:
-        with job.alone("seed=1"):
-            entered.set()
-
-    with first, job.alone("seed=2") as note:
-        note.write("went wrong")
-        thread = Thread(target=second)
-        thread.start()
-        assert not entered.wait(0.2)
-    thread.join(10)
-    assert entered.is_set()
-    assert job.failed() == ["seed=2"]
-    job.begin()
-    assert job.failed() == []
 
 
 WITHOUT = "import sys; sys.modules['hydra_plugins'] = None; from clipscale.cli.main import main; sys.exit(main())"
