@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> RunResult:
     lock = RunLock(Path(config.run))
     copies = None
     try:
-        world.on_main(lock.acquire)
+        world.run_on_rank0(lock.acquire)
         check_shared(lock.folder, world)
         while True:
             ready = begin(config, world, copies)
@@ -86,7 +86,7 @@ class TrainLoop:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
         ready = self.ready
-        self.stream.while_waiting(self.stop.poll_while_waiting)
+        self.stream.poll_while_waiting(self.stop.poll_while_waiting)
         with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_completed_steps(self):
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
@@ -121,7 +121,7 @@ class TrainLoop:
                 show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
-            result = trainer.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk(len(batch)))
+            result = trainer.run(batch, self.stream, number, save=overdue, poll=self.make_poll(len(batch)))
         self.step = number  # what fails from here on undoes nothing
         self.loss = result.loss
         stage = ready.stage
@@ -130,18 +130,21 @@ class TrainLoop:
         trainer.set_keep_budget(result.phases)
         return result.agreement
 
-    def before_chunk(self, local_batch: int) -> Callable[[], None]:
-        """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
-        step as soon as the device has finished it. Never waits for the device."""
+    def make_poll(self, local_batch: int) -> Callable[[], None]:
+        """What a step calls before each chunk. It never waits for the device.
+
+        It ends the step at a signal (a collective; see `Stop.poll`), shows progress, and logs the previous step as soon
+        as the device has finished it.
+        """
         number = count()
         records = self.ready.records
 
-        def call() -> None:
+        def poll() -> None:
             self.stop.poll()
             records.poll()
             records.progress(f"step {self.step + 1}", next(number), self.trainer.cache.num_chunks(local_batch))
 
-        return call
+        return poll
 
     def evaluate(self) -> Results:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
@@ -157,8 +160,8 @@ class TrainLoop:
                 self.world,
                 autocast=trainer.precision.autocast,
                 file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
-                before_batch=partial(self.stop.poll, every_call=True),
-                while_waiting=self.stop.poll_while_waiting,
+                poll=partial(self.stop.poll, every_call=True),
+                poll_while_waiting=self.stop.poll_while_waiting,
                 progress=records.progress,
             )
         reshard(trainer.model)

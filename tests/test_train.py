@@ -191,10 +191,10 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception
         filled.append(step)
         fill(loader, step)
 
-    def lose(loader: InProcess, needed: Sequence[int], *tick: Any) -> Any:
+    def lose(loader: InProcess, needed: Sequence[int], *poll: Any) -> Any:
         if rank == world - 1 and filled[-1] == 3 and needed:
             raise error
-        return receive(loader, needed, *tick)
+        return receive(loader, needed, *poll)
 
     with (
         mock.patch.multiple(InProcess, fill=record, receive=lose),

@@ -22,7 +22,7 @@ from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
-from clipscale.common.errors import UserError, library, one_line
+from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
     ANSWER_S,
@@ -105,7 +105,7 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
     error.
     """
     unreadable = f"checkpoint.copy={address} cannot be read"
-    with library(unreadable, "; checkpoint.copy= goes on without it"):
+    with to_user_error(unreadable, "; checkpoint.copy= goes on without it"):
         store = open_store(address)
         try:
             in_store = complete_checkpoints(store, run)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META
-from clipscale.common.errors import UserError, library, one_line
+from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.hardware import cores
 from clipscale.own_machine.limits import as_user_error
@@ -102,7 +102,7 @@ def read_meta(path: Path) -> Meta:
             return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
 
-    with reading(path):
+    with damage_to_user_error(path):
         check_inside(path / META, path)
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
@@ -115,7 +115,7 @@ def read_meta(path: Path) -> Meta:
 
 def read_values(path: Path) -> Saved:
     """A checkpoint without its tensors. Raises UserError."""
-    with reading(path):
+    with damage_to_user_error(path):
         return Saved.of(read_meta(path)["values"])
 
 
@@ -148,7 +148,10 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
         if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
             raise ValueError(f"size or checksum of {name} differs")
 
-    with reading(path), ThreadPool(cores()) as threads:  # a signal leaves it at once, also where a disk is silent
+    with (
+        damage_to_user_error(path),
+        ThreadPool(cores()) as threads,
+    ):  # a signal leaves it at once, also where a disk is silent
         threads.map(check, list(meta["files"])[rank::world])
 
 
@@ -161,7 +164,7 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Raises UserError."""
         path = Path(self.checkpoint_id)
-        with library(f"checkpoint {path} is damaged or not a checkpoint"):
+        with to_user_error(f"checkpoint {path} is damaged or not a checkpoint"):
             check_inside(path / ".metadata", path)
             with (path / ".metadata").open("rb") as file:
                 metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
@@ -224,13 +227,13 @@ def load(
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    with reading(path):
+    with damage_to_user_error(path):
         return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Around what reads a checkpoint's files: raise UserError where they are something else."""
+def damage_to_user_error(path: Path) -> Iterator[None]:
+    """Around what reads a checkpoint's files: turns DAMAGED into a UserError."""
     try:
         yield
     except DAMAGED as error:

@@ -26,7 +26,7 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    candidates = world.on_all(lambda: candidates_of(run_dir, resume))
+    candidates = world.raise_together(lambda: candidates_of(run_dir, resume))
     if any(others != candidates for others in world.all_gather_object(candidates)):
         raise UserError(
             f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
@@ -35,16 +35,16 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
     undamaged = None
     for candidate in candidates:
         try:
-            world.on_all(partial(verify, candidate, world.rank, world.size))
+            world.raise_together(partial(verify, candidate, world.rank, world.size))
         except UserError as error:
             damaged[candidate] = str(error)
         else:
             undamaged = candidate
             break
-    if copy and world.on_main(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
+    if copy and world.run_on_rank0(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
         return to_resume(run_dir, resume, world)
     if undamaged:
-        world.on_main(partial(set_damaged_aside, damaged, undamaged, rename=resume == "auto"))
+        world.run_on_rank0(partial(set_damaged_aside, damaged, undamaged, rename=resume == "auto"))
     elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
     return undamaged

@@ -32,7 +32,7 @@ from clipscale.cli import train as cli_train
 from clipscale.cli.job_folder import JobFolder
 from clipscale.common import files
 from clipscale.common.checkpoints import LOWER_IS_BETTER, Best
-from clipscale.common.errors import StoppedError, UserError, library, one_line
+from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
 from clipscale.common.terminal import print_failure, print_line
@@ -261,7 +261,7 @@ def launch(job: "Job", swept: PluginSweep) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
     signals = passing_signals_on(job.jobs) if swept.launcher == "joblib" else nullcontext()
     try:
-        with library(f"hydra/launcher={swept.launcher} hydra/sweeper={swept.sweeper}"), signals:
+        with to_user_error(f"hydra/launcher={swept.launcher} hydra/sweeper={swept.sweeper}"), signals:
             hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
     finally:
         sys.argv = typed

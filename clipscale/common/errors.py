@@ -50,11 +50,12 @@ class LoaderError(DataError):
 
 
 @contextmanager
-def library(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around work of a library: each of its errors becomes a UserError, `PROBLEM (why)REMEDY`.
+def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
+    """Around work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.
 
-    `why` begins with the error's type where a mistake in this program could raise the same. AssertionError, NameError
-    pass if this program raised them: they are bugs. A library that raises them refuses what it was given.
+    AttributeError, TypeError and LookupError keep their type's name in `why`, since they may be a bug of this program.
+    AssertionError and NameError are bugs if this program raised them, and pass unchanged. From a library they mean that
+    it refuses what it was given.
     """
     try:
         yield
@@ -68,12 +69,11 @@ def library(problem: str, remedy: str = "") -> Iterator[None]:
 
 
 def _of_another(error: BaseException) -> bool:
-    """Whether the error comes from another package than the block inside `library`."""
-    _library, block, *called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    block_package, package = (
-        frame.f_globals.get("__name__", "").partition(".")[0] for frame in (block, [block, *called][-1])
-    )
-    return block_package != package
+    """Whether the error comes from another package than the block inside `to_user_error`."""
+    # The first frame is that of `to_user_error`.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
+    return packages[0] != packages[-1]
 
 
 def one_line(error: BaseException) -> str:

@@ -111,8 +111,8 @@ def write_json(path: Path, value: object) -> None:
 
 
 @contextmanager
-def reported(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
-    """Report that a file cannot be read or written as a UserError: `WHAT: PATH (why); REMEDY`."""
+def to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
+    """Around what reads or writes a file: turns DAMAGED into a UserError, `SUBJECT: PATH (why); REMEDY`."""
     try:
         yield
     except DAMAGED as error:
@@ -159,5 +159,5 @@ def check_inside(path: Path, folder: Path) -> None:
 def settings_of_run(folder: Path) -> Record:
     """The settings of a run; empty: it has none. Raises UserError where its file is damaged."""
     path = folder / "config.yaml"
-    with reported("the run's", path, "start the run again, which sets it aside, or move it away"):
+    with to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return read_record(path)

@@ -119,23 +119,26 @@ class World:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0 alone; returns its result on every rank, or raises its UserError on every rank."""
-        box: list[Any] = [self.on_all(lambda: work() if self.is_rank0 else None)]
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0 alone, and broadcast its result, or its UserError for all to raise. A collective."""
+        box: list[Any] = [self.raise_together(lambda: work() if self.is_rank0 else None)]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def on_all(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank; returns each rank's own result, or raises one rank's UserError on every rank."""
+    def raise_together(self, work: Callable[[], T]) -> T:
+        """Call `work` on every rank; returns this rank's own result. A collective: it gathers the ranks' errors.
+
+        If any rank raises UserError, every rank raises the first of them.
+        """
         problem: UserError | None = None
         try:
             result = work()
         except UserError as error:
             problem = error
-        for each in self.all_gather_object(problem):
-            if each:
-                raise each if self.size == 1 else each.of_all_ranks()
+        for error_of_rank in self.all_gather_object(problem):
+            if error_of_rank:
+                raise error_of_rank if self.size == 1 else error_of_rank.of_all_ranks()
         return result
 
     def leave_signal(self, number: int) -> None:

@@ -30,7 +30,7 @@ from clipscale.models.towers import ClipModel
 
 T = TypeVar("T")
 
-# Seconds between two calls of `Encoder.while_waiting`.
+# Seconds between two calls of `Encoder.poll_while_waiting`.
 POLL_S = 0.25
 # The rank of a query that finds no answer: a miss at every k. Also the rank of an image that is left out.
 MISSED = torch.iinfo(torch.int64).max
@@ -63,9 +63,9 @@ class Encoder:
     batch: int
     threads: int
     # Called equally often on every rank; what it raises ends the evaluation.
-    before_batch: Callable[[], None] = lambda: None
+    poll: Callable[[], None] = lambda: None
     # Called a few times a second while this rank waits for pictures; what it raises ends the evaluation.
-    while_waiting: Callable[[], None] = lambda: None
+    poll_while_waiting: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""
@@ -91,7 +91,7 @@ class Encoder:
 
     def text(self, texts: list[str]) -> Tensor:
         """Features (n, D) of one batch of texts."""
-        self.before_batch()
+        self.poll()
         tokens_nT = self.model.tokenizer(texts)
         with self.autocast():
             return self.model.text(tokens_nT.to(self.world.device))
@@ -159,7 +159,7 @@ class Encoder:
             shown = self.with_progress(batches, f"{label}'s pictures")
             for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):
                 decoded = self.wait_for(pending, [(blank, "")] * len(span))
-                self.before_batch()
+                self.poll()
                 reasons.update(reason for _, reason in decoded if reason)
                 usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
                 pixels = torch.from_numpy(np.stack([image for image, _ in decoded] or [blank])).to(self.world.device)
@@ -170,19 +170,19 @@ class Encoder:
                     else:
                         features = self.model.image(pixels)
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
-        self.world.on_all(self.check)
+        self.world.raise_together(self.check)
         self.broken = sum(self.world.all_gather_object(reasons), Counter())
 
     def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
         """The results of `pending`, waited for in slices.
 
-        If `while_waiting` fails on one of several ranks, that rank goes on with `substitutes`. The other ranks learn of
-        the failure in a later `before_batch`, or at the end.
+        If `poll_while_waiting` fails on one of several ranks, that rank goes on with `substitutes`. The other ranks
+        learn of the failure in a later `poll`, or at the end.
         """
         while not (self.failure or pending.ready()):
             pending.wait(POLL_S)
             try:
-                self.while_waiting()
+                self.poll_while_waiting()
             except UserError as error:
                 if self.world.size == 1:
                     raise

@@ -77,8 +77,8 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     file: ResultsFile | None = None,
-    before_batch: Callable[[], None] = lambda: None,
-    while_waiting: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
+    poll_while_waiting: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
@@ -90,8 +90,9 @@ def evaluate(
 
     Args:
         file: rank 0 writes into it after each set.
-        before_batch: called equally often on every rank. What it raises ends the evaluation.
-        while_waiting: called a few times a second on a rank that waits for pictures. What it raises does the same.
+        poll: called before each batch, equally often on every rank. What it raises ends the evaluation.
+        poll_while_waiting: called a few times a second on a rank that waits for pictures. What it raises does the
+            same.
         progress: `progress(task, done, total)` is called after each batch.
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
@@ -102,8 +103,8 @@ def evaluate(
         autocast,
         evaluation.batch,
         threads=min(8, cores_of_rank()),
-        before_batch=before_batch,
-        while_waiting=while_waiting,
+        poll=poll,
+        poll_while_waiting=poll_while_waiting,
         progress=progress,
         objective=evaluation.objective,
         sizes=evaluation.sizes,

@@ -42,15 +42,17 @@ def work(config: EvalRunConfig) -> Results:
     run = folder if config.run else None
     world = init_world(config.device, config.launch.timeout_s)
     try:
-        sets = world.on_all(lambda: chosen_sets(config.eval))  # before a model is loaded: a mistyped path is reported
+        sets = world.raise_together(
+            lambda: chosen_sets(config.eval)
+        )  # before a model is loaded: a mistyped path is reported
         precision = Precision.of(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)
         with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
             show_task("loading the model")
-            model, settings, step = world.on_all(
-                partial(load_any, run, config.which, config.eval.weights, config.model, world.on_main)
+            model, settings, step = world.raise_together(
+                partial(load_any, run, config.which, config.eval.weights, config.model, world.run_on_rank0)
             )
             source = {"model": settings.name, "source": config.model.weights}
             facts = {"checkpoint": Path(config.which).name} if run else source

@@ -61,7 +61,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
     if lock is None:
         yield
         return
-    removed = world.on_main(lock.renew)
+    removed = world.run_on_rank0(lock.renew)
     yield
     if removed:
         saver.wait()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.errors import library
+from clipscale.common.errors import to_user_error
 from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig, Preprocess
 from clipscale.config.parse import dataclass_from
@@ -74,7 +74,7 @@ def _of_others(folder: Path) -> FolderConfig:
     pixels = hugging_face.pixels(folder, model_type)
     if tower:
         return FolderConfig(pixels=pixels)
-    with library(f"{folder / CONFIG} describes no model that can be built here"):  # no model= would help
+    with to_user_error(f"{folder / CONFIG} describes no model that can be built here"):  # no model= would help
         description = hugging_face.description(content)
     text = description["text_cfg"]
     if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description, pretrained
@@ -63,9 +63,9 @@ class Source:
     # Which of several sets of weights; empty: the usual one.
     key: str = ""
 
-    def reading(self) -> AbstractContextManager[None]:
+    def to_user_error(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""
-        return library(f"{self.setting} cannot be read as weights")
+        return to_user_error(f"{self.setting} cannot be read as weights")
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -74,7 +74,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     source = local_source(value, setting)
     if source:
         return source
-    with library(f"{origin} cannot be fetched", FETCH_REMEDY):
+    with to_user_error(f"{origin} cannot be fetched", FETCH_REMEDY):
         if value.startswith(HUB):
             return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
         return _of_tag(value, name.replace("/", "-"), origin)
@@ -168,7 +168,7 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
     if config.name or not value.startswith(HUB):
         return config
     origin = f"model.weights={value!r}"
-    with library(f"{origin} cannot be fetched", FETCH_REMEDY):
+    with to_user_error(f"{origin} cannot be fetched", FETCH_REMEDY):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
         return with_architecture_of(
             config, Source(origin, folder, model=described_model(folder, value.rpartition("/")[2]))
@@ -178,7 +178,7 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
 def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
     description = config.description
-    with source.reading():
+    with source.to_user_error():
         shapes = shapes_of(source.shards, source.key, source.setting)
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
@@ -206,7 +206,7 @@ def _in_run(folder: Path, origin: str, key: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
-    with files.reported(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
+    with files.to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
         files.check_inside(folder / META, folder)
         trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
     return Source(origin, folder, model=trained, key=key)
@@ -218,7 +218,7 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
         if is_run(folder):
             return _in_run(folder, origin, key)
         raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
-    with library(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
+    with to_user_error(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
         shards = _checked(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
@@ -265,7 +265,7 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
         if start.startswith(b"version https://"):
             raise UserError(f"{origin}: {path.name} is a pointer of Git LFS, not the weights; run `git lfs pull` there")
         if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
-            with Source(origin, path).reading(), zipfile.ZipFile(path) as archive:
+            with Source(origin, path).to_user_error(), zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
             if any(re.search(r"/(constants\.pkl|code/.*)$", member.filename) for member in members):
                 raise UserError(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.model import ModelConfig
@@ -220,7 +220,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     """
     needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-    with library(NO_DESCRIPTION, lacks):
+    with to_user_error(NO_DESCRIPTION, lacks):
         encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
         encoders.context_length = _length(description["text_cfg"], encoders.text)
         if has_own_trunk(description["vision_cfg"]):
@@ -261,7 +261,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     read: list[Tensor] = []  # by a captioner's decoder
     for name, tower, inputs, skipped in zip(TOWERS, (encoders.visual, encoders.text), (pixels, tokens), of_others):
         if not skipped:
-            with library(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
+            with to_user_error(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
                 rows = on_meta(tower.eval(), inputs)
                 if isinstance(encoders, CoCa):
                     rows, tokens_NTW = rows
@@ -269,7 +269,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
                 if getattr(rows, "shape", None) != (1, description["embed_dim"]):
                     raise ValueError("its output is no row of features of width embed_dim")
     if isinstance(encoders, CoCa):
-        with library(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
+        with to_user_error(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
             on_meta(encoders.text_decoder, *read)
     USABLE_DESCRIPTIONS.add(described)
 
@@ -370,7 +370,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     merged. Raises UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
-    with library(f"checkpoint {path} holds no model"):
+    with to_user_error(f"checkpoint {path} holds no model"):
         state = checkpoint.load(path, entries=("model", "ema"))
         if weights == "ema" and not state.ema:
             raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
@@ -382,7 +382,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 
 
 def load_any(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_main: Callable[..., ModelConfig]
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., ModelConfig]
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
 
@@ -390,5 +390,5 @@ def load_any(
     """
     if run is not None:
         return load_model(run, which, weights)
-    config = on_main(lambda: completed_by_weights(config))
+    config = on_rank0(lambda: completed_by_weights(config))
     return build_model(config).eval(), config, None

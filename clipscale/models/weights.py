@@ -18,7 +18,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models import adapters
 from clipscale.models.names import SHARED, listed, match_names, namings, weight_set
@@ -88,7 +88,7 @@ def has_correct_mask(source: Source) -> bool:
         return source.model.correct_cls_mask
     if not source.shards:
         return not source.model.is_captioner
-    with source.reading():
+    with source.to_user_error():
         names = shapes_of(source.shards, source.key, source.setting)
     return not any(DECODER in name for name in names)
 
@@ -126,7 +126,7 @@ def read(source: Source) -> Weights:
     state: Weights = {}
     others: tuple[str, ...] = ()
     for path in source.shards:
-        with source.reading():
+        with source.to_user_error():
             found_set = weight_set(_loaded(path), source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
         others += found_set.others
@@ -140,7 +140,7 @@ def read(source: Source) -> Weights:
     ]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
-    with source.reading():
+    with source.to_user_error():
         scale = adapters.factor(state, source.path.parent, source.setting)
         if scale:
             log.warning(f"{source.setting}: adds its adapters, times {scale:g}, to its weights")
@@ -178,7 +178,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
     """
     ours = encoders.state_dict()
     state = by_model_names(state, ours, source, prefix)
-    with library(f"{source.setting} does not fit this architecture"):  # conversion fails on unexpected shapes
+    with to_user_error(f"{source.setting} does not fit this architecture"):  # conversion fails on unexpected shapes
         state = dict(convert_state_dict(encoders, of_transformers(state)))
     theirs = sorted(state)
     state = {name: value for name, value in state.items() if name.startswith(prefix)}
@@ -255,7 +255,7 @@ def fill(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") 
     becomes_captioner = isinstance(encoders, CoCa) and not any(name.startswith(DECODER) for name in state)
     if becomes_captioner:
         state = {name: value for name, value in state.items() if not name.startswith(POOLED)}
-    with library(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
+    with to_user_error(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
         missing, left_over = encoders.load_state_dict(state, strict=False)
     problems = []
     missing = [name for name in missing if name.startswith(prefix)]

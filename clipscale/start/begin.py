@@ -120,7 +120,7 @@ def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     return Evaluation(
-        sets=world.on_all(lambda: chosen_sets(config.eval)),
+        sets=world.raise_together(lambda: chosen_sets(config.eval)),
         batch=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),

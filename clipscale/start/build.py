@@ -68,7 +68,9 @@ def build(start: Start, world: World) -> Parts:
         # Data first: its workers read while the model is built.
         show_task("opening the shards")
         side, tokenizer = inputs_of(config.model)
-        teachers = world.on_main(lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales))
+        teachers = world.run_on_rank0(
+            lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales)
+        )
         stream = undo.enter_context(data_stream(start, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
@@ -77,7 +79,7 @@ def build(start: Start, world: World) -> Parts:
             config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, start.stage.first
         )
         if start.step < schedule.end:
-            world.on_main(lambda: check_room(start.folder, least_saved_bytes(config)))
+            world.run_on_rank0(lambda: check_room(start.folder, least_saved_bytes(config)))
 
         show_task("building the model")
         torch.manual_seed(config.seed)
@@ -222,7 +224,7 @@ def data_stream(
         share,
         config.seed,
         position,
-        on_main=world.on_main,
+        on_rank0=world.run_on_rank0,
         largest_divisor=start.largest_divisor,
         teachers=teachers,
     )

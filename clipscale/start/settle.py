@@ -100,7 +100,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
     path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
     saved = checkpoint.read_values(path) if path else None
     if not config.model.name:
-        config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
+        config = replace(config, model=world.run_on_rank0(lambda: completed_by_weights(config.model, saved)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
     step = saved.step if saved else 0
@@ -109,7 +109,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
     trained = stages[number - 1] if is_stage_start else stages[number]
     check_fits(saved, config, trained)
     settings = by_stage[number]
-    model = world.on_main(lambda: completed_by_weights(settings.model, saved))
+    model = world.run_on_rank0(lambda: completed_by_weights(settings.model, saved))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)

@@ -27,11 +27,11 @@ def check_shared(folder: Path, world: World) -> None:
 
     def begin() -> tuple[str, str]:
         name = f".shared-{secrets.token_hex(8)}.tmp"
-        with files.reported("run", folder, "choose another run=PATH"):
+        with files.to_user_error("run", folder, "choose another run=PATH"):
             (folder / name).write_text(name)
         return name, socket.gethostname()
 
-    name, host = world.on_main(begin)
+    name, host = world.run_on_rank0(begin)
     token = folder / name
     try:
         seen = files.appears(token, len(name), NOTICE_S)

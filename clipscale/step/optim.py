@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
 # Optimizers -> numbers of state that they keep for each weight.
@@ -44,7 +44,7 @@ def build_optimizer(
     if config.name in FUSED and not options.keys() & {"foreach", "differentiable"}:
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
     groups = [{**group} for group in parameter_groups(model, config, scales or {})]
-    with library(f"optim: {config.name} refuses its settings", "; look at optim.betas, eps, lr and options"):
+    with to_user_error(f"optim: {config.name} refuses its settings", "; look at optim.betas, eps, lr and options"):
         optimizer = timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )

@@ -32,7 +32,7 @@ def saved_now(description: Saved, trainer: TrainStep, stream: TrainStream) -> Sa
     position is not known.
     """
     world = trainer.world
-    position = world.on_all(stream.position)
+    position = world.raise_together(stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
     return replace(
         description,

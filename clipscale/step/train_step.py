@@ -89,7 +89,7 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
+        self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, poll: Callable[[], None]
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -97,15 +97,15 @@ class TrainStep:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             number: the step's number, from 1, for messages.
             save: whether this rank wishes to save a checkpoint; see `Agreement`.
-            before_chunk: as in `GradCache.encode`, in both passes.
+            poll: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
-        and what `before_chunk` raises.
+        and what `poll` raises.
         """
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         with self.phase(phases, "encode", number):
-            features, texts = self.encode(batch, before_chunk)
+            features, texts = self.encode(batch, poll)
             caption_tokens = self.inputs.num_caption_tokens(batch)
         statistics = self.statistics(features, number)
         with self.phase(phases, "loss", number):
@@ -115,33 +115,33 @@ class TrainStep:
         # The message travels during the replay.
         agreement = self.inputs.agree(stream.upcoming(), self.cache.chunks[-1], save=save)
         with self.phase(phases, "replay", number):
-            self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / caption_tokens)
+            self.cache.replay(poll, chunk_loss_weight=self.caption_weight / caption_tokens)
         with self.phase(phases, "optim", number):
             loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
         return StepResult(loss, parts, norm, agreement, phases, self.widths(texts), statistics)
 
     # ---- first pass ----
 
-    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of the batch, as the loss takes them; and the captions."""
         encode = self.encode_pairs if self.caption_weight else self.encode_towers
-        return encode(batch, before_chunk)
+        return encode(batch, poll)
 
-    def encode_towers(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode_towers(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of images and of captions, (N, D) each; and the captions."""
-        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), poll)
         texts = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, texts, before_chunk)], texts
+        return [image_features, self.cache.encode_tower(1, texts, poll)], texts
 
-    def encode_pairs(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode_pairs(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """The features of a captioner's pairs, (N, 2, D); and the captions."""
         pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
         if not frozen(self.model.image):
-            return [self.cache.encode_tower(0, pairs, before_chunk)], texts
+            return [self.cache.encode_tower(0, pairs, poll)], texts
         reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
         images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, reserved)
         pairs.images = images
-        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
+        features = self.cache.encode_tower(0, pairs, poll, reserved=reserved)
         self.image_bytes = images.bytes_each
         return [features], texts
 
@@ -220,7 +220,7 @@ class TrainStep:
             loss += self.caption_weight * of_captions[0]
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite:
-            self.world.on_all(stream.check)
+            self.world.raise_together(stream.check)
             if not self.precision.can_lower_loss_scale:
                 raise UserError(
                     f"step {number}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints "

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.common.errors import StoppedError, UserError, library, one_line
+from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 
 
 @given(st.text(st.characters(categories=None, codec=None)), st.sampled_from([UserError, StoppedError]))
@@ -19,16 +19,16 @@ def test_a_message_is_one_printable_line(value: str, kind: type[UserError]) -> N
 
 
 def test_a_mistake_of_ours_is_not_one_line_of_a_library() -> None:
-    with pytest.raises(NameError), library("the file"):
+    with pytest.raises(NameError), to_user_error("the file"):
         raise NameError("x")
-    with pytest.raises(UserError, match="TypeError: no subscript"), library("the file"):
+    with pytest.raises(UserError, match="TypeError: no subscript"), to_user_error("the file"):
         raise TypeError("no subscript")
 
 
 def test_a_library_that_asserts_is_no_mistake_of_ours() -> None:
-    with pytest.raises(UserError, match=r"the file .*must be divisible"), library("the file"):
+    with pytest.raises(UserError, match=r"the file .*must be divisible"), to_user_error("the file"):
         torch.nn.MultiheadAttention(7, 2)
-    with pytest.raises(AssertionError), library("the file"):
+    with pytest.raises(AssertionError), to_user_error("the file"):
         assert not "ours"
 
 

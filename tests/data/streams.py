@@ -152,7 +152,7 @@ class WorkersInThisProcess:
         for steps in self._steps:
             steps.append(step)
 
-    def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+    def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
         """Some reports, of workers that may be ahead of what is needed or behind it."""
         actual = []
         while needed and not actual:

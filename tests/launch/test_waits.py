@@ -127,7 +127,7 @@ def late(rank: int, world: int, config: TrainConfig, port: int, asked: int) -> s
         taken += rank
         while taken > 15:
             waits.set()
-            stream._store.tick()
+            stream._store.poll()
             time.sleep(0.05)
         return take(stream, row)
 

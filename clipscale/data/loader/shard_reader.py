@@ -176,7 +176,7 @@ class ShardReader:
                     reader.close()
                     reader = self._open(url, problem, windows)
                     for _ in islice(reader, windows.start):
-                        self._store.tick()
+                        self._store.poll()
                     continue
                 ended = segment.count is None and len(raws) < windows.size and not closed
                 if closed or ended:
@@ -201,7 +201,7 @@ class ShardReader:
         raws = []
         window_bytes = 0
         for raw in islice(reader, windows.size):
-            self._store.tick()
+            self._store.poll()
             raws.append(raw)
             window_bytes += raw.num_bytes
             yield from self._drain_ready(window_bytes)

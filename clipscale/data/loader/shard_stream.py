@@ -236,9 +236,9 @@ class BatchFiller:
         self.streams = streams
         self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
-    def while_waiting(self, tick: Callable[[], None]) -> None:
+    def poll_while_waiting(self, poll: Callable[[], None]) -> None:
         """Call it between samples and while the storage is waited for, from now on."""
-        self._store.tick = tick
+        self._store.poll = poll
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
@@ -254,7 +254,7 @@ class BatchFiller:
             piece = work[start : start + self._spec.piece]
             texts: dict[int, str] = {}  # by their row of the tokens
             for stream, row in piece:
-                self._store.tick()
+                self._store.poll()
                 is_own = row in local
                 sample = stream.take(slot["pixels"][row] if is_own else self._discarded_pixels)
                 if is_own:
@@ -282,9 +282,9 @@ class BatchFiller:
 
 
 def open_filler(
-    spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda text: None
+    spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
-    """One worker's streams, ready to fill its rows. `tick`: see `BatchFiller.while_waiting`."""
-    store = Store(Counter(), tick, spec.config.timeout_s)
+    """One worker's streams, ready to fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
+    store = Store(Counter(), poll, spec.config.timeout_s)
     streams = {stream: open_shard_stream(spec, stream, store, set_status) for stream in spec.start_of}
     return BatchFiller(spec, arena, store, streams)

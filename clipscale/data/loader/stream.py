@@ -30,7 +30,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import CHANGED, EVENT
-from clipscale.data.shards.counts import OnMain, build_order, in_this_process
+from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
 
@@ -89,7 +89,7 @@ class TrainStream:
         self._counts: Counter[str] = Counter()  # what the workers have counted so far
         self._waited_s = 0.0
         self._defers = False
-        self._while_waiting: Callable[[], None] = lambda: None
+        self._poll: Callable[[], None] = lambda: None
         # The error of the workers, or of a wait for them. After it, reads return at once, and rows may be garbage.
         # Discard the batch with `give_back`.
         self.failure: UserError | None = None
@@ -135,9 +135,9 @@ class TrainStream:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers = True
 
-    def while_waiting(self, tick: Callable[[], None]) -> None:
-        """Call `tick` a few times a second while samples are waited for. What it raises is a failure."""
-        self._while_waiting = tick
+    def poll_while_waiting(self, poll: Callable[[], None]) -> None:
+        """Call `poll` a few times a second while samples are waited for. What it raises is a failure."""
+        self._poll = poll
 
     def check(self) -> None:
         """Raise the `failure`, if there is one."""
@@ -169,7 +169,7 @@ class TrainStream:
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(
                 lambda: [worker for worker, need in enumerate(needed) if batch.done[worker] < need],
-                self._while_waiting,
+                self._poll,
             )
 
         return HostBatch(self._arena.slot(step), self._arena.layout, wait)
@@ -214,16 +214,16 @@ class TrainStream:
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
 
-    def _wait(self, missing: Callable[[], list[int]], tick: Callable[[], None] = lambda: None) -> None:
-        """Handle the workers' messages until `missing` names no worker. `tick`: see `Workers.receive`."""
+    def _wait(self, missing: Callable[[], list[int]], poll: Callable[[], None] = lambda: None) -> None:
+        """Handle the workers' messages until `missing` names no worker. `poll`: see `Workers.receive`."""
         begun = time.monotonic()
         while self.failure is None and (needed := missing()):
-            self._receive(needed, tick)
+            self._receive(needed, poll)
         self._waited_s += time.monotonic() - begun
 
-    def _receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> None:
+    def _receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> None:
         try:
-            messages = [] if self.failure else self.workers.receive(needed, tick)
+            messages = [] if self.failure else self.workers.receive(needed, poll)
         except Exception as error:  # also a bug of the loader: the run saves its steps, and ends
             failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
             if failure is not error:
@@ -253,19 +253,19 @@ def ordered_shards(
     share: BatchShare,
     seed: int,
     position: DataPosition | None = None,
-    on_main: OnMain = in_this_process,
+    on_rank0: OnRank0 = in_this_process,
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
 
-    `on_main` counts every shard's samples on one rank. `largest_divisor(n)`: the largest number of shard streams, up to
-    n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
+    `on_rank0` counts every shard's samples on one rank. `largest_divisor(n)`: the largest number of shard streams, up
+    to n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
     """
-    urls, source_of = list_shards(config, on_main)
-    order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_main)
+    urls, source_of = list_shards(config, on_rank0)
+    order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_rank0)
     if config.shard_streams is None and (num_streams := largest_divisor(order.num_streams)) < order.num_streams:
-        order = build_order(config, urls, source_of, share, seed, num_streams, on_main)
+        order = build_order(config, urls, source_of, share, seed, num_streams, on_rank0)
     subset = subset_of(config)
     digests = (subset.table.digest(),) if subset else ()
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests, teachers)

@@ -24,7 +24,7 @@ from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, 
 from clipscale.data.shards.addresses import utf8
 from clipscale.own_machine.output import prepare_output
 
-# A wait for samples calls `tick` this often, in seconds.
+# A wait for samples calls `poll` this often, in seconds.
 POLL_S = 0.25
 # Seconds in which workers may end by themselves. Those that do not are in a long read or decode, and are killed.
 EXIT_S = 0.5
@@ -49,9 +49,9 @@ class InProcess:
     def fill(self, step: int) -> None:
         self._steps.append(step)
 
-    def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
-        """`tick` is called between samples and while the storage is waited for. Raises what it raises."""
-        self.filler.while_waiting(tick)
+    def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+        """`poll` is called between samples and while the storage is waited for. Raises what it raises."""
+        self.filler.poll_while_waiting(poll)
         return [(0, next(self._reports))] if needed else []
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
         """Called before each shard and each sample."""
         status.value = utf8(text).encode()[: STATUS_BYTES - 1]
 
-    def tick() -> None:
+    def poll() -> None:
         """Called between samples and while the storage is waited for."""
         nonlocal last_tick
         if time.monotonic() - last_tick > HEARTBEAT_S:
@@ -88,7 +88,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
             send(filler.report())
 
     try:
-        filler = open_filler(spec, arena, tick, set_status)
+        filler = open_filler(spec, arena, poll, set_status)
         while True:
             with _ended_if_lost():
                 step = connection.recv()
@@ -150,12 +150,12 @@ class Workers:
             with suppress(ConnectionError):  # the worker has died: `receive` reports that
                 connection.send(step)
 
-    def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+    def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
-        `tick` every POLL_S.
+        `poll` every POLL_S.
 
         Raises UserError if a worker has died, or if one of `needed` is silent for the time-out; what a worker has sent
-        as its failure; and what `tick` raises. Before it raises, a call returns the messages that came before the
+        as its failure; and what `poll` raises. Before it raises, a call returns the messages that came before the
         failure: a save needs their positions.
         """
         begun = time.monotonic()
@@ -176,7 +176,7 @@ class Workers:
                     f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
                     f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
-            tick()
+            poll()
             wait(self._connections, timeout=min(remaining_s, POLL_S))
 
     def _drain(self, number: int) -> Iterator[Report]:

@@ -18,14 +18,14 @@ Counts = list[int | None]
 T = TypeVar("T")
 
 
-class OnMain(Protocol):
-    """Calls a function on one rank, and returns its result on all, as `World.on_main` does."""
+class OnRank0(Protocol):
+    """Calls a function on one rank, and returns its result on all, as `World.run_on_rank0` does."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
 
 def in_this_process(work: Callable[[], T], /) -> T:
-    """`OnMain` where there is one process."""
+    """`OnRank0` where there is one process."""
     return work()
 
 
@@ -113,19 +113,19 @@ def build_order(
     share: BatchShare,
     seed: int,
     num_streams: int | None = None,
-    on_main: OnMain = in_this_process,
+    on_rank0: OnRank0 = in_this_process,
 ) -> Order:
     """The order of all samples. `num_streams`: the checkpoint's number of shard streams, used if it fits.
 
     Exact epochs if every shard's samples are known. Otherwise shards are drawn with replacement, or mixed by
-    `data.weights`; `source_of` is each shard's source. `on_main` counts the samples. Raises UserError.
+    `data.weights`; `source_of` is each shard's source. `on_rank0` counts the samples. Raises UserError.
     """
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order != "resampled" and source_of is None
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
-    counts, expected, damage = on_main(lambda: _counted(urls, known_shards(urls, subset, scan=scan)))
+    counts, expected, damage = on_rank0(lambda: _counted(urls, known_shards(urls, subset, scan=scan)))
     known_counts = [count for count in counts if count is not None]
     unknown = len(urls) - len(known_counts)
     if not unknown and not sum(known_counts):

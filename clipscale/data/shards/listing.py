@@ -16,11 +16,11 @@ from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
 
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
-from clipscale.data.shards.counts import OnMain, in_this_process
+from clipscale.data.shards.counts import OnRank0, in_this_process
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,16 @@ PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 NO_SHARD = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
-def list_shards(config: DataConfig, on_main: OnMain = in_this_process) -> tuple[list[str], list[int] | None]:
+def list_shards(config: DataConfig, on_rank0: OnRank0 = in_this_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
 
-    Missing shards and other files are left out with a warning. `on_main`: see `counts.OnMain`.
+    Missing shards and other files are left out with a warning. `on_rank0`: see `counts.OnRank0`.
     """
     notes: list[str] = []
     listed = [
         (url, number) for number, source in enumerate(config.train or []) for url in expand(source, notify=notes.append)
     ]
-    gone = {*on_main(lambda: _absent([url for url, _ in listed], notes))}
+    gone = {*on_rank0(lambda: _absent([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
     return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
 
@@ -232,7 +232,7 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
     from fsspec.core import get_filesystem_class, url_to_fs
 
     names = []
-    with library(f"{setting}={source!r} cannot be listed"):
+    with to_user_error(f"{setting}={source!r} cannot be listed"):
         get_filesystem_class(scheme)
         for url in urls:
             if not PATTERN.search(url):
@@ -258,7 +258,7 @@ def check_answers(url: str) -> None:
 
 def _from_list(path: Path, setting: str) -> list[str]:
     """The addresses and paths in the lines of a list, without empty lines and comments."""
-    with library(f"{setting}='@{path}' cannot be read"):
+    with to_user_error(f"{setting}='@{path}' cannot be read"):
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in names]

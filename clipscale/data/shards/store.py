@@ -39,7 +39,7 @@ MIN_PROGRESS_BYTES = 1 << 14
 MIN_BYTES_PER_S = 1 << 16
 # Bound on the random wait between two attempts, and on what a server adds to it by Retry-After.
 MAX_WAIT_S = 30.0
-# Interval at which a reader that waits for a request calls `tick`.
+# Interval at which a reader that waits for a request calls `poll`.
 TICK_S = 0.1
 # Counter of requests that timed out.
 NO_ANSWER = "no_answer"
@@ -71,11 +71,11 @@ class Store:
     """Opens shards for one reader."""
 
     def __init__(
-        self, counts: Counter[str] | None = None, tick: Callable[[], None] = lambda: None, limit_s: float = math.inf
+        self, counts: Counter[str] | None = None, poll: Callable[[], None] = lambda: None, limit_s: float = math.inf
     ) -> None:
-        """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them.
+        """`counts` receives faults that cost no sample. `poll` is called during waits and may raise to end them.
         `limit_s`: a server's time for a sample."""
-        self.tick = tick
+        self.poll = poll
         self.limit_s = limit_s
         # When the server's time for the present sample ends.
         self.until = time.monotonic() + limit_s
@@ -142,7 +142,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         request = request or start_request(url, start, stop)
         try:
             while not futures.wait([request], TICK_S).done:
-                store.tick()
+                store.poll()
             return request.result()
         except TransientError as error:
             store.count(error.reason)
@@ -157,7 +157,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         random_s = random.uniform(0, min(0.25 * 2**failures, MAX_WAIT_S))
         again = time.monotonic() + min(retry_after_s, MAX_WAIT_S) + random_s
         while (remaining_s := again - time.monotonic()) > 0:
-            store.tick()
+            store.poll()
             time.sleep(min(remaining_s, TICK_S))
 
 

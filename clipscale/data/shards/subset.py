@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError
@@ -92,7 +92,7 @@ def open_subset(name: str, path: str) -> Subset:
     """The subset of the setting `data.NAME`. Raises UserError if there is no such file."""
     setting = f"data.{name}={path}"
     file = Path(path).expanduser().absolute()
-    with library(f"{setting}: cannot be read"):
+    with to_user_error(f"{setting}: cannot be read"):
         state = file.stat()
     return Subset(setting, file, digest(f"{file} {state.st_size} {state.st_mtime_ns} weights"), (name, path))
 
@@ -111,7 +111,7 @@ def _digest(key: str) -> bytes:
 @lru_cache(maxsize=1)
 def _read(setting: str, file: Path, name: str) -> Table:
     """The file's table. Raises UserError."""
-    with library(f"{setting}: cannot be read"):
+    with to_user_error(f"{setting}: cannot be read"):
         if setting.startswith("data.sample_weights"):
             return _weights(setting, file, name)
         if file.suffix != ".npy":

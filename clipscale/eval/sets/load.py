@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
@@ -47,7 +47,7 @@ def _name(path: Path) -> str:
 @lru_cache(maxsize=64)
 def load_set(path: Path) -> EvalSet:
     """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
-    with library(f"eval.sets: {path} cannot be read", "; fetch it again"):
+    with to_user_error(f"eval.sets: {path} cannot be read", "; fetch it again"):
         if not path.exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":

@@ -56,11 +56,11 @@ class TowerPasses:
     def trained(self) -> bool:
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(self, batch: object, size: int, keep: Keep, before_chunk: Callable[[], None]) -> Tensor:
-        """First pass, in chunks of `size`. `keep`: for this tower's graphs."""
+    def encode(self, batch: object, size: int, keep: Keep, poll: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`. `keep`: for this tower's graphs. `poll`: called before each chunk."""
         rows = self.start_step(batch, size, keep)
         for i, (start, stop) in enumerate(self.spans):
-            before_chunk()
+            poll()
             self.random_states.append(RandomState.now())
             builds_graph = self.graphs.builds(i)
             sync = self.synchronises and stop == rows
@@ -106,7 +106,7 @@ class TowerPasses:
         self.random_states[i].restore()
         return self.graphs.output(i, encode, is_collective=False)
 
-    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def replay(self, poll: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
@@ -119,7 +119,7 @@ class TowerPasses:
             return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
-                before_chunk()
+                poll()
                 sync = self.synchronises and stop == self.spans[-1][1]
                 with gradient_sync(self.encoder, sync), self.weights.used(True, sync):
                     if self.graphs.outputs:

@@ -84,7 +84,7 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     path = Path(words[0]).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{words[0]}: there is no such file or folder")
-    with files.reported("table", path, "repair it, or fetch it again"):
+    with files.to_user_error("table", path, "repair it, or fetch it again"):
         tables = tables_of(path, settings.columns, settings.holdout.by)
     splits = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
     if len(splits) > 1:
@@ -174,7 +174,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
     out = Path(folder).expanduser()
     note = out / "pack.json"
-    with files.reported("out", out, "choose another folder"):
+    with files.to_user_error("out", out, "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
         begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():

@@ -128,7 +128,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
     image, *texts = table.columns
     folder = table.file.parent
     base = Place("", str(folder), root or str(folder.resolve()))
-    with files.reported("table", table.file, "repair it, or fetch it again"):
+    with files.to_user_error("table", table.file, "repair it, or fetch it again"):
         for number, row in table.rows():
             values = row or {}
             cells = [values.get(key) for key in texts]

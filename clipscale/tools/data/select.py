@@ -41,7 +41,7 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
         raise UserError(f"out={out}: it, or {page_file}, exists; remove both, or choose another file")
     embedded = open_embedded_set(Path(*words).expanduser())
     weights, shown = choose(embedded, settings, out.parent)
-    with embedded.reading():
+    with embedded.to_user_error():
         text = page(embedded, **shown)
     write_weights(out, embedded, weights)
     files.write_text(page_file, text)
@@ -116,7 +116,7 @@ def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
     import pyarrow
     from pyarrow.parquet import write_table
 
-    with embedded.reading():
+    with embedded.to_user_error():
         keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
         table = pyarrow.table({"key": keys, "weight": weights.numpy()})
     with files.replacing(out) as file:

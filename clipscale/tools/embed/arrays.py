@@ -16,7 +16,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError, to_user_error
 from clipscale.data.features import NOTE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
@@ -87,9 +87,9 @@ class EmbeddedSet:
     # The number of each part's first sample. The last entry is the number of all samples.
     firsts: list[int]
 
-    def reading(self) -> AbstractContextManager[None]:
+    def to_user_error(self) -> AbstractContextManager[None]:
         """Around what reads the files: raises UserError for damaged ones."""
-        return reading(self.folder)
+        return damage_to_user_error(self.folder)
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -113,15 +113,15 @@ class EmbeddedSet:
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}
 
 
-def reading(folder: Path) -> AbstractContextManager[None]:
-    return library(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again")
+def damage_to_user_error(folder: Path) -> AbstractContextManager[None]:
+    return to_user_error(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again")
 
 
 def open_embedded_set(folder: Path) -> EmbeddedSet:
     """The set in a folder. Raises UserError for another folder, and if a file is damaged or missing."""
     if not folder.is_dir():
         raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
-    with reading(folder):
+    with damage_to_user_error(folder):
         note = files.read_json(folder / NOTE)["features"]
         shards = files.read_json(folder / SHARDS)
         sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}

@@ -65,8 +65,8 @@ def work(config: EmbedConfig) -> Embedded:
     try:
         torch.manual_seed(0)
         run = check_embed(config)
-        model, settings, _ = load_any(run, config.which, config.weights, config.model, world.on_main)
-        sources = world.on_main(lambda: prepare_folder(config, out, features_note(config, model, settings)))
+        model, settings, _ = load_any(run, config.which, config.weights, config.model, world.run_on_rank0)
+        sources = world.run_on_rank0(lambda: prepare_folder(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
@@ -136,7 +136,7 @@ def prepare_folder(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[s
 
 def read(path: Path) -> dict[str, dict[str, object]]:
     """The entries of a file in `out`, by name; none if it is not there. Raises UserError."""
-    with files.reported("out", path, "remove this file and start again; the arrays stay"):
+    with files.to_user_error("out", path, "remove this file and start again; the arrays stay"):
         content = files.read_json(path) if path.is_file() else {}
         return {name: dict(entry) for name, entry in content.items()}
 

@@ -84,7 +84,7 @@ def open_explorer(config: ExploreConfig) -> Explorer:
     embedded = open_embedded_set(Path(folder).expanduser())
     world = init_world(config.device)
     run = existing_run(config.run) if config.run else None
-    model, _, step = load_any(run, config.which, config.weights, config.model, world.on_main)
+    model, _, step = load_any(run, config.which, config.weights, config.model, world.run_on_rank0)
     title = f"{run.name}, step {step}" if run else str(config.model.weights)
     expected = {
         "weights": model.image.digest(),

@@ -86,14 +86,14 @@ def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
     above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
     path = Path(out).expanduser() if out else Path(above, "report.html")
     html = page(runs)
-    with files.reported("report", path, "give a place that can be written, out=FILE"):
+    with files.to_user_error("report", path, "give a place that can be written, out=FILE"):
         if path.parent != runs[0].folder and path.is_file() and b'<script id="data"' not in path.read_bytes():
             raise ValueError("somebody else's file, or an old page: remove it")
         files.write_text(path, html)
     return path
 
 
-@files.reported("the runs' records", "metrics.jsonl, eval/", "restore them, or move them away")
+@files.to_user_error("the runs' records", "metrics.jsonl, eval/", "restore them, or move them away")
 def page(runs: Sequence[Run]) -> str:
     """The page, with plotly inside, so that it can be sent. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -54,7 +54,7 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 def _read(folder: Path) -> Run:
     config = files.settings_of_run(folder)
-    with files.reported("the run's records", folder, "restore them, or move them away"):
+    with files.to_user_error("the run's records", folder, "restore them, or move them away"):
         files.check_inside(folder / "metrics.jsonl", folder)
         records = read_metrics(folder / "metrics.jsonl")
         seconds = accumulate(record["batch"] / (record.get("samples_per_s_wall") or inf) for record in records)
