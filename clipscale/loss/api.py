@@ -3,10 +3,10 @@
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Unpack, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Never, cast
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.distillation import Distillation, Teacher, with_teachers
-from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
+from clipscale.loss.distillation import Distillation, Teacher, add_teachers
+from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Dot, ModuleSimilarity, Similarity
-from clipscale.loss.terms import Term, terms_of
+from clipscale.loss.terms import LossTerm, make_terms
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
 
@@ -30,7 +30,7 @@ CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BAC
 @torch.compiler.disable(
     reason="the contrastive loss works tile by tile in place and talks to other ranks: a graph of its own gains nothing"
 )
-def contrastive_loss(
+def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function stands here, with its default
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
@@ -40,7 +40,12 @@ def contrastive_loss(
     exchange: str = "auto",
     backend: str = "auto",
     keys: Tensor | None = None,
-    **options: Unpack[LossOptions],
+    similarity: nn.Module | Literal["dot"] | None = None,
+    captions: int = 1,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    check: bool = True,
+    machine: LossRuntime | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
 
@@ -72,19 +77,20 @@ def contrastive_loss(
             gather: all-gather of the texts, reduce-scatter of their gradients (DisCo-CLIP).
             ring: the texts travel. Takes the least memory.
             nodes: gather within a node, a ring between nodes.
-            With a module or hard negatives replicated and local are gather. With another objective than softmax local
-            is gather.
+            `replicated` and `local` fall back to `gather` with a similarity module or hard negatives; `local` also for
+            any objective but softmax.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
-            None: the default group, if there is one. Each rank passes its own rows, equally many.
+            None for the default group, or one process if there is none. Each rank passes its own rows, equally many.
         keys: (n,) int64, one for each image and its texts; not with hard negatives. Samples of equal keys (the same
             caption or picture), on any rank, are no negatives of each other: the sums leave such pairs out.
-        captions: texts of each image, all of them its positives. With several, replicated and local are gather.
+        captions: texts of each image, all of them its positives. With several, `replicated` and `local` fall back to
+            `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: the machine that a dry run stands for; None: this one.
-        options: similarity, group, captions, check and machine, described above.
+        machine: what a dry run puts in the place of this machine's hardware and ranks.
+        unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:
         The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are
@@ -99,19 +105,21 @@ def contrastive_loss(
         ValueError: if inputs do not fit each other or the options.
         TypeError: for a keyword that is none of these.
     """
-    refuse_unknown("contrastive_loss", options, LossOptions.__annotations__)
+    refuse_unknown(contrastive_loss, unknown)
     _check_words(objective=objective, exchange=exchange, backend=backend)
     formula = OBJECTIVES[objective]
-    settings = _Settings.of(options)
-    inputs = checked_inputs(
+    module = _module_of(similarity)
+    runtime = machine or LossRuntime()
+    inputs = make_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
-        captions=settings.captions, has_module=settings.module is not None, check=settings.check,
+        captions=captions, has_module=module is not None, check=check,
     )  # fmt: skip
-    return _mean(formula, inputs, exchange, _chosen_backend(backend, formula, inputs, settings), settings)
+    chosen = _choose_backend(backend, formula, inputs, module, runtime)
+    return _mean(formula, inputs, exchange, chosen, module, group, check, runtime)
 
 
 @torch.compiler.disable(reason="as contrastive_loss")
-def distillation_loss(
+def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
@@ -121,7 +129,12 @@ def distillation_loss(
     exchange: str = "auto",
     backend: str = "auto",
     keys: Tensor | None = None,
-    **options: Unpack[LossOptions],
+    similarity: nn.Module | Literal["dot"] | None = None,
+    captions: int = 1,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    check: bool = True,
+    machine: LossRuntime | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Cross-entropy to teachers, beside or instead of the contrastive loss, without a batch x batch matrix.
 
@@ -135,10 +148,11 @@ def distillation_loss(
     Args:
         image_features, text_features: (n, D) each, text i belonging to image i.
         logit_scale: the student's multiplier.
-        teachers: of each (a (n, D_k), b (n, D_k), t): its features of the same images and texts, usually of unit
+        teachers: (a (n, D_k), b (n, D_k), t) for each: its features of the same images and texts, usually of unit
             length, and its logit scale, the multiplier itself. They get no gradient.
-        weights: of the contrastive loss and of the distillation.
-        exchange, backend, keys, options: as for `contrastive_loss`, but for triton and captions.
+        weights: the contrastive loss's, and the distillation's.
+        exchange, backend, keys, similarity, group, check, machine, unknown: as for `contrastive_loss`, but for triton.
+        captions: 1.
 
     Returns:
         The mean over all N images, the same on every rank; gradients as those of `contrastive_loss`.
@@ -147,72 +161,68 @@ def distillation_loss(
         ValueError: if inputs do not fit each other or the options.
         TypeError: for a keyword that is none of these.
     """
-    refuse_unknown("distillation_loss", options, LossOptions.__annotations__)
+    refuse_unknown(distillation_loss, unknown)
     _check_words(exchange=exchange, backend=backend)
-    if options.get("captions", 1) != 1 or backend == "triton":
+    if captions != 1 or backend == "triton":
         raise ValueError("distillation_loss takes one caption an image, and has no kernels: leave them out")
     if not teachers or len(weights) != 2 or min(weights) < 0 or not max(weights):
         raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and two weights of 0 or more")
-    settings = _Settings.of(options)
-    inputs = checked_inputs(
+    module = _module_of(similarity)
+    inputs = make_inputs(
         image_features, text_features, logit_scale, None, keys,
-        captions=1, has_module=settings.module is not None, check=settings.check,
+        captions=1, has_module=module is not None, check=check,
     )  # fmt: skip
-    inputs = with_teachers(inputs, teachers)
+    inputs = add_teachers(inputs, teachers)
     formula = Distillation(
         teachers=tuple((a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
     )
-    return sum(weights) * _mean(formula, inputs, exchange, "dense" if backend == "dense" else "tiled", settings)
+    chosen = "dense" if backend == "dense" else "tiled"
+    mean = _mean(formula, inputs, exchange, chosen, module, group, check, machine or LossRuntime())
+    return sum(weights) * mean
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The options of a call, with a default for each that is not given."""
-
-    group: dist.ProcessGroup | DeviceMesh | None
-    module: nn.Module | None  # the similarity; None: the dot product
-    captions: int
-    check: bool
-    machine: LossRuntime
-
-    @classmethod
-    def of(cls, options: LossOptions) -> "_Settings":
-        """Raises ValueError for a similarity that is none."""
-        similarity = options.get("similarity")
-        if similarity is not None and similarity != "dot" and not isinstance(similarity, nn.Module):
-            raise ValueError(f"similarity={similarity!r} is no module; leave it out for the dot product")
-        return cls(
-            options.get("group"),
-            similarity if isinstance(similarity, nn.Module) else None,
-            options.get("captions", 1),
-            options.get("check", True),
-            options.get("machine") or LossRuntime(),
-        )
-
-
-def _mean(objective: Objective, inputs: Inputs, exchange: str, backend: str, settings: _Settings) -> Tensor:
-    """The mean over the terms of the exchange of this name. A collective."""
-    machine = settings.machine
+def _mean(
+    objective: Objective,
+    inputs: Inputs,
+    exchange: str,
+    backend: str,
+    module: nn.Module | None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    check: bool,
+    runtime: LossRuntime,
+) -> Tensor:
+    """A collective: the mean over the terms of the exchange of this name. `module`: None for the dot product."""
     device = inputs.scale.device
-    comm = machine.communicator(settings.group)
-    if comm is not None and settings.check:
-        comm.agree(inputs.shapes(), device)
+    comm = runtime.communicator(group)
+    if comm is not None and check:
+        comm.check_same_on_all_ranks(inputs.shapes(), device)
     if backend == "triton":
-        inputs = inputs.padded(WIDTH_STEP)
-    similarity = Dot() if settings.module is None else ModuleSimilarity(settings.module, device)
+        inputs = inputs.pad_features(WIDTH_STEP)
+    similarity = Dot() if module is None else ModuleSimilarity(module, device)
     values = []
-    for term in terms_of(exchange, objective, inputs, similarity, comm, machine):
+    for term in make_terms(exchange, objective, inputs, similarity, comm, runtime):
         call = LossCall(
             exchange=term.exchange,
-            backend=_backend(backend, term, similarity, machine),
+            backend=_make_backend(backend, term, similarity, runtime),
             similarity=similarity,
             objective=term.objective,
             inputs=term.inputs,
-            check=settings.check,
+            check=check,
             needs_backward=torch.is_grad_enabled(),
         )
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *term.tensors, *similarity.parameters)))
-    return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
+    if len(values) == 1:
+        return values[0]
+    return sum(values[1:], values[0]) / len(values)
+
+
+def _module_of(similarity: nn.Module | str | None) -> nn.Module | None:
+    """The similarity module; None for the dot product. Raises ValueError for anything else."""
+    if similarity is None or similarity == "dot":
+        return None
+    if not isinstance(similarity, nn.Module):
+        raise ValueError(f"similarity={similarity!r} is no module; leave it out for the dot product")
+    return similarity
 
 
 def _check_words(**words: str) -> None:
@@ -226,28 +236,34 @@ def _check_words(**words: str) -> None:
 REMOVED = {"shared": "shared= was removed in 0.2.0: pairs of equal keys are left out"}
 
 
-def refuse_unknown(function: str, options: Mapping[str, object], names: Iterable[str]) -> None:
-    """Raise TypeError, as Python does, for a keyword that the function does not have."""
-    for name in options.keys() - {*names}:
-        hint = f"; {REMOVED[name]}" if name in REMOVED else nearest(name, names)
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+def refuse_unknown(function: Callable[..., Tensor], unknown: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, for the first of these keywords, if there are any."""
+    for name in unknown:
+        if name in REMOVED:
+            hint = f"; {REMOVED[name]}"
+        else:
+            parameters = inspect.signature(function).parameters.values()
+            hint = nearest(name, [p.name for p in parameters if p.kind is p.KEYWORD_ONLY])
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _backend(name: str, term: Term, similarity: Similarity, machine: LossRuntime) -> Backend:
+def _make_backend(name: str, term: LossTerm, similarity: Similarity, runtime: LossRuntime) -> Backend:
     if name == "triton":
-        inputs = term.inputs
-        return term.objective.kernels()(machine, machine.tile_shape(inputs.scale.device, inputs.dtype))
-    return TorchBackend(term.objective.tile(), similarity, machine, dense=name == "dense")
+        tiles = runtime.tile_shape(term.inputs.scale.device, term.inputs.dtype)
+        return term.objective.kernels()(runtime, tiles)
+    return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, dense=name == "dense")
 
 
-def _chosen_backend(name: str, objective: Objective, inputs: Inputs, settings: _Settings) -> str:
+def _choose_backend(
+    name: str, objective: Objective, inputs: Inputs, module: nn.Module | None, runtime: LossRuntime
+) -> str:
     """The backend's name, with "auto" resolved. Raises ValueError where Triton is impossible."""
     device = inputs.scale.device
-    is_gpu = settings.machine.is_gpu(device)
+    is_gpu = runtime.is_gpu(device)
     obstacle = None
     if not objective.has_kernels:
         obstacle = "the objective has no kernels"
-    elif settings.module is not None:
+    elif module is not None:
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"

@@ -5,7 +5,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, FeatureBlock, Parameters, sum_dtype, widened
-from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Exchange, Visit
+from clipscale.loss.block import Block, FeatureBlock, Parameters, sum_dtype, to_sum_dtype
+from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, BlockFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
 from clipscale.loss.runtime import float32_matmuls
@@ -48,15 +48,27 @@ class LossCall:
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[FeatureBlock, FeatureBlock]:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
-        sides = []
-        both_sides = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions.count)
-        for (x, side, count), weight in zip(both_sides, self.objective.weights):
-            side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
-            if weight is not None:
-                side.weight = side.features.new_full((len(side),), weight / count, dtype=sum_dtype(inputs.dtype))
-                side.weight[len(image_features) * count :] = 0  # a hard negative is the positive of no image
-            sides.append(side)
-        return sides[0], sides[1]
+        num_images = len(image_features)
+        captions = inputs.captions.count
+        row_weight, col_weight = self.objective.weights
+        rows = replace(inputs.rows, features=self._cast(image_features))
+        if row_weight is not None:
+            rows.weight = _weights(rows.features, row_weight, num_images)
+        cols = replace(inputs.cols, features=self._cast(text_features))
+        if col_weight is not None:
+            # A hard negative is the positive of no image: it has no weight.
+            cols.weight = _weights(cols.features, col_weight / captions, num_images * captions)
+        return rows, cols
+
+    def _cast(self, features: Tensor) -> Tensor:
+        return features.detach().to(self.inputs.dtype).contiguous()
+
+
+def _weights(features: Tensor, weight: float, paired: int) -> Tensor:
+    """(n,) in sum_dtype: `weight` for the first `paired` features, 0 for the others."""
+    weights = features.new_full((len(features),), weight, dtype=sum_dtype(features.dtype))
+    weights[paired:] = 0
+    return weights
 
 
 class ContrastiveLoss(torch.autograd.Function):
@@ -74,8 +86,8 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.call = call
         ctx.grads = None
         ctx.count = len(images) * call.exchange.size
-        ctx.random = None if call.similarity.homogeneous else RandomState.now(images.device)
-        with _arithmetic(call, images.device):
+        ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
+        with matmul_precision(call, images.device):
             rows, cols = call.local_blocks(images, texts)
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
@@ -87,10 +99,10 @@ class ContrastiveLoss(torch.autograd.Function):
             total = call.exchange.total(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
-            raise ValueError(_reason(float(total), inputs))
+            raise ValueError(explain_non_finite(float(total), inputs))
         rows.target = None
-        row_tensors = rows.present()
-        col_tensors = cols.present()
+        row_tensors = rows.tensors()
+        col_tensors = cols.tensors()
         ctx.names = list(row_tensors), list(col_tensors)
         ctx.save_for_backward(*inputs, *row_tensors.values(), *col_tensors.values())
         return (total / ctx.count).to(scale.dtype)
@@ -111,22 +123,20 @@ class ContrastiveLoss(torch.autograd.Function):
             row_names, col_names = ctx.names
             rows = FeatureBlock(**dict(zip(row_names, sides)))
             cols = FeatureBlock(**dict(zip(col_names, sides[len(row_names) :])))
-            with _arithmetic(call, inputs[0].device), _replayed(ctx.random):
+            with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
                 grads = gradients(call, rows, cols, inputs, needed, grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
 def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parameters: Parameters) -> None:
-    """One sweep of the backend's forward function: the log-sum-exps of rows and columns, and the rows' targets."""
+    """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
+    adds to `rows.target`."""
     if rows.weight is not None:
-        rows.lse = rows.empty_lse()
-
-    def visit(cols: FeatureBlock, positive: int | None) -> None:
-        call.backend.forward(Block(rows, cols, parameters, positive, call.inputs.captions))
-
-    sums = [] if cols.weight is None else [LOG_SUM_EXP]
-    for lse in call.exchange.sweep(cols, sums, visit):
-        cols.lse = lse
+        rows.lse = rows.initial_lse()
+    reductions = [] if cols.weight is None else [LOG_SUM_EXP]
+    column_sums = call.exchange.sweep(cols, reductions, make_block_fn(call.backend.forward, call, rows, parameters))
+    if cols.weight is not None:
+        cols.lse = column_sums[0]
 
 
 def local_value(rows: FeatureBlock, cols: FeatureBlock) -> Tensor:
@@ -147,7 +157,8 @@ def gradients(
     needed: Sequence[bool],
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """One sweep of the backend's backward function: the gradients of the inputs that need one, times `factor`.
+    """A collective: one sweep of the backend's backward function. Returns the gradients of the inputs that need one,
+    times `factor`.
 
     Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
     float32: the backward pass scales them later, which float16 could not hold.
@@ -156,26 +167,38 @@ def gradients(
     needs_images, needs_texts, needs_scale, *_ = needed
     parameters = parameters_with_sums(numbers, needed[2:])
     image_grad = None
-    # One process computes the image gradient stripe by stripe, so only the text gradient is a whole float32 tensor. Not
-    # for a module: its random numbers depend on the order of tiles.
-    one_process = call.exchange.size == 1 and call.similarity.homogeneous
-    if one_process and needs_images and needs_texts and len(rows) > STRIPE:
+    if needs_images and needs_texts and _takes_stripes(call, rows):
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
-        visit = striped(call, rows, parameters, image_grad, factor)
+        block_fn = make_striped_block_fn(call, rows, parameters, image_grad, factor)
     else:
         if needs_images or (needs_scale and not needs_texts):
-            rows.grad = rows.empty_grad()
-        visit = undivided(call, rows, parameters)
-    sums = call.exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
-    for total in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads):
-        if total is not None:
-            total.mul_(factor)
-    if rows.grad is not None:
-        row_grad = finished(rows, rows.grad, parameters, factor, _gradient_dtype(call, images))
-        image_grad = row_grad if needs_images else None
-        rows.grad = None  # before the texts' gradient is made
-    text_grad = finished(cols, sums.pop(), parameters, factor, _gradient_dtype(call, texts)) if sums else None
+            rows.grad = rows.zero_grad_buffer()
+        block_fn = make_block_fn(call.backend.backward, call, rows, parameters)
+    reductions = [GRAD] if needs_texts else []
+    column_sums = call.exchange.sweep(cols, reductions, block_fn)
+    text_sum = column_sums.pop() if needs_texts else None
+    multiply_([parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum], factor)
+
+    # By s dL/ds = sum_i <u_i, dU_i>, or the same of the texts, if no backend has summed it.
+    if needs_scale and parameters.scale_grad is None:
+        if rows.grad is not None:
+            parameters.scale_grad = row_products(rows.features, rows.grad).sum() / parameters.scale
+        elif text_sum is not None:
+            parameters.scale_grad = row_products(cols.features, text_sum).sum() / parameters.scale
+
+    if needs_images and rows.grad is not None:
+        image_grad = rows.grad.to(_gradient_dtype(call, images))
+    rows.grad = None  # its memory is free before the texts' gradient is cast
+    text_grad = None if text_sum is None else text_sum.to(_gradient_dtype(call, texts))
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
+
+
+def _takes_stripes(call: LossCall, rows: FeatureBlock) -> bool:
+    """Whether the image gradient is computed stripe by stripe: then only the text gradient is a whole float32 tensor.
+
+    In one process alone. Not for a module: its random numbers depend on the order of tiles.
+    """
+    return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
 def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> Parameters:
@@ -187,59 +210,68 @@ def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> P
         bias,
         trains_scale=needs_scale,
         bias_grad=bias.new_zeros((), dtype=torch.float64) if needs_bias else None,
-        module_grads=tuple(widened(torch.zeros_like(p)) if needs else None for p, needs in zip(module, needs_module)),
+        module_grads=tuple(
+            to_sum_dtype(torch.zeros_like(p)) if needs else None for p, needs in zip(module, needs_module)
+        ),
     )
 
 
-def finished(side: FeatureBlock, grad: Tensor, parameters: Parameters, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a side's features, times `factor`. If no backend summed the scale's, that follows from it."""
-    grad.mul_(factor)
-    if parameters.trains_scale and parameters.scale_grad is None:
-        parameters.scale_grad = row_products(side.features, grad).sum() / parameters.scale
-    return grad.to(dtype)
+def multiply_(tensors: Iterable[Tensor | None], factor: Tensor) -> None:
+    """Multiply those that are not None by the factor, in place."""
+    for x in tensors:
+        if x is not None:
+            x.mul_(factor)
 
 
-def undivided(call: LossCall, rows: FeatureBlock, parameters: Parameters) -> Visit:
-    """Visits columns with all rows at once, whose gradient it adds to `rows.grad`."""
+def make_block_fn(
+    function: Callable[[Block], None], call: LossCall, rows: FeatureBlock, parameters: Parameters
+) -> BlockFn:
+    """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
-    def visit(cols: FeatureBlock, positive: int | None) -> None:
-        call.backend.backward(Block(rows, cols, parameters, positive, call.inputs.captions))
+    def block_fn(cols: FeatureBlock, positive_offset: int | None) -> None:
+        function(Block(rows, cols, parameters, positive_offset, call.inputs.captions))
 
-    return visit
+    return block_fn
 
 
-def striped(call: LossCall, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
-    """Visits columns with STRIPE rows at a time, whose gradient, times `factor`, it writes to `out`."""
+def make_striped_block_fn(
+    call: LossCall, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor
+) -> BlockFn:
+    """A function that runs the backward function on STRIPE rows at a time, and writes their gradient, times `factor`,
+    to `out`."""
 
-    def visit(cols: FeatureBlock, positive: int | None) -> None:
-        block = Block(rows, cols, parameters, positive, call.inputs.captions)
-        for stripe, grad in zip(block.tiles(STRIPE, len(cols)), out.split(STRIPE)):
-            stripe.rows.grad = stripe.rows.empty_grad()
+    def block_fn(cols: FeatureBlock, positive_offset: int | None) -> None:
+        block = Block(rows, cols, parameters, positive_offset, call.inputs.captions)
+        for stripe, grad in zip(block.split(STRIPE, len(cols)), out.split(STRIPE)):
+            stripe.rows.grad = stripe.rows.zero_grad_buffer()
             call.backend.backward(stripe)
             grad.copy_(stripe.rows.grad.mul_(factor))
 
-    return visit
+    return block_fn
 
 
 def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
-    later = features.dtype == torch.float16 and call.objective.pairwise
-    return torch.float32 if later else features.dtype
+    is_scaled_later = features.dtype == torch.float16 and call.objective.pairwise
+    return torch.float32 if is_scaled_later else features.dtype
 
 
 @contextlib.contextmanager
-def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
-    """Autocast off, since features are cast already, and float32 matmuls in IEEE precision on CUDA."""
+def matmul_precision(call: LossCall, device: torch.device) -> Iterator[None]:
+    """Inside, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on CUDA."""
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
-    if device.type == "cuda" and call.similarity.homogeneous:
+    # A module keeps the caller's setting. Half-precision numbers to_sum_dtype to float32 multiply exactly in TF32, too.
+    if device.type == "cuda" and call.similarity.is_dot_product:
         matmuls = float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee")
     with torch.autocast(device.type, enabled=False), matmuls:
         yield
 
 
 @contextlib.contextmanager
-def _replayed(state: RandomState | None) -> Iterator[None]:
-    """Random numbers as from `state`, for tiles in the same order; afterwards they continue as if none were drawn."""
+def replay_rng(state: RandomState | None) -> Iterator[None]:
+    """Inside, random numbers are drawn as from `state`, for tiles in the same order. Restores the generators after.
+
+    Does nothing for None.
+    """
     if state is None:
         yield
         return
@@ -248,7 +280,7 @@ def _replayed(state: RandomState | None) -> Iterator[None]:
         yield
 
 
-def _reason(value: float, inputs: Sequence[Tensor]) -> str:
+def explain_non_finite(value: float, inputs: Sequence[Tensor]) -> str:
     """Why the loss is not finite."""
     counts = {name: int((~x.isfinite()).sum()) for name, x in zip(INPUTS, inputs)}
     reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]

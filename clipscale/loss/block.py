@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay.
-SENT = ("features", "keys", "lse", "teachers", "teacher_lse")
+WIRE_FIELDS = ("features", "keys", "lse", "teachers", "teacher_lse")
 
 
 @dataclass
@@ -20,9 +20,9 @@ class FeatureBlock:
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
-    weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
+    weight: Tensor | None = None  # (n,) a_i or b_j times N; None if there is no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
-    grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
+    grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teachers: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
@@ -30,28 +30,28 @@ class FeatureBlock:
     def __len__(self) -> int:
         return len(self.features)
 
-    def present(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
     def __getitem__(self, index: slice | Tensor) -> "FeatureBlock":
         """These rows of every tensor. A slice gives views: writing to them writes to this block."""
-        return FeatureBlock(**{name: x[index] for name, x in self.present().items()})
+        return FeatureBlock(**{name: x[index] for name, x in self.tensors().items()})
 
-    def sent(self) -> list[Tensor]:
+    def wire_tensors(self) -> list[Tensor]:
         """The tensors that another rank needs."""
-        return [x for name, x in self.present().items() if name in SENT]
+        return [x for name, x in self.tensors().items() if name in WIRE_FIELDS]
 
-    def received(self, tensors: list[Tensor]) -> "FeatureBlock":
-        """Another rank's block, given its `sent()`. The weights are the same on every rank."""
-        names = [name for name in self.present() if name in SENT]
+    def from_wire(self, tensors: list[Tensor]) -> "FeatureBlock":
+        """Another rank's block, given its `wire_tensors()`. The weights are this block's: all ranks have the same."""
+        names = [name for name in self.tensors() if name in WIRE_FIELDS]
         return FeatureBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def empty_lse(self) -> Tensor:
-        """The log-sum-exps of no terms, (n,) float64."""
+    def initial_lse(self) -> Tensor:
+        """The log-sum-exps of no terms: -inf, (n,) float64."""
         return self.features.new_full((len(self),), -torch.inf, dtype=torch.float64)
 
-    def empty_grad(self) -> Tensor:
+    def zero_grad_buffer(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""
         return torch.zeros_like(self.features, dtype=sum_dtype(self.features.dtype))
 
@@ -63,9 +63,9 @@ class Parameters:
     scale: Tensor  # 0-d, the multiplier, in sum_dtype
     bias: Tensor  # 0-d, for the sigmoid objective
     trains_scale: bool = False
-    bias_grad: Tensor | None = None  # 0-d float64; None: frozen
-    module_grads: tuple[Tensor | None, ...] = ()  # of a similarity module's parameters
-    scale_grad: Tensor | None = None  # 0-d float64; None: no backend has summed it
+    bias_grad: Tensor | None = None  # 0-d float64; None if the bias is frozen
+    module_grads: tuple[Tensor | None, ...] = ()  # one for each parameter of a similarity module
+    scale_grad: Tensor | None = None  # 0-d float64; None until a backend adds to it
 
     @cached_property
     def scale_number(self) -> float:
@@ -82,10 +82,10 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Captions:
-    """How many captions a row has, and where: caption c of row i is in column positive + i + c * apart."""
+    """How many captions a row has, and where: caption c of row i is in column positive_offset + i + c * stride."""
 
     count: int = 1
-    apart: int = 0
+    stride: int = 0
 
 
 ONE_CAPTION = Captions()
@@ -95,55 +95,56 @@ ONE_CAPTION = Captions()
 class Block:
     """The scores of `rows` against `cols`.
 
-    `positive` is the column of row 0's first positive. Row i has it in column positive + i, which may be outside of
-    the block (and negative in a tile). None: the block holds no positive.
+    Row i has its first positive in column positive_offset + i. That may lie outside of the block, and the offset may be
+    negative. The offset is None if the block holds no positive.
     """
 
     rows: FeatureBlock
     cols: FeatureBlock
     parameters: Parameters
-    positive: int | None
+    positive_offset: int | None
     captions: Captions = ONE_CAPTION
 
-    def tiles(self, height: int, width: int) -> Iterator["Block"]:
-        """Tiles of at most height x width, one row of tiles after another. All tensors are views."""
+    def split(self, height: int, width: int) -> Iterator["Block"]:
+        """Blocks of at most height x width that cover this one, row by row. All tensors are views."""
         for row in range(0, len(self.rows), height):
             for col in range(0, len(self.cols), width):
-                positive = None if self.positive is None else self.positive + row - col
+                offset = None if self.positive_offset is None else self.positive_offset + row - col
                 rows = self.rows[row : row + height]
                 cols = self.cols[col : col + width]
-                yield Block(rows, cols, self.parameters, positive, self.captions)
+                yield Block(rows, cols, self.parameters, offset, self.captions)
 
     def masked_pairs(self) -> Tensor | None:
-        """The pairs with equal keys that do not belong together, (n, m) bool. None: there are none to leave out."""
+        """The pairs to leave out, (n, m) bool: equal keys, but not positives. None if all pairs count."""
         if self.rows.keys is None or self.cols.keys is None:
             return None
         same = self.rows.keys[:, None] == self.cols.keys
-        same[self.positives()] = False
+        same[self.positive_pairs()] = False
         return same if bool(same.any()) else None
 
-    def positives(self) -> tuple[Tensor, Tensor]:
-        """The rows and the columns, pair by pair, of the positives inside."""
+    def positive_pairs(self) -> tuple[Tensor, Tensor]:
+        """The rows and the columns of the positives in this block, pair by pair."""
         device = self.rows.features.device
         rows = [torch.arange(0, device=device)]
         cols = [torch.arange(0, device=device)]
         for caption in range(self.captions.count):
-            i, j = self.diagonal(caption) or (slice(0, 0), slice(0, 0))
-            rows.append(torch.arange(i.start, i.stop, device=device))
-            cols.append(torch.arange(j.start, j.stop, device=device))
+            diagonal = self.positive_diagonal(caption)
+            if diagonal is not None:
+                i, j = diagonal
+                rows.append(torch.arange(i.start, i.stop, device=device))
+                cols.append(torch.arange(j.start, j.stop, device=device))
         return torch.cat(rows), torch.cat(cols)
 
-    def diagonal(self, caption: int = 0) -> tuple[slice, slice] | None:
-        """The rows and columns, pair by pair, of the positives in this block, for one of the rows' captions.
-
-        None: there are none.
-        """
-        if self.positive is None:
+    def positive_diagonal(self, caption: int = 0) -> tuple[slice, slice] | None:
+        """The rows and the columns of this caption's positives in this block. None if it has none."""
+        if self.positive_offset is None:
             return None
-        positive = self.positive + caption * self.captions.apart
-        start = max(0, -positive)
-        stop = min(len(self.rows), len(self.cols) - positive)
-        return (slice(start, stop), slice(start + positive, stop + positive)) if start < stop else None
+        offset = self.positive_offset + caption * self.captions.stride
+        start = max(0, -offset)
+        stop = min(len(self.rows), len(self.cols) - offset)
+        if start >= stop:
+            return None
+        return slice(start, stop), slice(start + offset, stop + offset)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -151,6 +152,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def widened(x: Tensor) -> Tensor:
+def to_sum_dtype(x: Tensor) -> Tensor:
     """x in the type of its sums."""
     return x.to(sum_dtype(x.dtype))

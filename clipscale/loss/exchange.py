@@ -1,7 +1,7 @@
-"""How ranks share columns: an exchange visits all blocks of columns, and returns each column's sums to its owner.
+"""How ranks share columns: an exchange runs all blocks of columns, and returns each column's reductions to its owner.
 
-The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by
-addition. `sweep` is the one loop of both. No other file of the loss knows process groups.
+The forward pass reduces log-sum-exps, by logaddexp; the backward pass reduces feature gradients, by addition. `sweep`
+is the one loop of both. No other file of the loss knows process groups.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """
@@ -21,8 +21,10 @@ from clipscale.loss.block import FeatureBlock
 
 BLOCK_SPAN = "contrastive_loss: block"  # a span in a profiler's trace
 WAIT_SPAN = "contrastive_loss: wait"
-Visit = Callable[[FeatureBlock, int | None], None]  # computes our rows against these columns; int: Block.positive
-Wait = Callable[[], list[Tensor]]  # waits for a transfer, and returns the tensors received
+# Computes our rows against these columns, given their Block.positive_offset.
+BlockFn = Callable[[FeatureBlock, int | None], None]
+# Waits for a transfer, and returns the tensors received.
+Wait = Callable[[], list[Tensor]]
 
 
 class Communicator:
@@ -30,7 +32,7 @@ class Communicator:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
-        """For a group, or a mesh of one dimension. None: the group is this process alone."""
+        """For a group, or a mesh of one dimension. None if the group is this process alone."""
         if not dist.is_initialized():
             return None
         if isinstance(group, DeviceMesh):
@@ -48,7 +50,9 @@ class Communicator:
         """Start to send the tensors to the first rank of `peers` and to receive the same shapes from the second. `tag`
         separates concurrent streams. Returns a function that waits for both and returns the received tensors."""
         assert self.group is not None  # where a process group is initialized, WORLD is one
-        dest, src = (dist.get_global_rank(self.group, peer) for peer in peers)
+        send_to, receive_from = peers
+        dest = dist.get_global_rank(self.group, send_to)
+        src = dist.get_global_rank(self.group, receive_from)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
@@ -63,19 +67,19 @@ class Communicator:
         return wait
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Each rank's (n, ...) to (P n, ...), in rank order."""
+        """A collective: each rank's (n, ...) to (P n, ...), in rank order."""
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
+        """A collective: each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
         mine = x.new_empty(len(x) // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(mine, x, group=self.group)
         return mine
 
     def reduce_scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums.
+        """Two collectives, the maximum, then the sums: each rank's log-sum-exps (P n,), joined, to this rank's (n,).
 
         The maximum is finite: every column has pairs that count, if not on this rank.
         """
@@ -84,18 +88,20 @@ class Communicator:
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
 
     def all_reduce_(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """x reduced over the ranks, in place."""
+        """A collective: x reduced over the ranks, in place."""
         dist.all_reduce(x, op, group=self.group)
         return x
 
     def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
-        """Two subgroups: the ranks with this rank's local number in all nodes, and the ranks of its own node. The
-        group's ranks must be numbered node by node."""
+        """A collective: two subgroups, the ranks with this rank's local number in all nodes, and those of its own node.
+
+        The group's ranks must be numbered node by node.
+        """
         assert self.group is not None
         return _grid(self.group, nodes)
 
-    def agree(self, facts: dict[str, int], device: torch.device) -> None:
-        """Raise ValueError if the ranks differ in one of the facts: their transfers would not match, and hang."""
+    def check_same_on_all_ranks(self, facts: dict[str, int], device: torch.device) -> None:
+        """A collective. Raises ValueError if the ranks differ in one of the facts: their transfers would hang."""
         gathered = self.all_gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
         for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:
@@ -120,45 +126,51 @@ class AllRows(torch.autograd.Function):
 @cache
 def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
-    size = len(ranks) // nodes  # ranks of a node
-    groups = []
-    for split in ([ranks[i::size] for i in range(size)], [ranks[i : i + size] for i in range(0, len(ranks), size)]):
-        mine, _ = dist.new_subgroups_by_enumeration(split)
-        assert isinstance(mine, dist.ProcessGroup)
-        groups.append(Communicator(mine))
-    return groups[0], groups[1]
+    node_size = len(ranks) // nodes
+    of_equal_local_number = [ranks[i::node_size] for i in range(node_size)]
+    of_one_node = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
+    return _make_subgroups(of_equal_local_number), _make_subgroups(of_one_node)
+
+
+def _make_subgroups(ranks_of_groups: list[list[int]]) -> Communicator:
+    """A collective: makes these groups. Returns this rank's."""
+    mine, _ = dist.new_subgroups_by_enumeration(ranks_of_groups)
+    assert isinstance(mine, dist.ProcessGroup)
+    return Communicator(mine)
 
 
 @cache
-def of_rank0(group: dist.ProcessGroup, number: int, device: torch.device) -> int:
-    """Rank 0's number, on all ranks of the group. They send it once."""
-    sent = torch.tensor(number, device=device)
-    dist.broadcast(sent, group=group, group_src=0)
-    return int(sent)
+def broadcast_from_rank0(group: dist.ProcessGroup, number: int, device: torch.device) -> int:
+    """A collective the first time: rank 0's number, on all ranks of the group. Later calls return it from the cache."""
+    numbers = torch.tensor(number, device=device)
+    dist.broadcast(numbers, group=group, group_src=0)
+    return int(numbers)
 
 
 @dataclass(frozen=True)
 class ColumnReduction:
-    """How a sweep reduces one value of each column."""
+    """How a sweep reduces one value of each column: the log-sum-exps by logaddexp, the gradients by addition."""
 
-    field: str  # the FeatureBlock's
-    empty: Callable[[FeatureBlock], Tensor]
-    combine: Callable[..., Tensor]  # adds one part to another, with `out=`
-    reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
-
-
-LOG_SUM_EXP = ColumnReduction("lse", FeatureBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
-GRAD = ColumnReduction("grad", FeatureBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
+    field: str  # of FeatureBlock: where a block function finds the tensor to add to
+    initial: Callable[[FeatureBlock], Tensor]  # the result for no block
+    combine: Callable[..., Tensor]  # joins the results of two blocks, with `out=`
+    reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # joins the results of all ranks
 
 
-def visit_block(
-    cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit, positive: int | None
+LOG_SUM_EXP = ColumnReduction("lse", FeatureBlock.initial_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = ColumnReduction(
+    "grad", FeatureBlock.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial)
+)
+
+
+def run_block(
+    cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn, positive_offset: int | None
 ) -> list[Tensor]:
-    """Visit one block of columns. Returns the visit's sums of them."""
-    partials = [s.empty(cols) for s in sums]
-    cols = replace(cols, **{s.field: partial for s, partial in zip(sums, partials)})
+    """Compute one block of columns. Returns its part of each reduction."""
+    partials = [reduction.initial(cols) for reduction in reductions]
+    fields = {reduction.field: partial for reduction, partial in zip(reductions, partials)}
     with record_function(BLOCK_SPAN):
-        visit(cols, positive)
+        block_fn(replace(cols, **fields), positive_offset)
     return partials
 
 
@@ -167,12 +179,12 @@ class Exchange:
 
     size = 1
 
-    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
-        """Visit the columns of all ranks, given this rank's. Returns each sum of this rank's columns."""
-        return visit_block(cols, sums, visit, 0)
+    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+        """A collective: run all ranks' columns, given this rank's. Returns each reduction of this rank's columns."""
+        return run_block(cols, reductions, block_fn, positive_offset=0)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks."""
+        """A collective: the sum of x over the ranks."""
         return x
 
 
@@ -186,50 +198,59 @@ class GroupExchange(Exchange):
     def total(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
 
-    def gathered(self, block: FeatureBlock) -> FeatureBlock:
-        """The blocks of all ranks, in rank order."""
-        gathered_block = block.received([self.comm.all_gather(x) for x in block.sent()])
-        gathered_block.weight = None if block.weight is None else block.weight.repeat(self.size)
-        return gathered_block
+    def gather_blocks(self, block: FeatureBlock) -> FeatureBlock:
+        """A collective: the blocks of all ranks as one, in rank order."""
+        gathered = block.from_wire([self.comm.all_gather(x) for x in block.wire_tensors()])
+        gathered.weight = None if block.weight is None else block.weight.repeat(self.size)
+        return gathered
 
 
 class Gather(GroupExchange):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
-        partials = visit_block(self.gathered(cols), sums, visit, positive=self.comm.rank * len(cols))
-        return [s.reduce_scatter(self.comm, partial) for s, partial in zip(sums, partials)]
+    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+        all_cols = self.gather_blocks(cols)
+        partials = run_block(all_cols, reductions, block_fn, positive_offset=self.comm.rank * len(cols))
+        return [reduction.reduce_scatter(self.comm, partial) for reduction, partial in zip(reductions, partials)]
 
 
 class Ring(GroupExchange):
-    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
+    """Rows stay. Columns travel from rank to rank, and their reductions follow one hop behind."""
 
     def __init__(
         self, communicator: Communicator, ring: Communicator | None = None, inner: Exchange | None = None
     ) -> None:
-        """`ring`: the ranks between which columns travel; None: all. `inner`: visits the columns that have arrived."""
+        """`ring`: the ranks between which columns travel; None for all. `inner`: runs the columns that have arrived."""
         super().__init__(communicator)
         self.ring = ring or communicator
         self.inner = inner or Exchange()
 
     @classmethod
     def between_nodes(cls, communicator: Communicator, nodes: int) -> "Ring":
-        """Columns travel between ranks of equal local number, and each node gathers its ranks' columns. A collective
-        of the group."""
+        """A collective of the group. Columns travel between ranks of equal local number, and each node gathers its
+        ranks' columns."""
         ring, node = communicator.grid(nodes)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
-    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
-        pending_sums: Wait | None = None
+    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        for number in range(ring.size):  # after which the sums are back
-            pending_columns = ring.post(cols.sent(), peers) if number < ring.size - 1 else None
-            partials = self.inner.sweep(cols, sums, visit if number == 0 else lambda cols, _: visit(cols, None))
+        pending_sums: Wait | None = None
+
+        def foreign_block_fn(cols: FeatureBlock, _: int | None) -> None:
+            block_fn(cols, None)  # columns of other rows
+
+        # After as many hops as the ring has ranks the sums have returned to their columns' owner.
+        for hop in range(ring.size):
+            is_own = hop == 0
+            is_last = hop == ring.size - 1
+            pending_columns = None if is_last else ring.post(cols.wire_tensors(), peers)
+            partials = self.inner.sweep(cols, reductions, block_fn if is_own else foreign_block_fn)
+            if pending_sums is not None:
+                for reduction, partial, before in zip(reductions, partials, pending_sums()):
+                    reduction.combine(partial, before, out=partial)
             if partials:
-                for s, partial, before in zip(sums, partials, pending_sums() if pending_sums else []):
-                    s.combine(partial, before, out=partial)
                 pending_sums = ring.post(partials, peers, tag=1)
             if pending_columns is not None:
-                cols = cols.received(pending_columns())
-        return pending_sums() if pending_sums else []
+                cols = cols.from_wire(pending_columns())
+        return pending_sums() if pending_sums is not None else []

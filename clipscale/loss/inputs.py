@@ -4,30 +4,16 @@ Letters: n rows (images) and m columns (texts) of this rank, k captions of an im
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from clipscale.loss.block import Captions, FeatureBlock, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
-from clipscale.loss.runtime import LossRuntime
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
-
-
-class LossOptions(TypedDict, total=False):
-    """The rarer keyword arguments of `contrastive_loss`, which describes them."""
-
-    group: dist.ProcessGroup | DeviceMesh | None
-    similarity: nn.Module | Literal["dot"] | None
-    captions: int
-    check: bool
-    machine: LossRuntime | None
 
 
 @dataclass
@@ -39,7 +25,7 @@ class Inputs:
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
-    captions: Captions  # the columns: first captions of all images, then their second ones, ...; then hard negatives
+    captions: Captions  # order of the columns: first captions of all images, their second ones, ...; hard negatives
 
     @property
     def is_paired(self) -> bool:
@@ -48,7 +34,9 @@ class Inputs:
 
     def shapes(self) -> dict[str, int]:
         """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
-        u, v = self.rows.features, self.cols.features
+        u = self.rows.features
+        v = self.cols.features
+        teachers = self.rows.teachers
         return {
             "number of images": len(u),
             "number of texts": len(v),
@@ -56,15 +44,16 @@ class Inputs:
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
             "number of captions of an image": self.captions.count,
-            "width of all teachers' features": 0 if self.rows.teachers is None else self.rows.teachers.shape[1],
+            "width of all teachers' features": 0 if teachers is None else teachers.shape[1],
         }
 
-    def padded(self, step: int) -> "Inputs":
+    def pad_features(self, step: int) -> "Inputs":
         """The features padded with zeros to a width that is a multiple of `step`."""
         missing = -self.rows.features.shape[-1] % step
         if missing == 0:
             return self
-        rows, cols = (replace(side, features=F.pad(side.features, (0, missing))) for side in (self.rows, self.cols))
+        rows = replace(self.rows, features=F.pad(self.rows.features, (0, missing)))
+        cols = replace(self.cols, features=F.pad(self.cols.features, (0, missing)))
         return replace(self, rows=rows, cols=cols)
 
     def without_hard_negatives(self) -> "Inputs":
@@ -72,17 +61,28 @@ class Inputs:
         paired = len(self.rows) * self.captions.count
         return replace(self, cols=self.cols[:paired])
 
-    def on_every_rank(self, comm: Communicator) -> "Inputs":
-        """All ranks' rows and columns. Each rank gets 1/P of the scale's and the bias's gradients."""
-        rows, cols = (
-            FeatureBlock(**{name: AllRows.apply(x, comm) for name, x in side.present().items()})
-            for side in (self.rows, self.cols)
+    def gather_over_ranks(self, comm: Communicator) -> "Inputs":
+        """A collective: all ranks' rows and columns. Each rank gets 1/P of the scale's and the bias's gradients."""
+        return replace(
+            self,
+            rows=_gather_with_grad(self.rows, comm),
+            cols=_gather_with_grad(self.cols, comm),
+            scale=_share_gradient(self.scale, comm.size),
+            bias=_share_gradient(self.bias, comm.size),
         )
-        scale, bias = (x.detach() + (x - x.detach()) / comm.size for x in (self.scale, self.bias))
-        return replace(self, rows=rows, cols=cols, scale=scale, bias=bias)
 
 
-def checked_inputs(
+def _gather_with_grad(side: FeatureBlock, comm: Communicator) -> FeatureBlock:
+    """A collective: all ranks' blocks as one. The gradient of this rank's rows flows back to them."""
+    return FeatureBlock(**{name: AllRows.apply(x, comm) for name, x in side.tensors().items()})
+
+
+def _share_gradient(x: Tensor, ranks: int) -> Tensor:
+    """x, whose gradient is divided by the number of ranks."""
+    return x.detach() + (x - x.detach()) / ranks
+
+
+def make_inputs(
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
@@ -95,12 +95,13 @@ def checked_inputs(
 ) -> Inputs:
     """The inputs, ready for use. Texts are reordered: first captions of all images, then their second ones, and so on.
 
-    Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
+    Raises ValueError if they do not fit each other; with `check` also for a scale that is not positive.
     """
     u = image_features
     v = text_features
-    bias = 0.0 if logit_bias is None else logit_bias
-    if any(isinstance(x, DTensor) for x in (u, v, logit_scale, bias)):
+    if logit_bias is None:
+        logit_bias = 0.0
+    if any(isinstance(x, DTensor) for x in (u, v, logit_scale, logit_bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
     _check_features(u, v, captions, has_module)
     paired = captions * len(u)
@@ -114,8 +115,9 @@ def checked_inputs(
             f"keys must be torch.int64 on {u.device}, of shape {tuple(u.shape[:1])}",
         )
     dtype = _feature_dtype(u, v)
-    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (logit_scale, bias))
-    if check and not bool(scale > 0) and bool(scale.isfinite()):
+    scale = _to_scalar(logit_scale, sum_dtype(dtype), u.device)
+    bias = _to_scalar(logit_bias, sum_dtype(dtype), u.device)
+    if check and _is_not_positive(scale):
         raise ValueError(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
@@ -154,7 +156,12 @@ def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
     return narrow
 
 
-def _number(x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _is_not_positive(scale: Tensor) -> bool:
+    """False for NaN too: the check of the loss's value names what is not finite. Waits for the device."""
+    return not bool(scale > 0) and bool(scale.isfinite())
+
+
+def _to_scalar(x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """x, of one element, as a 0-d tensor."""
     if not isinstance(x, Tensor):
         x = torch.tensor(x, dtype=dtype, device=device)

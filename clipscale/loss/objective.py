@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from clipscale.loss.exchange import Exchange
     from clipscale.loss.inputs import Inputs
     from clipscale.loss.runtime import LossRuntime
-    from clipscale.loss.tile import TorchObjective
+    from clipscale.loss.tile import TileOps
     from clipscale.loss.triton.backend import TritonBackend
 
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Objective:
     """The facts of an objective."""
 
-    # N times the weight of the softmax over each row and over each column; None: there is none.
+    # (a, b): N times the weight of the softmax over each row and over each column; None drops that direction.
     weights: tuple[float | None, float | None] = (None, None)
     # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
     # first sweep collects the log-sum-exps of the rows and columns that have a weight.
@@ -46,16 +46,16 @@ class Objective:
         """How often a training step computes all scores."""
         return 1 if self.pairwise else 2
 
-    def prepared(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
-        """The inputs with what the sweeps need beside them. A collective."""
+    def prepare(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
+        """A collective: the inputs with what the sweeps need beside them."""
         return inputs
 
-    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
-        """The value by the formula, for tests. `scores`: (N, M), -inf where a pair is left out. `positive`: (N, M)
-        bool. The first `paired` texts belong to an image."""
+    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
+        """The value by the formula, for tests. `scores`: (N, M), -inf where a pair is left out. `is_positive`: (N,
+        M) bool. The first `paired` texts belong to an image."""
         raise NotImplementedError
 
-    def tile(self) -> "TorchObjective":
+    def make_tile_ops(self) -> "TileOps":
         """Its two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
@@ -75,18 +75,23 @@ class Softmax(Objective):
     pairwise: bool = False
     has_kernels: bool = True
 
-    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
+    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())
-        for weight, x, positives in zip(self.weights, (scores, scores.T[:paired]), (positive, positive.T[:paired])):
+        image_weight, text_weight = self.weights
+        directions = [
+            (image_weight, scores, is_positive),
+            (text_weight, scores.T[:paired], is_positive.T[:paired]),
+        ]
+        for weight, x, mask in directions:
             if weight is not None:
-                target = x.masked_fill(~positives, 0).sum(1) / positives.sum(1)
+                target = x.masked_fill(~mask, 0).sum(1) / mask.sum(1)
                 value = value + weight * (x.logsumexp(1) - target).mean()
         return value
 
-    def tile(self) -> "TorchObjective":
-        from clipscale.loss.softmax.tile import SoftmaxTile
+    def make_tile_ops(self) -> "TileOps":
+        from clipscale.loss.softmax.tile import SoftmaxTileOps
 
-        return SoftmaxTile()
+        return SoftmaxTileOps()
 
     def kernels(self) -> "type[TritonBackend]":
         from clipscale.loss.softmax.kernel import TritonSoftmax
@@ -105,14 +110,14 @@ class Sigmoid(Objective):
     needs_bias: bool = True
     has_kernels: bool = True
 
-    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
+    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         """`scores`: with the bias. A pair that is left out adds softplus(-inf) = 0."""
-        return scores.where(~positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
+        return scores.where(~is_positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
 
-    def tile(self) -> "TorchObjective":
-        from clipscale.loss.sigmoid.tile import SigmoidTile
+    def make_tile_ops(self) -> "TileOps":
+        from clipscale.loss.sigmoid.tile import SigmoidTileOps
 
-        return SigmoidTile()
+        return SigmoidTileOps()
 
     def kernels(self) -> "type[TritonBackend]":
         from clipscale.loss.sigmoid.kernel import TritonSigmoid
@@ -142,7 +147,12 @@ def auto_exchange(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
     per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers in half
     precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`, whose rings use all cards, too.
     """
-    limit = GATHER_BYTES if nodes > 1 else on_gpu * SMALL_GATHER_BYTES
+    if nodes > 1:
+        limit = GATHER_BYTES
+    elif on_gpu:
+        limit = SMALL_GATHER_BYTES
+    else:
+        limit = 0
     if numbers * (itemsize + 4) <= limit:
         return "gather"
     return "nodes" if nodes > 1 else "ring"

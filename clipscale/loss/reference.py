@@ -6,12 +6,11 @@ Letters: N images, M texts, D feature width.
 """
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from clipscale.loss.inputs import LossOptions
 from clipscale.loss.objective import OBJECTIVES
 
 
@@ -32,9 +31,9 @@ def dense_distillation_loss(
     logits = (logit_scale * scores).masked_fill(masked, -torch.inf)
     value = scores.new_zeros(())
     for dim in (0, 1):
-        of_teachers = [(t * a @ b.T).masked_fill(masked, -torch.inf).softmax(dim) for a, b, t in teachers]
+        probabilities = [(t * a @ b.T).masked_fill(masked, -torch.inf).softmax(dim) for a, b, t in teachers]
         log_p = logits.log_softmax(dim).masked_fill(masked, 0)
-        value = value - (torch.stack(of_teachers).mean(0) * log_p).sum(dim).mean() / 2
+        value = value - (torch.stack(probabilities).mean(0) * log_p).sum(dim).mean() / 2
     return value
 
 
@@ -46,22 +45,22 @@ def dense_contrastive_loss(
     logit_bias: Tensor | float = 0.0,
     objective: str = "softmax",
     keys: Tensor | None = None,
-    **options: Unpack[LossOptions],
+    similarity: nn.Module | Literal["dot"] | None = None,
+    captions: int = 1,
 ) -> Tensor:
     """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
-    texts beyond those are hard negatives. Of the options it takes `similarity` and `captions`."""
-    n, m = len(image_features), len(text_features)
-    similarity = options.get("similarity")
-    captions = options.get("captions", 1)
+    texts beyond those are hard negatives."""
+    n = len(image_features)
+    m = len(text_features)
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
     else:
         scores = image_features @ text_features.T
     owner = torch.arange(m, device=image_features.device) // captions
-    positive = owner == torch.arange(n, device=image_features.device)[:, None]
+    is_positive = owner == torch.arange(n, device=image_features.device)[:, None]
     logits = logit_scale * scores
     if OBJECTIVES[objective].needs_bias:
         logits = logits + logit_bias
     if keys is not None:
-        logits = logits.masked_fill((keys[:, None] == keys.repeat_interleave(captions)) & ~positive, -torch.inf)
-    return OBJECTIVES[objective].dense(logits, positive, captions * n)
+        logits = logits.masked_fill((keys[:, None] == keys.repeat_interleave(captions)) & ~is_positive, -torch.inf)
+    return OBJECTIVES[objective].dense(logits, is_positive, captions * n)

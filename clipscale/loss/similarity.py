@@ -1,7 +1,7 @@
 """The similarities of images and texts: the scores of a tile, and their vector-Jacobian product.
 
-`scores(tile, out)` returns scale * similarity (n, m). `vjp(tile, out)` returns the same and a function from the scores'
-gradient that adds to the `grad` of rows, columns and parameters.
+`scores(tile, out)` returns scale * similarity (n, m). `vjp(tile, out)` returns the same and a function that takes the
+scores' gradient and adds to the `grad` of rows, columns and parameters. Both may write to `out`.
 
 Letters: n rows (images), m columns (texts) of a tile; D feature width.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipscale.loss.block import Block, widened
+from clipscale.loss.block import Block, to_sum_dtype
 
-Vjp = Callable[[Tensor], None]
+Accumulate = Callable[[Tensor], None]
 GPU_TILE = 4096, 8192  # rows and columns of the dot product's tiles
 CPU_TILE = 1024, 2048
 MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for each pair
@@ -23,7 +23,8 @@ MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for
 class Dot:
     """<u_i, v_j>, with its gradient written out: dU = scale G V, dV = scale G'U."""
 
-    homogeneous = True  # of degree one in each side, hence scale * dL/dscale = sum_i <u_i, dU_i>
+    # No random state, any order of tiles, and degree one in each side, hence scale * dL/dscale = sum_i <u_i, dU_i>.
+    is_dot_product = True
     parameters: tuple[Tensor, ...] = ()
 
     def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
@@ -33,24 +34,29 @@ class Dot:
     def bound(self, block: Block) -> float | None:
         """An upper bound of |score| in the block, by Cauchy-Schwarz."""
         scale = block.parameters.scale
-        u, v = (torch.linalg.vector_norm(s.features, dim=1, dtype=scale.dtype).max() for s in (block.rows, block.cols))
-        return float(scale.abs() * u * v)
+        longest_u = _largest_norm(block.rows.features, scale.dtype)
+        longest_v = _largest_norm(block.cols.features, scale.dtype)
+        return float(scale.abs() * longest_u * longest_v)
 
     def scores(self, tile: Block, out: Tensor) -> Tensor:
         return product(tile.rows.features, tile.cols.features.T, out, tile.parameters.scale_number)
 
-    def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
+    def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Accumulate]:
         rows = tile.rows
         cols = tile.cols
         scale = tile.parameters.scale_number
 
-        def vjp(g_nm: Tensor) -> None:
+        def accumulate(g_nm: Tensor) -> None:
             if rows.grad is not None:
                 product(g_nm, cols.features, rows.grad, scale, beta=1)
             if cols.grad is not None:
                 product(g_nm.T, rows.features, cols.grad, scale, beta=1)
 
-        return self.scores(tile, out), vjp
+        return self.scores(tile, out), accumulate
+
+
+def _largest_norm(features: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.linalg.vector_norm(features, dim=1, dtype=dtype).max()
 
 
 class ModuleSimilarity:
@@ -61,19 +67,20 @@ class ModuleSimilarity:
     2021, arXiv 2101.06983). Both passes run Phi under the autocast setting in force when this object is made.
     """
 
-    homogeneous = False
+    is_dot_product = False
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._device_type = device.type
-        self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self._autocast_enabled = torch.is_autocast_enabled(device.type)
+        self._autocast_dtype = torch.get_autocast_dtype(device.type)
 
     def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
         return MODULE_TILE
 
     def bound(self, block: Block) -> float | None:
-        """Unknown before the scores are."""
+        """None: unknown before the scores are computed."""
         return None
 
     def scores(self, tile: Block, out: Tensor) -> Tensor:
@@ -81,19 +88,24 @@ class ModuleSimilarity:
         with torch.no_grad():
             return self._similarities(tile.rows.features, tile.cols.features, scale.dtype) * scale
 
-    def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
+    def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Accumulate]:
         parameters = tile.parameters
         u = tile.rows.features.detach().requires_grad_(tile.rows.grad is not None)
         v = tile.cols.features.detach().requires_grad_(tile.cols.grad is not None)
         scale = parameters.scale.detach().requires_grad_(parameters.trains_scale)
         scale_grad = torch.zeros_like(scale, dtype=torch.float64) if parameters.trains_scale else None
-        # What is trained, and where its gradient is summed.
-        sums = (tile.rows.grad, tile.cols.grad, scale_grad, *parameters.module_grads)
-        trained = [(x, total) for x, total in zip((u, v, scale, *self.parameters), sums) if total is not None]
+        # Each tensor, and where its gradient is summed; None if it is frozen.
+        pairs = [
+            (u, tile.rows.grad),
+            (v, tile.cols.grad),
+            (scale, scale_grad),
+            *zip(self.parameters, parameters.module_grads),
+        ]
+        trained = [(x, total) for x, total in pairs if total is not None]
         with torch.set_grad_enabled(bool(trained)):
             scores = scale * self._similarities(u, v, scale.dtype)
 
-        def vjp(score_grad: Tensor) -> None:
+        def accumulate(score_grad: Tensor) -> None:
             if not scores.requires_grad:
                 return
             grads = torch.autograd.grad(scores, [x for x, _ in trained], score_grad, allow_unused=True)
@@ -103,11 +115,10 @@ class ModuleSimilarity:
             if scale_grad is not None:
                 parameters.add_scale_grad(scale_grad)
 
-        return scores.detach().clone(), vjp
+        return scores.detach().clone(), accumulate
 
     def _similarities(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-        enabled, autocast_dtype = self._autocast
-        with torch.autocast(self._device_type, autocast_dtype, enabled):
+        with torch.autocast(self._device_type, self._autocast_dtype, self._autocast_enabled):
             scores: Tensor = self.module(u, v)
         if scores.shape != (len(u), len(v)):
             raise ValueError(
@@ -131,18 +142,21 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
         return product(a.to(out.dtype), b.to(out.dtype), out, alpha, beta)
     half = b.dtype if a.dtype == out.dtype else a.dtype
     wide = torch.mm(a.to(half), b.to(half), out_dtype=out.dtype)
-    return out.mul_(beta).add_(wide, alpha=alpha) if beta else torch.mul(wide, alpha, out=out)
+    if beta == 0:
+        return torch.mul(wide, alpha, out=out)
+    return out.mul_(beta).add_(wide, alpha=alpha)
 
 
-def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) -> Tensor:
+def row_products(x: Tensor, y: Tensor, slabs_to_run: Callable[[Any], Any] = iter) -> Tensor:
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
     large as the inputs.
 
-    `computed`: chooses the slabs to compute (LossRuntime.tiles_to_run).
+    `slabs_to_run`: chooses the slabs to compute (LossRuntime.tiles_to_run).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
+    slab_numbers = 2**24 if x.is_cuda else 2**20
+    step = max(1, slab_numbers // x[0].numel())
     slabs = zip(x.split(step), y.split(step), products.split(step))
-    for a, b, out in computed(slabs):
-        out.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
+    for a, b, out in slabs_to_run(slabs):
+        out.copy_((to_sum_dtype(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return products

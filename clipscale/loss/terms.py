@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
+from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, broadcast_from_rank0
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, auto_exchange
 from clipscale.loss.runtime import LossRuntime
@@ -15,7 +15,7 @@ from clipscale.loss.similarity import Dot, Similarity
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """An objective of these rows and columns. The exchange shares the columns among the ranks."""
 
     objective: Objective
@@ -24,52 +24,52 @@ class Term:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is differentiated by, except for a similarity's parameters."""
+        """The tensors that it is differentiated by, except for a similarity's parameters."""
         inputs = self.inputs
         return inputs.rows.features, inputs.cols.features, inputs.scale, inputs.bias
 
 
-def terms_of(
+def make_terms(
     name: str,
     objective: Objective,
     inputs: Inputs,
     similarity: Similarity,
     comm: Communicator | None,
     runtime: LossRuntime,
-) -> list[Term]:
-    """The terms of an exchange, by its name. A collective. `comm`: None in a group of one."""
+) -> list[LossTerm]:
+    """A collective: the terms of the exchange of this name. `comm`: None in a group of one."""
     is_paired = isinstance(similarity, Dot) and inputs.is_paired  # else `replicated` and `local` are `gather`
     if name == "replicated" and is_paired and comm is not None:
-        return replicated(objective, inputs, comm, runtime)
+        return replicated_terms(objective, inputs, comm, runtime)
     if not objective.reads_hard_negatives:
         inputs = inputs.without_hard_negatives()
     exchange = make_exchange(name, inputs, comm, runtime)
-    inputs = objective.prepared(inputs, exchange, runtime)
+    inputs = objective.prepare(inputs, exchange, runtime)
     if name == "local" and is_paired and objective.is_symmetric:
-        return local(objective, inputs, exchange)
-    return [Term(objective, inputs, exchange)]
+        return local_terms(objective, inputs, exchange)
+    return [LossTerm(objective, inputs, exchange)]
 
 
-def replicated(objective: Objective, inputs: Inputs, comm: Communicator, runtime: LossRuntime) -> list[Term]:
-    """CLIP's: the whole loss on every rank."""
-    inputs = objective.prepared(inputs.on_every_rank(comm), Exchange(), runtime)
-    return [Term(objective, inputs, Exchange())]
+def replicated_terms(objective: Objective, inputs: Inputs, comm: Communicator, runtime: LossRuntime) -> list[LossTerm]:
+    """A collective: CLIP's, the whole loss on every rank."""
+    inputs = objective.prepare(inputs.gather_over_ranks(comm), Exchange(), runtime)
+    return [LossTerm(objective, inputs, Exchange())]
 
 
-def local(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[Term]:
+def local_terms(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[LossTerm]:
     """OpenCLIP's: this rank's images against all texts, and its texts against all images."""
     one_sided = replace(objective, weights=(1.0, None))
-    of_texts = replace(inputs, rows=inputs.cols, cols=inputs.rows)
-    return [Term(one_sided, inputs, exchange), Term(one_sided, of_texts, exchange)]
+    text_inputs = replace(inputs, rows=inputs.cols, cols=inputs.rows)
+    return [LossTerm(one_sided, inputs, exchange), LossTerm(one_sided, text_inputs, exchange)]
 
 
 def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime) -> Exchange:
-    """The exchange of this name; by default a gather."""
+    """A collective: the exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()
     nodes = runtime.nodes(comm.size)
     if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
-        nodes = of_rank0(comm.group, nodes, inputs.scale.device)
+        nodes = broadcast_from_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
         numbers = comm.size * inputs.cols.features.numel()
         name = auto_exchange(nodes, numbers, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))

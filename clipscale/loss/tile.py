@@ -11,8 +11,9 @@ from torch import Tensor
 from clipscale.loss.block import Block
 
 
-class TorchObjective:
-    """`bound` limits |x| of the scores that are not left out; `scratch` is a buffer of the scores' shape."""
+class TileOps:
+    """An objective's two functions. `bound`: the most |x| of scores that are not left out. `scratch`: a buffer of the
+    scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         """Merge a tile into the log-sum-exps, and its positives into the rows' targets."""

@@ -11,14 +11,14 @@ from torch import Tensor
 from clipscale.loss.block import Block
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import Similarity
-from clipscale.loss.tile import TorchObjective
+from clipscale.loss.tile import TileOps
 
 
 class TorchBackend:
     """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
 
-    def __init__(self, objective: TorchObjective, similarity: Similarity, runtime: LossRuntime, dense: bool) -> None:
-        self.objective = objective
+    def __init__(self, tile_ops: TileOps, similarity: Similarity, runtime: LossRuntime, dense: bool) -> None:
+        self.tile_ops = tile_ops
         self.similarity = similarity
         self.runtime = runtime
         self.dense = dense
@@ -28,7 +28,8 @@ class TorchBackend:
         bound = self.similarity.bound(block)
         for tile, out, scratch in self._tiles(block):
             scores = self.similarity.scores(tile, out)
-            self.objective.forward(scores, tile, _mask_pairs(scores, tile, bound), scratch)
+            tile_bound = _mask_pairs(scores, tile, bound)
+            self.tile_ops.forward(scores, tile, tile_bound, scratch)
 
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
@@ -38,26 +39,32 @@ class TorchBackend:
         bound = self.similarity.bound(block)
         for tile, out, scratch in self._tiles(block):
             scores, vjp = self.similarity.vjp(tile, out)
-            vjp(self.objective.backward(scores, tile, _mask_pairs(scores, tile, bound), scratch))
+            tile_bound = _mask_pairs(scores, tile, bound)
+            score_grad = self.tile_ops.backward(scores, tile, tile_bound, scratch)
+            vjp(score_grad)
 
     def _tiles(self, block: Block) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Each tile, and two tensors of its shape to write to."""
-        n = height = len(block.rows)
-        m = width = len(block.cols)
-        if not self.dense:
+        n = len(block.rows)
+        m = len(block.cols)
+        if self.dense:
+            height, width = n, m
+        else:
             height, width = self.similarity.tile_shape(self.runtime.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
-        for tile in self.runtime.tiles_to_run(block.tiles(height, width)):
-            shape = len(tile.rows), len(tile.cols)
-            out, scratch = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
+        for tile in self.runtime.tiles_to_run(block.split(height, width)):
+            rows = len(tile.rows)
+            cols = len(tile.cols)
+            out, scratch = buffers[:, : rows * cols].unflatten(1, (rows, cols))
             yield tile, out, scratch
 
 
 def _mask_pairs(scores: Tensor, tile: Block, bound: float | None) -> float:
-    """Set the scores of pairs that are left out to -inf, in place. Returns a bound of the others' size, the block's if
-    that is known."""
+    """Set the scores of pairs that are left out to -inf, in place. Returns a bound of |score| of the others: the
+    block's, or if that is unknown the tile's own."""
     if bound is None:
-        bound = max(abs(float(x)) for x in scores.aminmax())
+        lowest, highest = scores.aminmax()
+        bound = max(abs(float(lowest)), abs(float(highest)))
     masked_pairs = tile.masked_pairs()
     if masked_pairs is not None:
         scores.masked_fill_(masked_pairs, -torch.inf)

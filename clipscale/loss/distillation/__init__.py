@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipscale.loss.autograd import LossCall, forward_sweep
 from clipscale.loss.block import FeatureBlock, Parameters, sum_dtype
-from clipscale.loss.distillation.tile import DistillationTile
+from clipscale.loss.distillation.tile import DistillationTileOps
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, Softmax
@@ -43,16 +43,17 @@ class Distillation(Objective):
     # The teachers' share of the targets. The rest is the pairs'.
     share: float = 1.0
 
-    def prepared(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
-        return with_log_sum_exps(inputs, self.teachers, exchange, runtime)
+    def prepare(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
+        return add_teacher_lses(inputs, self.teachers, exchange, runtime)
 
-    def tile(self) -> DistillationTile:
-        return DistillationTile(self.teachers, self.share)
+    def make_tile_ops(self) -> DistillationTileOps:
+        return DistillationTileOps(self.teachers, self.share)
 
 
-def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
+def add_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
     """The inputs with the teachers' features, in one type. Raises ValueError where they do not fit."""
-    n, m = len(inputs.rows), len(inputs.cols)
+    n = len(inputs.rows)
+    m = len(inputs.cols)
     if any(len(teacher) != 3 for teacher in teachers):
         raise ValueError("a teacher is its image features, its text features and its logit scale")
     for a, b, _ in teachers:
@@ -60,8 +61,10 @@ def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
     images = torch.cat([a for a, _, _ in teachers], 1).detach()
     texts = torch.cat([b for _, b, _ in teachers], 1).detach()
-    is_double = inputs.dtype == torch.float64
-    dtype = torch.float64 if is_double else torch.promote_types(images.dtype, texts.dtype)
+    if inputs.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.promote_types(images.dtype, texts.dtype)
     return replace(
         inputs,
         rows=replace(inputs.rows, teachers=images.to(dtype)),
@@ -70,21 +73,22 @@ def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
 
 
 @torch.no_grad()
-def with_log_sum_exps(
+def add_teacher_lses(
     inputs: Inputs, teachers: Sequence[tuple[int, float]], exchange: Exchange, runtime: LossRuntime
 ) -> Inputs:
-    """The inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64. A collective.
+    """A collective: the inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64.
 
     `teachers`: the feature width and the logit scale of each.
     """
     assert inputs.rows.teachers is not None and inputs.cols.teachers is not None
     widths = [width for width, _ in teachers]
-    of_images = inputs.rows.teachers.split(widths, 1)
-    of_texts = inputs.cols.teachers.split(widths, 1)
+    images_by_teacher = inputs.rows.teachers.split(widths, 1)
+    texts_by_teacher = inputs.cols.teachers.split(widths, 1)
     softmax = Softmax((0.5, 0.5))
-    backend = TorchBackend(softmax.tile(), Dot(), runtime, dense=False)
-    lses: list[tuple[Tensor, Tensor]] = []
-    for images, texts, (_, scale) in zip(of_images, of_texts, teachers, strict=True):
+    backend = TorchBackend(softmax.make_tile_ops(), Dot(), runtime, dense=False)
+    row_lses = []
+    col_lses = []
+    for images, texts, (_, scale) in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
         teacher_inputs = replace(
             inputs,
             rows=FeatureBlock(images, inputs.rows.keys),
@@ -93,13 +97,13 @@ def with_log_sum_exps(
         )
         call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_blocks(images, texts)
-        number = torch.tensor(scale, dtype=sum_dtype(images.dtype), device=images.device)
-        forward_sweep(call, rows, cols, Parameters(number, torch.zeros_like(number)))
+        teacher_scale = torch.tensor(scale, dtype=sum_dtype(images.dtype), device=images.device)
+        forward_sweep(call, rows, cols, Parameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
-        lses.append((rows.lse, cols.lse))
-    of_rows, of_cols = (torch.stack(each, 1) for each in zip(*lses, strict=True))
+        row_lses.append(rows.lse)
+        col_lses.append(cols.lse)
     return replace(
         inputs,
-        rows=replace(inputs.rows, teacher_lse=of_rows),
-        cols=replace(inputs.cols, teacher_lse=of_cols),
+        rows=replace(inputs.rows, teacher_lse=torch.stack(row_lses, 1)),
+        cols=replace(inputs.cols, teacher_lse=torch.stack(col_lses, 1)),
     )

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from clipscale.loss.block import Block
 from clipscale.loss.similarity import product
-from clipscale.loss.softmax.tile import SoftmaxTile, positive_weights, weighted_probabilities
+from clipscale.loss.softmax.tile import SoftmaxTileOps, positive_weights, weighted_probabilities
 
 
-class DistillationTile(SoftmaxTile):
+class DistillationTileOps(SoftmaxTileOps):
     """Needs the log-sum-exps of the teachers' scores, in the blocks' `teacher_lse`."""
 
     def __init__(self, teachers: Sequence[tuple[int, float]], share: float) -> None:
-        """`teachers`: the feature width and the logit scale of each. `share`: theirs in the targets."""
+        """`teachers`: the feature width and the logit scale of each. `share`: the teachers' share of the targets."""
         self.teachers = teachers
         self.share = share
 
@@ -31,11 +31,11 @@ class DistillationTile(SoftmaxTile):
             masked = tile.masked_pairs()
             counted = scores if masked is None else scores.masked_fill(masked, 0)
             tile.rows.target += (weights * counted).sum(1, dtype=torch.float64)
-        super().forward(scores, replace(tile, positive=None), bound, scratch)
+        super().forward(scores, replace(tile, positive_offset=None), bound, scratch)
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         weights = self._targets(tile, scores)
-        return super().backward(scores, replace(tile, positive=None), bound, scratch).sub_(weights)
+        return super().backward(scores, replace(tile, positive_offset=None), bound, scratch).sub_(weights)
 
     def _targets(self, tile: Block, like: Tensor) -> Tensor:
         """W (n, m), in the type of `like`."""
@@ -44,20 +44,23 @@ class DistillationTile(SoftmaxTile):
         widths = [width for width, _ in self.teachers]
         scores = torch.empty_like(like)
         for k, (_, scale) in enumerate(self.teachers):
-            images, texts = (_present(side.teachers).split(widths, 1)[k] for side in (tile.rows, tile.cols))
+            images = _require(tile.rows.teachers).split(widths, 1)[k]
+            texts = _require(tile.cols.teachers).split(widths, 1)[k]
             product(images, texts.T, scores, scale)
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):
                 if side.weight is not None:
                     weight = side.weight * (self.share / len(self.teachers))
-                    weights += weighted_probabilities(scores, weight, _present(side.teacher_lse)[:, k], dim)
+                    lse = _require(side.teacher_lse)[:, k]
+                    weights += weighted_probabilities(scores, weight, lse, dim)
         if self.share < 1:
-            i, j = tile.positives()
+            i, j = tile.positive_pairs()
             weights[i, j] += ((1 - self.share) * positive_weights(tile, i, j)).to(weights.dtype)
         return weights
 
 
-def _present(x: Tensor | None) -> Tensor:
+def _require(x: Tensor | None) -> Tensor:
+    """x, which the call has prepared: `add_teachers`, `add_teacher_lses`."""
     assert x is not None
     return x

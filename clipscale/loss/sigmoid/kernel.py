@@ -21,7 +21,7 @@ from clipscale.loss.triton.tiles import (
     NEG_INF,
     dots_for_sum,
     has_positives,
-    positives,
+    is_positive,
     quarters,
     store_quarter,
     tile_dots,
@@ -48,9 +48,9 @@ def log1p(x):
     return p * x
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive"])
+@triton.jit(do_not_specialize=["n", "m", "positive_offset"])
 def sigmoid_kernel(
-    u, v, scale, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
+    u, v, scale, n, m, depth, stride_u, stride_v, positive_offset, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (whole tiles) = GRAD_SCALE * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
@@ -70,15 +70,15 @@ def sigmoid_kernel(
         first_col = tile_col * BN + quarter * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
         logits = dots_by_quarter[quarter] * scale_ + bias_
-        with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
+        with_positives = has_positives(tile_row * BM, first_col, positive_offset, BM, WIDTH)
         if with_positives:
-            logits = tl.where(positives(rows, cols, positive), -logits, logits)
+            logits = tl.where(is_positive(rows, cols, positive_offset), -logits, logits)
         logits = where_inside(logits, NEG_INF, rows, cols, n, m)
         small = tl.exp2(-tl.abs(logits) * LOG2E)
         value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
         g = GRAD_SCALE * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
         if with_positives:
-            g = tl.where(positives(rows, cols, positive), -g, g)
+            g = tl.where(is_positive(rows, cols, positive_offset), -g, g)
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
         product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.tile import TorchObjective
+from clipscale.loss.tile import TileOps
 
 
-class SigmoidTile(TorchObjective):
+class SigmoidTileOps(TileOps):
     """There is no log-sum-exp. The loss is subtracted from `rows.target`, because its value is -target.sum()."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
-        positives = tile.positives()
+        positives = tile.positive_pairs()
         logits = scores.add_(tile.parameters.bias)
         logits[positives] = -logits[positives]  # -z (x + bias)
         if tile.rows.target is not None:

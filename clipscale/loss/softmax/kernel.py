@@ -29,7 +29,7 @@ from clipscale.loss.triton.tiles import (
     NEG_INF,
     dots_for_sum,
     has_positives,
-    positives,
+    is_positive,
     quarters,
     store_quarter,
     tile_dots,
@@ -43,7 +43,7 @@ SOUND = tl.constexpr(2.0**-60)
 
 
 @triton.jit
-def reference_of(top):
+def reference_above(top):
     """A whole number just above the largest score; 0 past the end, where there is no score."""
     return tl.where(top == NEG_INF, 0.0, tl.ceil(top))
 
@@ -64,7 +64,7 @@ def lse_kernel(
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
     dots = where_inside(dots, NEG_INF, rows, cols, n, m)
     scale = tl.load(factor)
-    top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * scale)
+    top = reference_above(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
     dots_by_quarter = quarters(dots)
     WIDTH: tl.constexpr = BN // 4
@@ -82,11 +82,11 @@ def lse_kernel(
     store_line(row_partials, top, row_sums, tile_col, tile_row * BM, n)
     if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
         tl.debug_barrier()  # these come after what the other threads have stored
-        row_tops = reference_of(tl.max(dots, axis=1) * scale)
+        row_tops = reference_above(tl.max(dots, axis=1) * scale)
         row_sums = tl.sum(tl.exp2(tl.fma(dots, scale, -row_tops[:, None])), axis=1)
         store_line(row_partials, row_tops, row_sums, tile_col, tile_row * BM, n)
         for quarter in tl.static_range(4):
-            col_tops = reference_of(tl.max(dots_by_quarter[quarter], axis=0) * scale)
+            col_tops = reference_above(tl.max(dots_by_quarter[quarter], axis=0) * scale)
             col_sums = tl.sum(tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -col_tops[None, :])), axis=0)
             store_line(col_partials, col_tops, col_sums, tile_row, tile_col * BN + quarter * WIDTH, m)
 
@@ -100,16 +100,16 @@ def store_line(partials, tops, sums, line, first, size):
     tl.store(pointer + size, sums, mask=indices < size)
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive"])
+@triton.jit(do_not_specialize=["n", "m", "positive_offset"])
 def softmax_gradient_kernel(
-    u, v, factor, n, m, depth, stride_u, stride_v, positive,
+    u, v, factor, n, m, depth, stride_u, stride_v, positive_offset,
     panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_target, col_target, products,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = GRAD_SCALE * G of one tile, zero past the end, from recomputed
     scores:
 
-        G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
+        G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive_offset + i]
 
     with the complete log-sum-exps r and c. In the first two terms a and b are row_weight and col_weight, corrected for
     the rounding of r and c; in the last they are row_target and col_target, exact. All four are times GRAD_SCALE.
@@ -133,9 +133,9 @@ def softmax_gradient_kernel(
         g = a[:, None] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -r[:, None]))
         g += b[None, :] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
-        if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
+        if has_positives(tile_row * BM, first_col, positive_offset, BM, WIDTH):
             target = tl.load(row_target + row_at)[:, None] + tl.load(col_target + col_at)[None, :]
-            g = tl.where(positives(rows, cols, positive), g - target, g)
+            g = tl.where(is_positive(rows, cols, positive_offset), g - target, g)
         g = where_inside(g, 0.0, rows, cols, n, m)
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)
@@ -167,7 +167,7 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     return factor, factor.double() / exact
 
 
-def in_log2(side: FeatureBlock, nat: Tensor) -> FeatureBlock:
+def to_log2(side: FeatureBlock, nat: Tensor) -> FeatureBlock:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
     rounding; `target`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this direction.
     """
@@ -202,7 +202,7 @@ class TritonSoftmax(TritonBackend):
                         partials, lse, len(partials), len(side), BLOCK=128,
                     )  # fmt: skip
                     torch.logaddexp(side.lse, lse / nat, out=side.lse)
-        diagonal = block.diagonal()
+        diagonal = block.positive_diagonal()
         if diagonal is not None:
             i, j = diagonal
             assert block.rows.target is not None
@@ -213,7 +213,7 @@ class TritonSoftmax(TritonBackend):
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
         factor, nat = log2_factor(block.parameters.scale)
-        block = replace(block, rows=in_log2(block.rows, nat), cols=in_log2(block.cols, nat))
+        block = replace(block, rows=to_log2(block.rows, nat), cols=to_log2(block.cols, nat))
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(self.programs(panel), dtype=torch.float32)
             rows, cols = panel.rows, panel.cols

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.tile import TorchObjective
+from clipscale.loss.tile import TileOps
 
 # e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
 # terms of e^60 stay finite in float32, and e^-60 is still a normal number.
@@ -18,21 +18,27 @@ MARGIN = 60.0
 MIN_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
 
-class SoftmaxTile(TorchObjective):
+class SoftmaxTileOps(TileOps):
     """If a side has no weights, its direction of the softmax is not computed."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         sides = directions(tile)
         reference = _reference(bound)
-        i, j = tile.positives()
+        i, j = tile.positive_pairs()
         if tile.rows.target is not None:
             tile.rows.target.index_put_((i,), positive_weights(tile, i, j) * scores[i, j], accumulate=True)
-        exponentials = torch.sub(scores, reference, out=scratch).exp_() if reference else torch.exp(scores, out=scratch)
+        if reference == 0:
+            exponentials = torch.exp(scores, out=scratch)
+        else:
+            exponentials = torch.sub(scores, reference, out=scratch).exp_()
         for _, lse, dim in sides:
             total = exponentials.sum(dim)
-            underflow = reference > 0 and bool(total.min() < MIN_SUM)
-            there = _logsumexp(scores, dim) if underflow else total.double().log_().add_(reference)
-            lse.copy_(torch.logaddexp(lse, there))
+            has_lost_terms = reference > 0 and bool(total.min() < MIN_SUM)
+            if has_lost_terms:
+                tile_lse = _logsumexp(scores, dim)
+            else:
+                tile_lse = total.double().log_().add_(reference)
+            lse.copy_(torch.logaddexp(lse, tile_lse))
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         sides = directions(tile)
@@ -40,16 +46,22 @@ class SoftmaxTile(TorchObjective):
         # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
         # is nothing beside them.
         if all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides):
-            if reference:
+            if reference != 0:
                 scores.sub_(reference)
             scores.exp_()
             factors = [(weight * (reference - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
-            scores.mul_(torch.add(*factors, out=scratch) if len(factors) == 2 else factors[0])
+            if len(factors) == 2:
+                scores.mul_(torch.add(*factors, out=scratch))
+            else:
+                scores.mul_(factors[0])
         else:
             terms = [weighted_probabilities(scores, *side) for side in sides]
-            torch.add(*terms, out=scores) if len(terms) == 2 else scores.copy_(terms[0])
-        # Subtracted here, not from the finished gradients: near p = 1, `a p - a` would cancel to nothing there.
-        i, j = tile.positives()
+            if len(terms) == 2:
+                torch.add(*terms, out=scores)
+            else:
+                scores.copy_(terms[0])
+        # Subtracted here, not from the features' gradients: near p = 1, `a p - a` would cancel to nothing there.
+        i, j = tile.positive_pairs()
         scores[i, j] -= positive_weights(tile, i, j).to(scores.dtype)
         return scores
 
@@ -69,8 +81,11 @@ def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
 def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -> Tensor:
     """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64. A
     row's weight is divided among its captions."""
-    sides = ((block.rows, rows, block.captions.count), (block.cols, cols, 1))
-    weights = [side.weight[index].double() / shared for side, index, shared in sides if side.weight is not None]
+    weights = []
+    if block.rows.weight is not None:
+        weights.append(block.rows.weight[rows].double() / block.captions.count)
+    if block.cols.weight is not None:
+        weights.append(block.cols.weight[cols].double())
     return sum(weights[1:], weights[0])
 
 

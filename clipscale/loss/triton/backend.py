@@ -59,7 +59,7 @@ class TritonBackend:
         if store is not None:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
             # Without a positive, one past the end: no row reaches it.
-            arguments["positive"] = len(v) if panel.positive is None else panel.positive
+            arguments["positive_offset"] = len(v) if panel.positive_offset is None else panel.positive_offset
         self.runtime.launch(
             kernel, self.programs(panel), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,
@@ -74,7 +74,7 @@ class TritonBackend:
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        return self.runtime.tiles_to_run(block.tiles(height, width))
+        return self.runtime.tiles_to_run(block.split(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature

@@ -97,16 +97,16 @@ def dots_for_sum(dots, n):
 
 
 @triton.jit
-def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def has_positives(first_row, first_col, positive_offset, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Whether this part of the scores may contain a positive. Most do not."""
-    start = first_row + positive
+    start = first_row + positive_offset
     return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
 
 
 @triton.jit
-def positives(rows, cols, positive):
+def is_positive(rows, cols, positive_offset):
     """Whether row and column belong together, (BM, BN)."""
-    return cols[None, :] == (rows + positive)[:, None]
+    return cols[None, :] == (rows + positive_offset)[:, None]
 
 
 @triton.jit

@@ -165,8 +165,8 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
         rows = FeatureBlock(u, weight=torch.ones(20, device=DEVICE))
         cols = FeatureBlock(v, weight=torch.ones(40, device=DEVICE))
-        rows.lse = rows.empty_lse().clamp_min(before)
-        cols.lse = cols.empty_lse().clamp_min(before)
+        rows.lse = rows.initial_lse().clamp_min(before)
+        cols.lse = cols.initial_lse().clamp_min(before)
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
         TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):

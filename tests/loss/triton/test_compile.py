@@ -57,7 +57,9 @@ def stack(kernel: Any, capability: int, form: str, t: TileShape, folder: Path) -
     tma = capability >= 90 and form != "fp32"
     shapes = {"u": (t.rows, t.depth), "v": (t.cols, t.depth), "panel": (t.rows, t.cols // 4)}
     types = {name: f"tensordesc<{form}{list(shape)}>" if tma else f"*{form}" for name, shape in shapes.items()}
-    types |= dict.fromkeys(("n", "m", "lines", "depth", "stride_u", "stride_v", "stride_panel", "positive"), "i32")
+    types |= dict.fromkeys(
+        ("n", "m", "lines", "depth", "stride_u", "stride_v", "stride_panel", "positive_offset"), "i32"
+    )
     types["lse"] = "*fp64"
     constants = {"TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth, "BLOCK": 128}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
