@@ -38,6 +38,20 @@ def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
         assert shared.broken == alone.broken
 
 
+def test_the_upcoming_batch_is_the_next_one(tmp_path: Path) -> None:
+    """The ranks tell each other its numbers while the step before it runs."""
+    write_shards(tmp_path, [30, 20, 50])
+    with open_stream(tmp_path, batch=20, workers=1) as stream:
+        for _ in range(3):
+            stream.next_batch().keys()
+            until = time.monotonic() + 120
+            while not (upcoming := stream.upcoming()) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert upcoming
+            announced = content(upcoming)
+            assert announced == content(stream.next_batch())
+
+
 def test_workers_read_while_the_memory_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locking 40 GiB takes a rank twenty seconds: the first samples are there by then."""
     write_shards(tmp_path, [30, 30])
