@@ -240,12 +240,12 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
             world = FakeWorld(0, ranks, torch.device("cpu"))
             run = TrainLoop(begin(config, world), world)
             with Sent() as sent:
-                run.train_step()
+                run.run_step()
     finally:
         dist.destroy_process_group()
     run.stream.close()
-    parameters = sum(p.numel() for p in run.trainer.model.parameters())
-    return {**sent.figures, "parameters": parameters, "width": run.trainer.model.width}
+    parameters = sum(p.numel() for p in run.train_step.model.parameters())
+    return {**sent.figures, "parameters": parameters, "width": run.train_step.model.width}
 
 
 def figures_of(row: Row) -> str:

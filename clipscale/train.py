@@ -25,10 +25,10 @@ from clipscale.launch.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared import check_shared
-from clipscale.step.agreement import Agreement
+from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import no_compilation
+from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.rollback import rollback_on_error
-from clipscale.step.saved_state import saved_now
 
 # After a signal the run waits this many seconds for a copy: well below `launch.local.SHUTDOWN_S`, which also covers the
 # save.
@@ -70,13 +70,13 @@ class TrainLoop:
         self.ready = ready
         self.world = world
         self.lock = lock
-        self.trainer = ready.parts.trainer
-        self.stream = ready.parts.stream
-        self.schedule = ready.parts.schedule
+        self.train_step = ready.components.train_step
+        self.stream = ready.components.stream
+        self.schedule = ready.components.schedule
         # Completed steps.
         self.step = ready.step
         # Steps at the end of the run, or of the stage.
-        self.total = ready.parts.schedule.end
+        self.total = ready.components.schedule.end
         # The last completed step's loss.
         self.loss = ready.loss
         self.stop = SignalPoller(world)
@@ -91,13 +91,13 @@ class TrainLoop:
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
-                agreement = self.train_step()
+                next_step = self.run_step()
                 is_last = self.step == self.total
                 is_best = False
                 if ready.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
                     is_best = ready.saver.would_be_best(self.step)
-                if is_best or is_last or agreement.save or ready.intervals.saves_after(self.step):
+                if is_best or is_last or next_step.wants_save or ready.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if ready.evaluation.sets:
                 results = self.evaluate()
@@ -106,13 +106,13 @@ class TrainLoop:
             log_end(result, ready.evaluation.facts["precision"], ready.expected, ready.saver.retention.best)
         return result
 
-    def train_step(self) -> Agreement:
+    def run_step(self) -> NextStepInfo:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
         number = self.step + 1
-        trainer = self.trainer
+        train_step = self.train_step
         ready = self.ready
-        lr = self.schedule.apply(trainer.optimizer, self.step)
-        with rollback_on_error(trainer.model, self.stream, self.world):
+        lr = self.schedule.apply(train_step.optimizer, self.step)
+        with rollback_on_error(train_step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 show_task("waiting for the first samples")
@@ -121,14 +121,14 @@ class TrainLoop:
                 show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
-            result = trainer.run(batch, self.stream, number, save=overdue, poll=self.make_poll(len(batch)))
+            result = train_step.run(batch, self.stream, number, save=overdue, poll=self.make_poll(len(batch)))
         self.step = number  # what fails from here on undoes nothing
         self.loss = result.loss
         stage = ready.stage
         record: StepRecord = {"step": number, "samples": stage.samples_before(number), "batch": stage.batch, "lr": lr}
-        ready.records.add(record, result, trainer.model.logit_scale.exp())
-        trainer.set_keep_budget(result.phases)
-        return result.agreement
+        ready.records.add(record, result, train_step.model.logit_scale.exp())
+        train_step.set_keep_budget(result.phases)
+        return result.next_step
 
     def make_poll(self, local_batch: int) -> Callable[[], None]:
         """What a step calls before each chunk. It never waits for the device.
@@ -142,29 +142,29 @@ class TrainLoop:
         def poll() -> None:
             self.stop.poll()
             records.poll()
-            records.progress(f"step {self.step + 1}", next(number), self.trainer.cache.num_chunks(local_batch))
+            records.progress(f"step {self.step + 1}", next(number), self.train_step.cache.num_chunks(local_batch))
 
         return poll
 
     def evaluate(self) -> Results:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
-        trainer = self.trainer
+        train_step = self.train_step
         evaluation = self.ready.evaluation
         records = self.ready.records
         records.finish()
-        average = trainer.average if evaluation.of_average else None
-        with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.parts.is_compiled):
+        average = train_step.average if evaluation.of_average else None
+        with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.components.is_compiled):
             results = evaluate(
-                trainer.model,
+                train_step.model,
                 evaluation,
                 self.world,
-                autocast=trainer.precision.autocast,
+                autocast=train_step.precision.autocast,
                 file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
                 poll=partial(self.stop.poll, every_call=True),
                 poll_while_waiting=self.stop.poll_while_waiting,
                 progress=records.progress,
             )
-        reshard(trainer.model)
+        reshard(train_step.model)
         records.evaluation(self.step, results)
         return results
 
@@ -177,7 +177,7 @@ class TrainLoop:
         description = replace(self.ready.description, step=self.step, samples=samples, loss=self.loss)
         saver = self.ready.saver
         with ending_if_removed(self.lock, self.world, saver, self.step):
-            saver.save(saved_now(description, self.trainer, self.stream), wait=wait)
+            saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
@@ -190,4 +190,4 @@ class TrainLoop:
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
         together = self.world.size == 1 or (isinstance(error, UserError) and error.on_all_ranks)
-        return together and not self.trainer.is_updating
+        return together and not self.train_step.is_updating

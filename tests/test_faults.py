@@ -24,7 +24,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import load_model
-from clipscale.step.agreement import Agreement
+from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
@@ -34,13 +34,13 @@ from tests.support.runs import curve, records, small
 
 def between_steps(work: Callable[[int], Any]) -> Any:
     """`work(step)` before each step of the runs inside."""
-    train_step = TrainLoop.train_step
+    run_step = TrainLoop.run_step
 
-    def disturbed(run: TrainLoop) -> Agreement:
+    def disturbed(run: TrainLoop) -> NextStepInfo:
         work(run.step)
-        return train_step(run)
+        return run_step(run)
 
-    return mock.patch.object(TrainLoop, "train_step", disturbed)
+    return mock.patch.object(TrainLoop, "run_step", disturbed)
 
 
 def test_a_run_that_could_not_save_is_refused_at_its_start(

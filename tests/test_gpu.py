@@ -240,17 +240,17 @@ def test_the_host_waits_for_the_scale_of_the_loss_alone(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the events that it waits for: the loss, the norm, and the records of the step before."""
-    train_step, waited = TrainLoop.train_step, []
+    run_step, waited = TrainLoop.run_step, []
 
     def watched(run: TrainLoop) -> None:
         with warnings.catch_warnings(record=True, action="always") as caught:
             torch.cuda.set_sync_debug_mode("warn" if run.step >= 2 else "default")  # the first steps measure graphs
             try:
-                train_step(run)
+                run_step(run)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waited.extend(f"{Path(w.filename).name}: {w.message}" for w in caught if "synchronizing CUDA" in str(w.message))
 
-    monkeypatch.setattr(TrainLoop, "train_step", watched)
+    monkeypatch.setattr(TrainLoop, "run_step", watched)
     run(demo, tmp_path / "run", samples=64 * 5)
     assert waited and all(text.startswith("block.py") for text in waited), waited

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
-from clipscale.step.agreement import Agreement
+from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, small
 
@@ -55,21 +55,21 @@ def test_a_step_waits_for_two_values_of_the_device(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, passes: int
 ) -> None:
     steps = []
-    train_step = TrainLoop.train_step
+    run_step = TrainLoop.run_step
     as_list = Tensor.tolist
 
-    def counted(run: TrainLoop) -> Agreement:
+    def counted(run: TrainLoop) -> NextStepInfo:
         def tolist(tensor: Tensor) -> Any:
             counter.places[place()] += 1
             return as_list(tensor)
 
         with CountWaits() as counter, monkeypatch.context() as patch:
             patch.setattr(Tensor, "tolist", tolist)
-            agreement = train_step(run)
+            next_step = run_step(run)
         steps.append(counter.places)
-        return agreement
+        return next_step
 
-    monkeypatch.setattr(TrainLoop, "train_step", counted)
+    monkeypatch.setattr(TrainLoop, "run_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)
     train(small(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
     assert len(steps) == 4

@@ -244,9 +244,9 @@ def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Pat
     """Without the garbage collector: the next stage's model is built in the memory of the last one's."""
     run = train_loop(small(shards, tmp_path / "run", ema=0.9), ALONE)
     for _ in range(2):
-        run.train_step()
+        run.run_step()
     run.stream.close()
-    model = weakref.ref(run.trainer.model)
+    model = weakref.ref(run.train_step.model)
     gc.disable()
     try:
         del run

@@ -14,12 +14,26 @@ from clipscale.checkpoint.copies import Copies, restore_from_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import to_resume
-from clipscale.checkpoint.saved import Saved
 from clipscale.checkpoint.saving import Saver, UnwritableError
+from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.checkpoints import Best, checkpoints_of, locate, path_of, step_of
 
 __all__ = [
-    "Best", "Copies", "Retention", "Saved", "Saver", "UnwritableError", "checkpoints_of", "load",
-    "locate", "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy",
-    "step_of", "to_resume", "verify",
+    "Best",
+    "CheckpointState",
+    "Copies",
+    "Retention",
+    "Saver",
+    "UnwritableError",
+    "checkpoints_of",
+    "load",
+    "locate",
+    "make_folder",
+    "path_of",
+    "read_values",
+    "remove_temporary",
+    "restore_from_copy",
+    "step_of",
+    "to_resume",
+    "verify",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from clipscale.checkpoint.saved import Saved
+from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.files import DAMAGED, check_inside
@@ -113,10 +113,10 @@ def read_meta(path: Path) -> Meta:
         return meta
 
 
-def read_values(path: Path) -> Saved:
+def read_values(path: Path) -> CheckpointState:
     """A checkpoint without its tensors. Raises UserError."""
     with damage_to_user_error(path):
-        return Saved.of(read_meta(path)["values"])
+        return CheckpointState.of(read_meta(path)["values"])
 
 
 # ---- checksums ----
@@ -148,10 +148,8 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
         if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
             raise ValueError(f"size or checksum of {name} differs")
 
-    with (
-        damage_to_user_error(path),
-        ThreadPool(cores()) as threads,
-    ):  # a signal leaves it at once, also where a disk is silent
+    # A signal leaves the pool at once, also where a disk is silent.
+    with damage_to_user_error(path), ThreadPool(cores()) as threads:
         threads.map(check, list(meta["files"])[rank::world])
 
 
@@ -201,7 +199,7 @@ def load(
     verified: bool = False,
     entries: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Saved:
+) -> CheckpointState:
     """A checkpoint on the CPU. Executes no pickled code.
 
     `verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
@@ -228,7 +226,7 @@ def load(
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     with damage_to_user_error(path):
-        return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
+        return CheckpointState.of(merge_tensors(read_meta(path)["values"], tensors))
 
 
 @contextmanager

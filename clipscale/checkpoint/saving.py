@@ -20,7 +20,7 @@ from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import Copies
 from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensors, values_text
-from clipscale.checkpoint.saved import Saved
+from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
@@ -67,7 +67,7 @@ class Saver:
             )
         )
 
-    def save(self, saved: Saved, *, wait: bool = False) -> None:
+    def save(self, saved: CheckpointState, *, wait: bool = False) -> None:
         """Begin to write a checkpoint, when the one before is complete. `wait`: until this one is complete, too.
 
         Tensors below a dictionary are the same on every rank, or DTensors. Everything else is taken from rank 0.

@@ -1,4 +1,4 @@
-"""How many graphs of its first pass a step keeps: the setting `cache.keep`."""
+"""The memory for graphs that a step keeps from its first pass: the setting `cache.keep`."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,53 +8,53 @@ from clipscale.common.units import parse_bytes
 
 
 @dataclass(frozen=True)
-class Keep:
-    """As many graphs as fit into some memory.
+class KeepBudget:
+    """Memory for graphs that are kept from the first pass to the second.
 
-    Made by `Keep.nothing()`, `Keep.all()`, `Keep.at_most(bytes)`, and `Keep.measure_first()`, whose bytes are known
-    after a first step.
+    Made by `KeepBudget.nothing()`, `KeepBudget.all()`, `KeepBudget.at_most(bytes)`, and `KeepBudget.measure_first()`,
+    whose bytes are known after a first step.
     """
 
-    # Bytes for the graphs of all towers; 0: none is kept; math.inf: all are.
+    # Bytes for the graphs of all towers. 0 keeps none, math.inf all.
     bytes: float
-    # Whether a step that does not know the bytes of a graph measures them.
-    measures: bool
+    # Whether a step measures the bytes of one graph, if it does not know them yet.
+    needs_measurement: bool
 
     @staticmethod
-    def nothing() -> "Keep":
-        return Keep(0, measures=False)
+    def nothing() -> "KeepBudget":
+        return KeepBudget(0, needs_measurement=False)
 
     @staticmethod
-    def all() -> "Keep":
-        return Keep(math.inf, measures=False)
+    def all() -> "KeepBudget":
+        return KeepBudget(math.inf, needs_measurement=False)
 
     @staticmethod
-    def at_most(bytes: float) -> "Keep":
+    def at_most(bytes: float) -> "KeepBudget":
         """0: nothing; math.inf: all."""
-        return Keep(bytes, measures=0 < bytes < math.inf)
+        return KeepBudget(bytes, needs_measurement=0 < bytes < math.inf)
 
     @staticmethod
-    def measure_first() -> "Keep":
+    def measure_first() -> "KeepBudget":
         """Measure a graph and keep none, until the memory that the first step leaves is known."""
-        return Keep(0, measures=True)
+        return KeepBudget(0, needs_measurement=True)
 
     @staticmethod
-    def parse(key: str, text: str) -> "Keep":
+    def parse(key: str, text: str) -> "KeepBudget":
         """`none`, `auto` (what a first step leaves free), or bytes such as `8G`. Raises UserError with the setting's
         `key`."""
         if text in ("none", "auto"):
-            return Keep.nothing() if text == "none" else Keep.measure_first()
+            return KeepBudget.nothing() if text == "none" else KeepBudget.measure_first()
         try:
-            return Keep.at_most(parse_bytes(text))
+            return KeepBudget.at_most(parse_bytes(text))
         except ValueError:
             raise UserError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
 
     @property
-    def is_unmeasured(self) -> bool:
+    def is_unknown(self) -> bool:
         """Whether the bytes are not known before a first step."""
-        return self.measures and self.bytes == 0
+        return self.needs_measurement and self.bytes == 0
 
-    def minus(self, used: float) -> "Keep":
+    def minus(self, used: float) -> "KeepBudget":
         """What remains if `used` bytes are taken."""
         return replace(self, bytes=self.bytes - used)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
@@ -178,13 +178,13 @@ class CacheConfig:
         return sizes[0], sizes[-1]
 
     @property
-    def kept(self) -> Keep:
-        """Which graphs are kept. Raises UserError."""
-        return Keep.parse("cache.keep", self.keep)
+    def keep_budget(self) -> KeepBudget:
+        """The memory for kept graphs. Raises UserError."""
+        return KeepBudget.parse("cache.keep", self.keep)
 
     def check(self) -> None:
         """Raises UserError for other forms of sizes and bytes."""
-        _ = self.sizes, self.kept
+        _ = self.sizes, self.keep_budget
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class StepRecords:
         widths = result.widths
         measured: StepRecord = {
             "loss": result.loss,
-            **result.parts,
+            **result.loss_terms,
             "grad_norm": result.grad_norm,
             "skipped": result.grad_norm is None,
             "time": round(time.time(), 3),

@@ -43,7 +43,7 @@ NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
-def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
+def completed_by_weights(config: ModelConfig, saved: checkpoint.CheckpointState | None = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
     If `config` has no name, the architecture is that of the weights. How pictures are prepared comes from the first of

@@ -15,8 +15,8 @@ from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import chosen_sets
 from clipscale.log.step_record import StepRecords
 from clipscale.start.announce import announce
-from clipscale.start.build import Parts, build
-from clipscale.start.settle import Stage, Start, settle
+from clipscale.start.build import Components, build
+from clipscale.start.settle import SettledRun, Stage, settle
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ReadyRun:
     step: int
     # The last completed step's loss.
     loss: float
-    parts: Parts
+    components: Components
     evaluation: Evaluation
     # Published scores of the preset.
     expected: Expected
@@ -61,7 +61,7 @@ class ReadyRun:
     records: StepRecords
     saver: checkpoint.Saver
     # The part of each checkpoint that describes model and optimizer, without their states.
-    description: checkpoint.Saved
+    description: checkpoint.CheckpointState
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
@@ -75,41 +75,41 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         check_goal(name, goal, [each.label for each in evaluation.sets])
 
     # Which settings and which checkpoint.
-    start = settle(config, world, fetches=copies is None)
-    config = start.config
+    settled = settle(config, world, fetches=copies is None)
+    config = settled.config
 
     with ExitStack() as undo:
         # Data, model, chunks, wrap, loss, cache, optimizer, average.
-        parts = build(start, world)
-        undo.callback(parts.stream.close)
+        components = build(settled, world)
+        undo.callback(components.stream.close)
 
         # What the user should know, and the log.
-        log = announce(start, parts, world)
-        records = StepRecords(log, world.size, parts.flops, parts.stream)
+        log = announce(settled, components, world)
+        records = StepRecords(log, world.size, components.flops, components.stream)
         undo.callback(records.close)
 
         # Checkpoints and their copies.
         if copies is None:
-            copies = begin_copies(start, world)
-        saver = checkpoint.Saver(start.folder, world, copies.retention, copies)
-        if start.checkpoint is None or start.continues_own_folder:
-            saver.newest_step = start.step
+            copies = begin_copies(settled, world)
+        saver = checkpoint.Saver(settled.folder, world, copies.retention, copies)
+        if settled.checkpoint is None or settled.continues_own_folder:
+            saver.newest_step = settled.step
         undo.pop_all()
 
     intervals = Intervals(config.eval.every, *config.checkpoint.interval)
     return ReadyRun(
-        folder=start.folder,
-        stage=start.stage,
-        step=start.step,
-        loss=start.loss,
-        parts=parts,
+        folder=settled.folder,
+        stage=settled.stage,
+        step=settled.step,
+        loss=settled.loss,
+        components=components,
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
         evaluates_start=bool(config.model.weights and evaluation.sets),
         intervals=intervals,
         records=records,
         saver=saver,
-        description=checkpoint.Saved(
+        description=checkpoint.CheckpointState(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
     )
@@ -137,12 +137,12 @@ def check_goal(name: str, goal: str, labels: list[str]) -> None:
         raise UserError(f"{name}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
 
 
-def begin_copies(start: Start, world: World) -> checkpoint.Copies:
+def begin_copies(settled: SettledRun, world: World) -> checkpoint.Copies:
     """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
-    settings = start.config.checkpoint
-    best = checkpoint.Best(start.folder, settings.best) if settings.best else None
+    settings = settled.config.checkpoint
+    best = checkpoint.Best(settled.folder, settings.best) if settings.best else None
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    copies = checkpoint.Copies(start.folder, settings.copy, retention)
+    copies = checkpoint.Copies(settled.folder, settings.copy, retention)
     if copies.address and world.is_rank0:
         copies.start()
     return copies

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from clipscale import checkpoint
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_line, show_task
@@ -30,25 +30,25 @@ from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, inputs_of
 from clipscale.own_machine.disk import check_room
-from clipscale.start.settle import Start
+from clipscale.start.settle import SettledRun
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.checkpoint_state import load_state
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.ema import WeightAverage
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
-from clipscale.step.saved_state import load_state
 from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import TrainStep
 
 
 @dataclass
-class Parts:
+class Components:
     """What the loop of a run needs, built."""
 
-    trainer: TrainStep
+    train_step: TrainStep
     stream: TrainStream
     schedule: Schedule
     flops: Flops
@@ -57,12 +57,12 @@ class Parts:
     is_compiled: bool
 
 
-def build(start: Start, world: World) -> Parts:
+def build(settled: SettledRun, world: World) -> Components:
     """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
     The caller closes the stream. If it raises UserError, it leaves no process behind.
     """
-    config = start.config
+    config = settled.config
     share = BatchShare(config.batch, world.rank, world.size)
     with ExitStack() as undo:
         # Data first: its workers read while the model is built.
@@ -71,15 +71,15 @@ def build(start: Start, world: World) -> Parts:
         teachers = world.run_on_rank0(
             lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
-        stream = undo.enter_context(data_stream(start, share, side, tokenizer, teachers, world))
+        stream = undo.enter_context(data_stream(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
         epoch = stream.samples_per_epoch
         schedule = Schedule.build(
-            config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, start.stage.first
+            config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, settled.stage.first
         )
-        if start.step < schedule.end:
-            world.run_on_rank0(lambda: check_room(start.folder, least_saved_bytes(config)))
+        if settled.step < schedule.end:
+            world.run_on_rank0(lambda: check_room(settled.folder, least_saved_bytes(config)))
 
         show_task("building the model")
         torch.manual_seed(config.seed)
@@ -87,40 +87,42 @@ def build(start: Start, world: World) -> Parts:
         precision = Precision.of(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
-        trainer = build_step(
+        train_step = build_step(
             config,
             world,
             model,
             precision,
             # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
-            chunk_sizes(start, model, precision, share.samples, world),
+            chunk_sizes(settled, model, precision, share.samples, world),
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
-        if start.checkpoint:
-            saved = checkpoint.load(start.checkpoint, verified=True, like=dict(model.named_parameters()))
-            load_state(trainer, saved, start.stage.optimizer if start.is_stage_start else OptimizerPolicy.RESUME)
-        check_streams(start, stream, world)
-        restore_random(start, world)
+        if settled.checkpoint:
+            saved = checkpoint.load(settled.checkpoint, verified=True, like=dict(model.named_parameters()))
+            load_state(train_step, saved, settled.stage.optimizer if settled.is_stage_start else OptimizerPolicy.RESUME)
+        check_streams(settled, stream, world)
+        restore_random(settled, world)
 
         flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
-        steps = schedule.end - start.step
-        is_compiled = compile_if_worth(trainer, config.model.compile, flops, steps, share.samples, world)
+        steps = schedule.end - settled.step
+        is_compiled = compile_if_worth(train_step, config.model.compile, flops, steps, share.samples, world)
         undo.pop_all()
-    return Parts(trainer, stream, schedule, flops, share, is_compiled)
+    return Components(train_step, stream, schedule, flops, share, is_compiled)
 
 
-def chunk_sizes(start: Start, model: ClipModel, precision: Precision, local_batch: int, world: World) -> ChunkSizes:
+def chunk_sizes(
+    settled: SettledRun, model: ClipModel, precision: Precision, local_batch: int, world: World
+) -> ChunkSizes:
     """The chunk sizes of the settings or of the checkpoint, and else measured ones. A collective. Raises UserError."""
-    config = start.config
+    config = settled.config
     with precision.autocast():
         return agreed_chunk_sizes(
             config.cache.sizes,
             model,
             local_batch,
             world,
-            start.saved.chunks if start.saved and not start.is_stage_start else None,
-            keeps_graphs=config.cache.kept != Keep.nothing(),
+            settled.saved.chunks if settled.saved and not settled.is_stage_start else None,
+            keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
             texts=config.data.texts_per_step,
             pairs=pair_encoder(model) if caption_weight(config, model) else None,
         )
@@ -181,7 +183,7 @@ def build_step(
         encoders,
         loss.of_pairs if weight else loss,
         chunks=[sizes.image] if weight else [sizes.image, sizes.text],
-        keep_bytes=config.cache.kept,
+        keep_bytes=config.cache.keep_budget,
         autocast=precision.autocast,
         scaler=precision.scaler,
     )
@@ -207,7 +209,7 @@ def caption_weight(config: TrainConfig, model: ClipModel) -> float:
 
 
 def data_stream(
-    start: Start,
+    settled: SettledRun,
     share: BatchShare,
     side: int,
     tokenizer: Tokenizer,
@@ -215,17 +217,17 @@ def data_stream(
     world: World,
 ) -> TrainStream:
     """The training data, from its start or from the checkpoint's position. A collective. Raises UserError."""
-    config = start.config
+    config = settled.config
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
-    position = start.saved.position if start.saved else None
+    position = settled.saved.position if settled.saved else None
     shards = ordered_shards(
         config.data,
         share,
         config.seed,
         position,
         on_rank0=world.run_on_rank0,
-        largest_divisor=start.largest_divisor,
+        largest_divisor=settled.largest_divisor,
         teachers=teachers,
     )
     return open_stream(
@@ -259,31 +261,31 @@ def least_saved_bytes(config: TrainConfig) -> int:
     return size if model.lora else size * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
-def check_streams(start: Start, stream: TrainStream, world: World) -> None:
+def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     streams = merge_positions(world.all_gather_object(stream.position())).streams
-    divisor = start.largest_divisor(streams)
+    divisor = settled.largest_divisor(streams)
     if divisor < streams:
-        batches = sorted({stage.batch for stage in start.stages})
+        batches = sorted({stage.batch for stage in settled.stages})
         raise UserError(
             f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
             f"others, or set data.shard_streams={divisor}"
         )
 
 
-def restore_random(start: Start, world: World) -> None:
+def restore_random(settled: SettledRun, world: World) -> None:
     """Restore this rank's random state from the checkpoint.
 
     A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
-    torch.manual_seed(start.config.seed + 1 + world.rank + start.step * world.size)
-    if start.saved and len(start.saved.random) == world.size:
-        state = start.saved.random[world.rank]  # a run on a CPU has saved no state of CUDA
+    torch.manual_seed(settled.config.seed + 1 + world.rank + settled.step * world.size)
+    if settled.saved and len(settled.saved.random) == world.size:
+        state = settled.saved.random[world.rank]  # a run on a CPU has saved no state of CUDA
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 
 def compile_if_worth(
-    trainer: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
+    train_step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
     """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
 
@@ -293,8 +295,8 @@ def compile_if_worth(
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
-    towers = compile_towers(trainer.model, lengths_vary=trainer.inputs.sort_captions)
-    problem = try_compiled(trainer.model, towers, trainer.chunk_sizes, local_batch, trainer.precision, world)
+    towers = compile_towers(train_step.model, lengths_vary=train_step.inputs.sort_captions)
+    problem = try_compiled(train_step.model, towers, train_step.chunk_sizes, local_batch, train_step.precision, world)
     if problem and world.is_rank0:
         log_line(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale import checkpoint
-from clipscale.checkpoint import Saved
+from clipscale.checkpoint import CheckpointState
 from clipscale.common import ranks
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
@@ -41,17 +41,17 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A start of a run with all settings final, before anything is built."""
+class SettledRun:
+    """A run whose settings are final and whose checkpoint is found, before anything is built."""
 
     # The settings of this stage, completed by what the weights say of architecture and pictures.
     config: TrainConfig
     stages: tuple[Stage, ...]
     stage: Stage
-    # The checkpoint to resume; None: the run is new.
+    # The checkpoint to resume; None for a new run.
     checkpoint: Path | None
     # The checkpoint's values, without tensors.
-    saved: Saved | None
+    saved: CheckpointState | None
     # Whether the checkpoint is the end of the previous stage.
     is_stage_start: bool
     # The settings of the whole run, as config.yaml has them.
@@ -66,7 +66,7 @@ class Start:
 
     @property
     def loss(self) -> float:
-        """The last completed step's loss; NaN: there is none."""
+        """The last completed step's loss; NaN before the first step."""
         return self.saved.loss if self.saved else math.nan
 
     @property
@@ -85,7 +85,7 @@ class Start:
         return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
-def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
+def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
 
     `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than those of the run's folder.
@@ -114,7 +114,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> Start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)
     check_captioner(completed)
-    return Start(
+    return SettledRun(
         config=completed,
         stages=tuple(stages),
         stage=stages[number],
@@ -169,7 +169,7 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def check_fits(saved: Saved | None, config: TrainConfig, trained: Stage) -> None:
+def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stage) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
     `saved`: the checkpoint's values; None: the run begins. `trained`: the stage that the checkpoint has trained last.

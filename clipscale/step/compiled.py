@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import one_line
 from clipscale.common.rng import RandomState
 from clipscale.distributed.fsdp import blocks

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from clipscale.checkpoint.saved import AverageState
+from clipscale.checkpoint.state import AverageState
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import local_shard
 

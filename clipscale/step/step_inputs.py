@@ -7,12 +7,12 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.captioner import count_caption_tokens
-from clipscale.step.agreement import Agreement
+from clipscale.step.next_step_info import NextStepInfo
 
 
 @dataclass
 class StepInputs:
-    """Makes the towers' inputs of a batch. What it needs to know of other ranks is in the last step's `agreement`."""
+    """Builds the towers' inputs of a batch. Holds the last step's all-reduce, which has the number of text chunks."""
 
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
@@ -22,8 +22,8 @@ class StepInputs:
     sort_captions: bool
     # Whether the model writes captions: its one input is pairs.
     writes_captions: bool = False
-    # What the ranks agreed on in the last step.
-    agreement: Agreement | None = None
+    # What the last step's all-reduce says of this one; None in the first step.
+    info: NextStepInfo | None = None
     # The next step's captions, if they had arrived in the last one.
     sorted_ahead: SortedCaptions | None = None
 
@@ -32,11 +32,16 @@ class StepInputs:
         return ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
 
     def captions(self, batch: HostBatch, size: int) -> ChunkLoader:
-        """The text tower's input; if it is sorted, in equally many chunks on all ranks. `size`: captions of a chunk."""
+        """The text tower's input; if it is sorted, in equally many chunks on all ranks. `size`: captions of a chunk.
+
+        A collective if captions are sorted and the last step's all-reduce did not say the number of chunks.
+        """
         texts = self.own_captions(batch, size) if self.sorted_ahead is None else self.sorted_ahead
         if isinstance(texts, SortedCaptions):
-            agreed = self.agreement.num_text_chunks if self.agreement else 0
-            texts.split(agreed or self.world.all_reduce_max(texts.num_chunks)[0])
+            num_chunks = self.info.num_text_chunks if self.info else 0
+            if not num_chunks:
+                [num_chunks] = self.world.all_reduce_max(texts.num_chunks)
+            texts.split(num_chunks)
         return texts
 
     def own_captions(self, batch: HostBatch, size: int) -> ChunkLoader:
@@ -63,30 +68,35 @@ class StepInputs:
         return PairLoader(self.images(batch), texts), texts
 
     def num_caption_tokens(self, batch: HostBatch) -> int:
-        """The labels in the captions of the global batch: from the last step's message, or by one of its own.
+        """The labels in the captions of the global batch; 1 for a model that writes no captions.
 
-        1 for a model that writes no captions.
+        A collective if the last step's all-reduce did not say the number.
         """
         if not self.writes_captions:
             return 1
-        agreed = self.agreement.num_caption_tokens if self.agreement else 0
-        return agreed or sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_tokens(batch))))
+        known = self.info.num_caption_tokens if self.info else 0
+        if known:
+            return known
+        return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_tokens(batch))))
 
-    def agree(self, upcoming: HostBatch | None, size: int, *, save: bool) -> Agreement:
-        """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
+    def start_next_step_info(self, upcoming: HostBatch | None, size: int, *, wants_save: bool) -> NextStepInfo:
+        """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
+
+        `upcoming`: the next batch, if it has arrived. `size`: captions of a chunk.
+        """
         texts = self.own_captions(upcoming, size) if upcoming else None
         self.sorted_ahead = texts if isinstance(texts, SortedCaptions) else None
         caption_tokens = None
         if self.writes_captions:
             caption_tokens = own_caption_tokens(upcoming) if upcoming else 0
-        self.agreement = Agreement.begin(
+        self.info = NextStepInfo.start(
             self.world,
             text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
             is_known=upcoming is not None,
-            save=save,
+            wants_save=wants_save,
             caption_tokens=caption_tokens,
         )
-        return self.agreement
+        return self.info
 
 
 def own_caption_tokens(batch: HostBatch) -> int:

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
 from clipscale.data.loader.captions import SortedCaptions
@@ -18,12 +18,12 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel, frozen
-from clipscale.step.agreement import Agreement
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.frozen_images import FrozenImages
+from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepInputs
 
@@ -40,7 +40,7 @@ class Targets(TypedDict):
     teachers: list[Tensor]
 
 
-class LossParts(TypedDict, total=False):
+class LossTerms(TypedDict, total=False):
     """A captioner's two losses, without their weights, by their names in metrics.jsonl."""
 
     contrastive_loss: float
@@ -52,11 +52,11 @@ class StepResult:
     """What a step returns to the run's loop."""
 
     loss: float
-    # Empty: the loss has no parts.
-    parts: LossParts
+    # Empty: the loss has one term alone.
+    loss_terms: LossTerms
     # None: the loss or the norm is not finite, and the weights are unchanged.
     grad_norm: float | None
-    agreement: Agreement
+    next_step: NextStepInfo
     phases: StepTimer
     # Width in tokens -> captions that the text tower computed at it.
     widths: dict[int, int]
@@ -96,7 +96,7 @@ class TrainStep:
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             number: the step's number, from 1, for messages.
-            save: whether this rank wishes to save a checkpoint; see `Agreement`.
+            save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
             poll: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
@@ -113,12 +113,12 @@ class TrainStep:
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        agreement = self.inputs.agree(stream.upcoming(), self.cache.chunks[-1], save=save)
+        next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
         with self.phase(phases, "replay", number):
             self.cache.replay(poll, chunk_loss_weight=self.caption_weight / caption_tokens)
         with self.phase(phases, "optim", number):
             loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
-        return StepResult(loss, parts, norm, agreement, phases, self.widths(texts), statistics)
+        return StepResult(loss, parts, norm, next_step, phases, self.widths(texts), statistics)
 
     # ---- first pass ----
 
@@ -179,7 +179,7 @@ class TrainStep:
 
     def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
-        if self.cache.keep.is_unmeasured:
+        if self.cache.keep.is_unknown:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
 
@@ -202,7 +202,7 @@ class TrainStep:
 
     def finish(
         self, value: Tensor, caption_loss: Tensor | None, stream: TrainStream, number: int
-    ) -> tuple[float, LossParts, float | None]:
+    ) -> tuple[float, LossTerms, float | None]:
         """Update the weights if the loss and the gradients are finite. Returns the loss, its parts, and the norm.
 
         `value`: the contrastive loss. `caption_loss`: a captioner's, without its weight.
@@ -214,7 +214,7 @@ class TrainStep:
         norm = self.gradient_norm()
         values = [value, norm] if caption_loss is None else [value, norm, caption_loss]
         loss, grad_norm, *of_captions = Readback.start(*values).read()
-        parts: LossParts = {}
+        parts: LossTerms = {}
         if of_captions:
             parts = {"contrastive_loss": loss, "caption_loss": of_captions[0]}
             loss += self.caption_weight * of_captions[0]

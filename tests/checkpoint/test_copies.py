@@ -78,7 +78,7 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
     """Write these checkpoints of `root/run`, each when the one before is in `root/store`."""
     saver = copying(root / "run", root / "store", **changes)
     for step in steps:
-        saver.save(checkpoint.Saved(step), wait=True)
+        saver.save(checkpoint.CheckpointState(step), wait=True)
         while not (checkpoint.path_of(root / "store", step) / "meta.json").exists():
             time.sleep(0.01)
     saver.copies.close(60)
@@ -125,7 +125,7 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
     saver = save(tmp_path, [1], newest=1)
     saver.copies.copying = checkpoint.checkpoints_of(tmp_path / "run")
-    saver.save(checkpoint.Saved(2), wait=True)
+    saver.save(checkpoint.CheckpointState(2), wait=True)
     assert steps(tmp_path / "run") == [1, 2]
 
 
@@ -206,7 +206,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
     def copied(step: int) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
         saver = copying(tmp_path / "run", store, newest=1)
-        saver.save(checkpoint.Saved(step, model={"w": torch.ones(1000)}), wait=True)
+        saver.save(checkpoint.CheckpointState(step, model={"w": torch.ones(1000)}), wait=True)
         saver.copies.close(60)
 
     copied(1)
@@ -234,7 +234,7 @@ def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     saver = copying(tmp_path / "run", tmp_path / "store")
-    saver.save(checkpoint.Saved(1), wait=True)
+    saver.save(checkpoint.CheckpointState(1), wait=True)
     saver.copies.close(60)
     assert not [*tmp_path.glob("store/checkpoints/*/meta.json")]
 

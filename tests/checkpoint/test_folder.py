@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.loading import size_and_crc32
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
@@ -46,7 +46,7 @@ def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: p
     returned, write = Event(), FileSystemWriter.write_data
     monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(120) and write(*given))
     saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
-    saver.save(checkpoint.Saved(1, **some_state()))
+    saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert steps(tmp_path) == []
     returned.set()
     saver.wait()
@@ -62,7 +62,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert loaded.optimizer["state"]["w"]["step"] == 3
     assert loaded.optimizer["param_groups"] == [{"lr": 1e-300}]
     assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
-    of_others = checkpoint.Saved.of({"step": 4, "a field of a later version": 1})
+    of_others = checkpoint.CheckpointState.of({"step": 4, "a field of a later version": 1})
     assert (of_others.step, of_others.version) == (4, "")
     assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
@@ -75,7 +75,7 @@ def test_chunks_and_positions_have_the_form_that_earlier_versions_read(tmp_path:
     assert values["position"] == {"order": "digest", "streams": 2, "at": {"0": [1, 5], "1": [0, 7, [2, 3], [0, 4]]}}
     loaded = checkpoint.load(path)
     assert (loaded.chunks, loaded.position) == (ChunkSizes(8, 16, "cpu"), position)
-    older = checkpoint.Saved.of({"step": 4, "chunks": {}, "position": {}})
+    older = checkpoint.CheckpointState.of({"step": 4, "chunks": {}, "position": {}})
     assert (older.chunks, older.position, older.random) == (None, None, [])
 
 
@@ -120,7 +120,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> None:
     saver = checkpoint.Saver(disk, ALONE, checkpoint.Retention())
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
-        saver.save(checkpoint.Saved(step, model={"w": torch.zeros(numbers)}))
+        saver.save(checkpoint.CheckpointState(step, model={"w": torch.zeros(numbers)}))
     saver.close()
     assert steps(disk) == [1, 3]
     assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
     saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
-    saver.save(checkpoint.Saved(1, **some_state()))
+    saver.save(checkpoint.CheckpointState(1, **some_state()))
     saver.close()
     assert "not complete (Connection closed by peer" in capsys.readouterr().out
 
@@ -260,7 +260,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, goal))
     saver = checkpoint.Saver(tmp_path, ALONE, retention)
     for step in range(1, 8):
-        saver.save(checkpoint.Saved(step, **some_state()), wait=True)
+        saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
     assert steps(tmp_path) == ([best] if best else []) + [7]
 
 

@@ -43,7 +43,7 @@ def test_ranks_write_about_equally_many_bytes() -> None:
 
 def write(rank: int, world: int, run: Path, step: int) -> str:
     saver = checkpoint.Saver(run, World(rank, world, CPU), checkpoint.Retention())
-    saver.save(checkpoint.Saved(step, **state(world)))
+    saver.save(checkpoint.CheckpointState(step, **state(world)))
     try:
         saver.wait()
     except UserError as error:

@@ -29,17 +29,17 @@ def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int
         run = train_loop(config, World(rank, world, torch.device("cpu")))
     for step in range(slots):
         run.stream._finish(step)
-    run.train_step()
+    run.run_step()
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,
         patch.object(World, "all_reduce_max", autospec=True, side_effect=World.all_reduce_max) as waited,
         patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as broadcast,
         patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered,
     ):
-        run.train_step()
+        run.run_step()
     run.stream.close()
     objects = broadcast.call_count + gathered.call_count
-    return read.call_count, objects, waited.call_count, [p.detach() for p in run.trainer.model.parameters()]
+    return read.call_count, objects, waited.call_count, [p.detach() for p in run.train_step.model.parameters()]
 
 
 @pytest.mark.parametrize(

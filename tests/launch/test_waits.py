@@ -35,7 +35,7 @@ from clipscale.launch import local
 from clipscale.launch.stopping import SignalError
 from clipscale.log.records import read_metrics
 from clipscale.log.sinks import Sinks
-from clipscale.step.agreement import Agreement
+from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
@@ -303,14 +303,14 @@ def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, 
         began.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def stopped_after_one(run: TrainLoop) -> Agreement:
+    def stopped_after_one(run: TrainLoop) -> NextStepInfo:
         if run.step == 1:
             raise SignalError(signal.SIGTERM)
-        return train_step(run)
+        return run_step(run)
 
-    train_step = TrainLoop.train_step
+    run_step = TrainLoop.run_step
     with (
-        mock.patch.object(TrainLoop, "train_step", stopped_after_one),
+        mock.patch.object(TrainLoop, "run_step", stopped_after_one),
         closing_for_long(send),
         pytest.raises(StoppedError, match=r"^stopped by SIGTERM after step 1 and saved$"),
     ):

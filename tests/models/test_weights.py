@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.checkpoint import Saved
+from clipscale.checkpoint import CheckpointState
 from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
@@ -121,7 +121,9 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
         begun = completed_by_weights(start)
         assert (begun.pixels.mean, begun.pixels.std, begun.pixels.resize_mode) == (HALF, HALF, "squash")
-        saved = Saved(model_config=asdict(replace(begun, image_size=48)) | {"lora": 0})  # as of an earlier version
+        saved = CheckpointState(
+            model_config=asdict(replace(begun, image_size=48)) | {"lora": 0}
+        )  # as of an earlier version
         resumed = completed_by_weights(config(weights=bare), saved)
         assert (resumed.pixels.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
     for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):

@@ -191,7 +191,7 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
         run = train_loop(config, ALONE)
-        rates.append(run.ready.parts.flops.per_sample())
+        rates.append(run.ready.components.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]
 

@@ -87,17 +87,17 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     with mock.patch("clipscale.start.build.build_model", lambda config, **given: build_model(config, **given).double()):
         run = train_loop(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
-        weights = {name: whole(value).detach().clone() for name, value in run.trainer.model.state_dict().items()}
+        weights = {name: whole(value).detach().clone() for name, value in run.train_step.model.state_dict().items()}
         batch = run.stream.next_batch()
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
-            run.train_step()
-    assert all(run.trainer.cache.kept) == (config.cache.keep != "none")
+            run.run_step()
+    assert all(run.train_step.cache.kept) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
     rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.texts), batch.keys()]
     rows += batch.teachers()
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
-    return weights, gradients(run.trainer.model), run.loss, rows
+    return weights, gradients(run.train_step.model), run.loss, rows
 
 
 @pytest.mark.parametrize(

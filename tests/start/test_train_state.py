@@ -78,11 +78,11 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none"))
     run = train_loop(config, ALONE)
-    run.train_step()
+    run.run_step()
     run.stream.close()
-    gradients = [p.grad for p in run.trainer.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in run.train_step.model.parameters() if p.grad is not None]
     assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.25, rel=1e-4)
-    assert run.trainer.model.logit_scale.exp().item() == pytest.approx(3.0)
+    assert run.train_step.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
 def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str, tmp_path: Path, capsys: Cap) -> None:
@@ -140,10 +140,10 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
     run = train_loop(small(shards, tmp_path / "run", model=model), ALONE)
     calls.clear()
-    run.train_step()
+    run.run_step()
     run.stream.close()
-    assert run.trainer.inputs.sort_captions
-    encoder = run.trainer.model.image.encoder
+    assert run.train_step.inputs.sort_captions
+    encoder = run.train_step.model.image.encoder
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 
 

@@ -14,7 +14,7 @@ from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -140,7 +140,7 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
         result = last_of(step, rank, ranks, range(2, 3), case.teachers)
-        losses = {"loss": result.loss, **result.parts}
+        losses = {"loss": result.loss, **result.loss_terms}
         answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
 

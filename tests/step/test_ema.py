@@ -54,9 +54,9 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
     config = small(shards, tmp_path / "run", ema=0.9, precision="fp16")
     run = train_loop(config, ALONE)
-    run.train_step()
+    run.run_step()
     run.stream.close()
-    average = run.trainer.average
+    average = run.train_step.average
     assert average and average.updates == averaged
 
 
@@ -64,8 +64,8 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train_loop(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
-    run.train_step()
-    model, average = run.trainer.model, run.trainer.average
+    run.run_step()
+    model, average = run.train_step.model, run.train_step.average
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ALONE)
-    before, calls = copy.deepcopy(run.trainer.model.state_dict()), []
+    before, calls = copy.deepcopy(run.train_step.model.state_dict()), []
 
     def signalled() -> None:
         calls.append(1)
@@ -76,8 +76,8 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
             raise SignalError(15)
 
     monkeypatch.setattr(run.stop, "check", signalled)
-    with pytest.raises(SignalError), rollback_on_error(run.trainer.model, run.stream, ALONE):
-        run.train_step()
+    with pytest.raises(SignalError), rollback_on_error(run.train_step.model, run.stream, ALONE):
+        run.run_step()
     run.stream.close()
-    for name, value in run.trainer.model.state_dict().items():
+    for name, value in run.train_step.model.state_dict().items():
         assert torch.equal(value, before[name]), name

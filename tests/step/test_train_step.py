@@ -13,7 +13,7 @@ from clipscale.data.loader import stream
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.agreement import Agreement
+from clipscale.step.next_step_info import NextStepInfo
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import small, train_loop
@@ -26,8 +26,8 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
     message: tuple[int, int, int], chunks: int, save: bool
 ) -> None:
     """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
-    agreement = Agreement(AsyncReduction(torch.tensor(message)))
-    assert (agreement.num_text_chunks, agreement.save) == (chunks, save)
+    next_step = NextStepInfo(AsyncReduction(torch.tensor(message)))
+    assert (next_step.num_text_chunks, next_step.wants_save) == (chunks, save)
 
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path:
         run.stream._finish(step)
     with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
         for _ in range(2):
-            run.train_step()
+            run.run_step()
     run.stream.close()
     assert made.call_count == 2
 
@@ -49,11 +49,11 @@ def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, i
         run = train_loop(config, World(rank, world, torch.device("cpu")))
     for step in range(2 - rank):
         run.stream._finish(step)
-    run.train_step()
-    run.trainer.cache.chunks[1] -= rank
-    run.train_step()
+    run.run_step()
+    run.train_step.cache.chunks[1] -= rank
+    run.run_step()
     run.stream.close()
-    return run.loss, len(run.trainer.cache.towers[1].spans)
+    return run.loss, len(run.train_step.cache.towers[1].spans)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def steps(run: Path) -> list[int]:
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     retention = checkpoint.Retention(keep, keep_every)
-    checkpoint.Saver(run, ALONE, retention).save(checkpoint.Saved(step, **state), wait=True)
+    checkpoint.Saver(run, ALONE, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
     return checkpoint.path_of(run, step)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.step.cache.encoder_inputs import equal_spans
 from clipscale.step.cache.kept_graphs import largest_of_ranks
 from clipscale.step.cache.pass_contexts import can_rerun, trains
@@ -78,7 +78,7 @@ class GradCache:
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
-        keep_bytes: float | Keep | None = 0,
+        keep_bytes: float | KeepBudget | None = 0,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
@@ -181,10 +181,10 @@ class GradCache:
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        return None if self.keep.is_unmeasured else self.keep.bytes
+        return None if self.keep.is_unknown else self.keep.bytes
 
     @keep_bytes.setter
-    def keep_bytes(self, value: float | Keep | None) -> None:
+    def keep_bytes(self, value: float | KeepBudget | None) -> None:
         self.keep = keep_of(value)
 
     @property
@@ -228,11 +228,11 @@ def _sum(losses: list[Tensor]) -> Tensor:
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
 
 
-def keep_of(keep_bytes: float | Keep | None) -> Keep:
-    """The argument `keep_bytes` of `GradCache` as a `Keep`."""
-    if isinstance(keep_bytes, Keep):
+def keep_of(keep_bytes: float | KeepBudget | None) -> KeepBudget:
+    """The argument `keep_bytes` of `GradCache` as a `KeepBudget`."""
+    if isinstance(keep_bytes, KeepBudget):
         return keep_bytes
-    return Keep.measure_first() if keep_bytes is None else Keep.at_most(keep_bytes)
+    return KeepBudget.measure_first() if keep_bytes is None else KeepBudget.at_most(keep_bytes)
 
 
 def _one_for_each(

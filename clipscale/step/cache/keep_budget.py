@@ -3,7 +3,7 @@
 import torch
 
 from clipscale.common import ranks
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.common.phases import StepTimer
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
@@ -15,7 +15,7 @@ MARGIN = {"cuda": 0.9, "cpu": 0.5}
 HOST_RESERVE = 4 << 30
 
 
-def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
+def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> KeepBudget:
     """What is kept with `cache.keep=auto` after the first step: the least of all ranks. A collective.
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
@@ -25,7 +25,7 @@ def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> Keep:
     """
     rest = usable_bytes(world.device) - phases.working_bytes(graph_bytes)
     least = -world.all_reduce_max(-max(0, rest))[0]
-    return Keep.at_most(least)
+    return KeepBudget.at_most(least)
 
 
 def usable_bytes(device: torch.device) -> int:

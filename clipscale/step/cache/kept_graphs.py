@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.step.cache.chunk_output import ChunkOutput
 
 # A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the memory
@@ -78,13 +78,13 @@ class KeptGraphs:
     out_of_memory: bool = False
     _on_gpu: bool = False
 
-    def start_step(self, rows: int, num_chunks: int, keep: Keep, *, on_gpu: bool) -> None:
+    def start_step(self, rows: int, num_chunks: int, keep: KeepBudget, *, on_gpu: bool) -> None:
         """Prepare for a step of `rows` samples, of which `num_chunks` chunks have a second pass.
 
         `keep`: for this tower's graphs. Its `measures` is the same on all ranks, also on those that keep none.
         `on_gpu`: see `measured_graph`.
         """
-        self.meter.start_step(rows, wanted=keep.measures and num_chunks > 0)
+        self.meter.start_step(rows, wanted=keep.needs_measurement and num_chunks > 0)
         self.outputs = []
         self.count = self.planned = keep.graphs(num_chunks, self.meter.bytes_each)
         self.out_of_memory = False

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.common.rng import RandomState
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
@@ -56,7 +56,7 @@ class TowerPasses:
     def trained(self) -> bool:
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(self, batch: object, size: int, keep: Keep, poll: Callable[[], None]) -> Tensor:
+    def encode(self, batch: object, size: int, keep: KeepBudget, poll: Callable[[], None]) -> Tensor:
         """First pass, in chunks of `size`. `keep`: for this tower's graphs. `poll`: called before each chunk."""
         rows = self.start_step(batch, size, keep)
         for i, (start, stop) in enumerate(self.spans):
@@ -72,7 +72,7 @@ class TowerPasses:
         self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.trained)
 
-    def start_step(self, batch: object, size: int, keep: Keep) -> int:
+    def start_step(self, batch: object, size: int, keep: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
         inputs = lazy_input(batch)
         rows = len(inputs)

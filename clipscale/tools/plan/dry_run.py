@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from clipscale.checkpoint.saved import ChunkSizes
+from clipscale.checkpoint.state import ChunkSizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import WIDTH_MULTIPLE

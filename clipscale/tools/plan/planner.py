@@ -68,9 +68,9 @@ class Prediction:
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
         step = StepModel(self.dry_run, batch, self.chunk_sizes)
-        keep = self.config.cache.kept
+        keep = self.config.cache.keep_budget
         budget = keep.bytes
-        if keep.is_unmeasured:  # a share of what is free before the step
+        if keep.is_unknown:  # a share of what is free before the step
             if self.gpu:
                 share = MARGIN["cuda"]
                 free = self.free

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.keep import Keep
+from clipscale.common.keep import KeepBudget
 from clipscale.common.phases import StepTimer
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
@@ -124,9 +124,9 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     gpu = torch.device("cuda")
     phases = StepTimer(gpu)
     phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == Keep.at_most(required)
-    keeps = [Keep.measure_first(), Keep.nothing(), Keep.at_most(2048)]
-    assert [Keep.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
+    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == KeepBudget.at_most(required)
+    keeps = [KeepBudget.measure_first(), KeepBudget.nothing(), KeepBudget.at_most(2048)]
+    assert [KeepBudget.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
 
 
 def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:

@@ -24,7 +24,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
         step = StepModel(run, config.batch // ranks, (chunk, chunk))
-        return step.memory(step.kept(config.cache.kept.bytes))
+        return step.memory(step.kept(config.cache.keep_budget.bytes))
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from clipscale.checkpoint.saved import OptimizerState, Saved
+from clipscale.checkpoint.state import CheckpointState, OptimizerState
 from clipscale.common.errors import UserError
 from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
@@ -24,37 +24,38 @@ from clipscale.models.weights import fit_positions
 from clipscale.step.train_step import TrainStep
 
 
-def saved_now(description: Saved, trainer: TrainStep, stream: TrainStream) -> Saved:
-    """The content of a checkpoint: `description`, with the states of the trainer and of all ranks' streams. A
-    collective.
+def gather_checkpoint_state(
+    description: CheckpointState, train_step: TrainStep, stream: TrainStream
+) -> CheckpointState:
+    """A collective: `description` with the states of the step and of all ranks' streams, as a checkpoint holds them.
 
     The tensors are views, sharded as the weights are: the next step changes them. Raises UserError on every rank if a
     position is not known.
     """
-    world = trainer.world
+    world = train_step.world
     position = world.raise_together(stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
     return replace(
         description,
         random=random,
         position=merge_positions(world.all_gather_object(position)),
-        model=cast("dict[str, Tensor]", get_model_state_dict(trainer.model)),
-        optimizer=cast(OptimizerState, get_optimizer_state_dict(trainer.model, trainer.optimizer)),
-        chunks=trainer.chunk_sizes,
-        scaler=trainer.precision.scaler.state_dict() if trainer.precision.scaler else None,
-        ema=trainer.average.state_dict() if trainer.average else None,
+        model=cast("dict[str, Tensor]", get_model_state_dict(train_step.model)),
+        optimizer=cast(OptimizerState, get_optimizer_state_dict(train_step.model, train_step.optimizer)),
+        chunks=train_step.chunk_sizes,
+        scaler=train_step.precision.scaler.state_dict() if train_step.precision.scaler else None,
+        ema=train_step.average.state_dict() if train_step.average else None,
     )
 
 
-def load_state(trainer: TrainStep, saved: Saved, policy: OptimizerPolicy) -> None:
+def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerPolicy) -> None:
     """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
     parameters.
 
     The optimizer's settings (learning rate, decay) stay as they are.
     """
-    model = trainer.model
-    optimizer = trainer.optimizer
-    scaler = trainer.precision.scaler
+    model = train_step.model
+    optimizer = train_step.optimizer
+    scaler = train_step.precision.scaler
     name_of = {id(p): name for name, p in model.named_parameters()}
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved.optimizer["param_groups"]] != names:
@@ -79,5 +80,5 @@ def load_state(trainer: TrainStep, saved: Saved, policy: OptimizerPolicy) -> Non
     set_model_state_dict(model, {**saved.model})
     if scaler and saved.scaler:
         scaler.load_state_dict(saved.scaler)
-    if trainer.average:
-        trainer.average.load(saved.ema)
+    if train_step.average:
+        train_step.average.load(saved.ema)

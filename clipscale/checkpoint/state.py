@@ -39,10 +39,10 @@ class AverageState(TypedDict):
 
 
 @dataclass
-class Saved:
+class CheckpointState:
     """The content of a checkpoint. Fields that an earlier version did not write keep their defaults.
 
-    `saved_now` makes it; everything that reads a checkpoint reads these fields.
+    `gather_checkpoint_state` makes it; everything that reads a checkpoint reads these fields.
     """
 
     # Steps that have been trained.
@@ -81,13 +81,13 @@ class Saved:
         return tree
 
     @staticmethod
-    def of(tree: Mapping[str, Any]) -> "Saved":
+    def of(tree: Mapping[str, Any]) -> "CheckpointState":
         """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
-        field_names = {each.name for each in fields(Saved)}
+        field_names = {each.name for each in fields(CheckpointState)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
         chunks = values.get("chunks")
         position = values.get("position")
-        return Saved(
+        return CheckpointState(
             **values
             | {
                 "chunks": ChunkSizes(**chunks) if chunks else None,

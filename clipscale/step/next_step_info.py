@@ -1,0 +1,52 @@
+"""What the ranks tell each other in a step about the next one: one small all-reduce during the second pass."""
+
+from dataclasses import dataclass
+
+from clipscale.distributed.world import AsyncReduction, World
+
+# Places in the message. Caption tokens follow, of each rank.
+TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_TOKENS = range(4)
+
+
+@dataclass(frozen=True)
+class NextStepInfo:
+    """What a step has to know of all ranks before it begins, and whether to save before. Reading it waits.
+
+    step n:    replay begins -> `start` begins the all-reduce with this rank's numbers of step n + 1
+               replay, update
+    step n+1:  reads `num_text_chunks` and `num_caption_tokens`; 0: it asks the ranks itself
+    """
+
+    # The maximum over ranks of [text chunks, is unknown, wants save], and for a captioner of each rank's caption tokens
+    # (zeros at the places of other ranks).
+    message: AsyncReduction
+
+    @classmethod
+    def start(
+        cls, world: World, *, text_chunks: int, is_known: bool, wants_save: bool, caption_tokens: int | None
+    ) -> "NextStepInfo":
+        """Begin the all-reduce. A collective.
+
+        `text_chunks`, `caption_tokens`: of this rank's next batch. `is_known`: whether that batch has arrived; else
+        they are 0. Without a captioner `caption_tokens` is None.
+        """
+        tokens = [] if caption_tokens is None else world.one_hot(caption_tokens)
+        is_unknown = int(not is_known)
+        return cls(world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *tokens))
+
+    @property
+    def num_text_chunks(self) -> int:
+        """The most text chunks of any rank; 0 if a rank did not know its number."""
+        entries = self.message.values()
+        return 0 if entries[IS_UNKNOWN] else entries[TEXT_CHUNKS]
+
+    @property
+    def num_caption_tokens(self) -> int:
+        """The labels in the captions of all ranks; 0 if a rank did not know its number."""
+        entries = self.message.values()
+        return 0 if entries[IS_UNKNOWN] else sum(entries[CAPTION_TOKENS:])
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether any rank wishes to save a checkpoint."""
+        return self.message.values()[WANTS_SAVE] > 0
