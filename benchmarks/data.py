@@ -25,9 +25,9 @@ from PIL import Image
 from webdataset import TarWriter
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import open_stream, ordered_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
+from clipscale.data.train_transform import TrainTransform
 
 DEFAULTS = {
     "sizes": "256,384,512,1024",  # sides of the source pictures, in pixels

@@ -166,9 +166,9 @@ BREAKS = [
     ),
     Break(
         "json.detect_encoding",
-        "clipscale/data/decode.py",
+        "clipscale/data/captions.py",
         {"return json.detect_encoding(start)": 'return "utf-8"'},
-        "tests/data/test_decode.py::test_captions_are_decoded_by_their_byte_order_mark",
+        "tests/data/test_captions.py::test_captions_are_decoded_by_their_byte_order_mark",
     ),
     Break(
         "multiprocessing.util.Finalize",

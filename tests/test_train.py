@@ -26,8 +26,8 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.workers import InProcess
+from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.launch import local
 from clipscale.models.towers import load_model

@@ -14,7 +14,7 @@ import numpy as np
 from open_clip import image_transform
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from clipscale.data.decode import broken_pictures, check_pixels, open_picture, rgb
+from clipscale.data.picture import broken_pictures, check_pixels, open_picture, rgb
 
 B = TypeVar("B", bound=Iterable[Any])
 R = TypeVar("R")

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, CaptionSource, Condition, caption_sources, conditions
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
+from clipscale.data.addresses import basename
+from clipscale.data.captions import captions_of, first_caption, json_fields
+from clipscale.data.hashing import hash64, utf8
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import basename, hash64, utf8
+from clipscale.data.picture import Picture
+from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
 
 
 @dataclass(frozen=True)

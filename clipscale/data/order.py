@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from clipscale.data.shards.addresses import digest
+from clipscale.data.hashing import digest
 
 N = TypeVar("N", int, np.ndarray)
 _GOLDEN = 0x9E3779B97F4A7C15

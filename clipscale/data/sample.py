@@ -9,6 +9,10 @@ _META = re.compile(r"__[^/]*__($|/)")
 # Bytes of a member's name; a longer one belongs to no sample, as on file systems.
 MAX_NAME_BYTES = 4096
 
+# Extensions of pictures, in lower case: of members of a shard, and of files. The writer, training and evaluation all
+# use this list. If a sample has several pictures, the first in this order is used.
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
+
 # Size limit of an encoded picture.
 MAX_IMAGE_BYTES = 64 << 20
 # Size limit of a caption or json member; a parser may need thirty times as much memory.
@@ -97,3 +101,13 @@ class BrokenSampleError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def image_bytes(members: dict[str, bytes]) -> bytes:
+    """The first picture of a sample, by IMAGE_TYPES. Raises BrokenSampleError: `no_image`, `empty_image`."""
+    for name in IMAGE_TYPES:
+        if name in members:
+            if not members[name]:
+                raise BrokenSampleError("empty_image")
+            return members[name]
+    raise BrokenSampleError("no_image")

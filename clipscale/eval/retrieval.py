@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clipscale.common.record import Metrics
 from clipscale.data.filters import comparable_caption, same_key
-from clipscale.data.shards.addresses import hash64
+from clipscale.data.hashing import hash64
 from clipscale.eval.captions import CaptionMeter
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet, warn_once

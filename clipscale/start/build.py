@@ -17,11 +17,11 @@ from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_line, show_task
 from clipscale.config.train import TrainConfig, samples_of
-from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
+from clipscale.data.shards.features import TeacherFeatures, stored_teachers
 from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import LossRuntime

@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 
 from clipscale.config.data import DataConfig
+from clipscale.data.addresses import basename
 from clipscale.data.filters import Selection, selection
+from clipscale.data.hashing import hash64
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.position import DataPosition, merge_positions
@@ -24,7 +26,6 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.addresses import basename, hash64
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset

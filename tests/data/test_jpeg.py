@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from clipscale.data import decode
-from clipscale.data.decode import BrokenSampleError, Picture
+from clipscale.data import picture as picture_module
 from clipscale.data.jpeg import usual_frame
+from clipscale.data.picture import Picture
+from clipscale.data.sample import BrokenSampleError
 from tests.data.files import photograph
 
 PHOTOGRAPH = Image.open(io.BytesIO(photograph(32, 1))).crop((0, 0, 32, 24))
@@ -81,14 +82,14 @@ def damaged() -> Iterator[bytes]:
 def pillows(monkeypatch: pytest.MonkeyPatch, files: list[bytes]) -> list[tuple[object, ...]]:
     """The outcomes where Pillow reads every header."""
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "usual_frame", lambda data: None)
+        patch.setattr(picture_module, "usual_frame", lambda data: None)
         return [outcome(data) for data in files]
 
 
 @pytest.mark.parametrize("kind", USUAL)
 def test_usual_jpegs_are_read_without_pillow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = pillows(monkeypatch, [USUAL[kind]])
-    monkeypatch.setattr(decode, "open_picture", lambda *given: pytest.fail("Pillow was asked"))
+    monkeypatch.setattr(picture_module, "open_picture", lambda *given: pytest.fail("Pillow was asked"))
     assert [outcome(USUAL[kind])] == theirs and len(theirs[0]) > 1
 
 

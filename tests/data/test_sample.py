@@ -5,7 +5,7 @@ import time
 import pytest
 
 from clipscale.data.sample import key_and_extension
-from tests.data.test_decode import SAMPLES
+from tests.data.test_captions import SAMPLES
 
 
 @pytest.mark.parametrize(("name", "parts"), [*SAMPLES["names"], ("x" * 4100 + ".jpg", None)])

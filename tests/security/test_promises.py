@@ -17,8 +17,8 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.config.presets import PACKAGE
 from clipscale.config.secrets import without_secrets
-from clipscale.data.decode import Picture
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.picture import Picture
 from clipscale.data.sample import BrokenSampleError
 from clipscale.models.tokenizer import tokenizer_of
 from tests.conftest import TINY, Cap

@@ -16,7 +16,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, DistillConfig, LaunchConfig, LossConfig, OptimConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import NOTE, encoded_array
+from clipscale.data.shards.features import NOTE, encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import ClipModel, build_model, unit_rows

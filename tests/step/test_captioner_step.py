@@ -25,9 +25,9 @@ from clipscale.config.sections import (
     OptimConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_distillation_loss
 from clipscale.models.towers import ClipModel, frozen

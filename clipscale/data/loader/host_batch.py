@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.units import format_bytes
-from clipscale.data.features import TeacherFeatures
+from clipscale.data.shards.features import TeacherFeatures
 
 log = logging.getLogger(__name__)
 

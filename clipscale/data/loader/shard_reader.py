@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
 
-from clipscale.data.features import TeacherFeatures
+from clipscale.data.addresses import basename
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import basename
+from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from clipscale.common.errors import DataError, LoaderError
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
+from clipscale.data.hashing import hash64
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.position import StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
-from clipscale.data.sample import BrokenSampleError, RawSample, limits
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, limits
 from clipscale.data.sentences import part_of
-from clipscale.data.shards.addresses import hash64
 from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import subset_of
+from clipscale.data.train_transform import TrainTransform
 
 # Takes a phrase for messages: which shard or sample is being read.
 SetStatus = Callable[[str], None]

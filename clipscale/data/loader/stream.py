@@ -19,8 +19,6 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import TrainTransform
-from clipscale.data.features import TeacherFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
 from clipscale.data.loader.memory import stated_memory
@@ -29,10 +27,12 @@ from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.addresses import CHANGED, EVENT
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
+from clipscale.data.shards.errors import CHANGED, EVENT
+from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
+from clipscale.data.train_transform import TrainTransform
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ from typing import Protocol, TypeVar
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
+from clipscale.data.addresses import is_local
+from clipscale.data.hashing import utf8
 from clipscale.data.order import BatchShare, Epochs, Order, Resampled, WeightedSources, default_streams, streams_fit
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import is_local, utf8
 from clipscale.data.shards.reader import RULE
 from clipscale.data.shards.subset import Subset, subset_of
 

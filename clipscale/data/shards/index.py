@@ -23,7 +23,9 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.data.shards.addresses import CHANGED, SourceError, basename, digest, dirname, is_local, utf8
+from clipscale.data.addresses import basename, dirname, is_local
+from clipscale.data.hashing import digest, utf8
+from clipscale.data.shards.errors import CHANGED, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import ObjectState, Store, local_state
 from clipscale.data.shards.subset import Subset

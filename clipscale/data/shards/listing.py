@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import as_path, basename, dirname, is_local, scheme_of
+from clipscale.data.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnRank0, in_this_process
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 

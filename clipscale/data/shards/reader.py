@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.sample import MAX_NAME_BYTES, MAX_TEXT_BYTES, RawSample, key_and_extension
-from clipscale.data.shards.addresses import SourceError, basename
+from clipscale.data.addresses import basename
+from clipscale.data.sample import IMAGE_TYPES, MAX_NAME_BYTES, MAX_TEXT_BYTES, RawSample, key_and_extension
+from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.store import ObjectState, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import (

@@ -25,7 +25,8 @@ from urllib.parse import quote
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.remote import ANNOUNCE_S, NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.common.terminal import log_line, main_rank
-from clipscale.data.shards.addresses import EVENT, SourceError, bucket_of, is_local, scheme_of
+from clipscale.data.addresses import bucket_of, is_local, scheme_of
+from clipscale.data.shards.errors import EVENT, SourceError
 
 # A shard is given up after this many failed retries in a row: about a minute.
 RETRIES = 8

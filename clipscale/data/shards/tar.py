@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from clipscale.data.content import content_of
-from clipscale.data.shards.addresses import utf8
+from clipscale.data.hashing import utf8
 
 BLOCK_BYTES = 512
 # What reading a damaged archive may raise.

@@ -12,7 +12,7 @@ from timm.data import ImageNetInfo
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import counted
-from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.sample import IMAGE_TYPES
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import ImageRef, by_reason, warn_once

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics
-from clipscale.data.decode import broken_pictures, open_picture
+from clipscale.data.picture import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.eval.encode import Encoder
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.sample import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason

@@ -7,7 +7,7 @@ from pathlib import Path
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from clipscale.common.errors import UserError
-from clipscale.data.decode import text_of
+from clipscale.data.captions import text_of
 from clipscale.data.sample import BrokenSampleError
 
 CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.data.decode import IMAGE_TYPES, captions_of, json_fields
-from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.captions import captions_of, json_fields
+from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.tar import unpacked
 from clipscale.eval.classification import ClassificationSet

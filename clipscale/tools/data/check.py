@@ -11,12 +11,12 @@ from clipscale.common.terminal import tracked
 from clipscale.common.units import format_bytes
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
+from clipscale.data.addresses import basename
 from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.picture import Picture
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import basename
 from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
 from clipscale.data.shards.subset import subset_of
 from clipscale.log.table import TextTable, show

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.data.decode import encoding_of
+from clipscale.data.captions import encoding_of
 from clipscale.data.sample import MAX_TEXT_BYTES
 
 # Bytes in which a table shows its encoding.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from clipscale.data.decode import json_fields
+from clipscale.data.captions import json_fields
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.data.lines import lines_of
 from clipscale.tools.data.separated import PICTURE, Row

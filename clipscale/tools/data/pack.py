@@ -26,10 +26,11 @@ from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.units import counted, format_bytes
 from clipscale.config.setting import changed_settings
-from clipscale.data.decode import Picture, text_of
+from clipscale.data.captions import text_of
+from clipscale.data.hashing import hash64, utf8
+from clipscale.data.picture import Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import hash64, utf8
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data.kinds import OTHER_PICTURES, kind_of
 from clipscale.tools.data.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.sample import IMAGE_TYPES
 from clipscale.tools.data.objects import json_object
 from clipscale.tools.data.places import Cell, Place
 from clipscale.tools.data.separated import Row

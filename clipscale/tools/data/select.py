@@ -18,8 +18,8 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
+from clipscale.data.hashing import utf8
 from clipscale.data.sample import BrokenSampleError
-from clipscale.data.shards.addresses import utf8
 from clipscale.distributed.world import init_world
 from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
 from clipscale.tools.data.settings import SelectSettings

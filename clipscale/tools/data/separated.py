@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
-from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.sample import MAX_TEXT_BYTES
+from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES
 
 # A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name.
 PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)

@@ -17,7 +17,7 @@ import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.data.features import NOTE
+from clipscale.data.shards.features import NOTE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
 

@@ -3,9 +3,9 @@
 import io
 from functools import cache
 
-from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture, rgb
-from clipscale.data.sample import BrokenSampleError, limits
-from clipscale.data.shards.addresses import is_local
+from clipscale.data.addresses import is_local
+from clipscale.data.picture import broken_pictures, open_picture, rgb
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
 from clipscale.data.shards.reader import ReadProblem, read_shard

@@ -23,10 +23,10 @@ from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import changed_settings
-from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE, encoded_array, notes_beside
-from clipscale.data.sample import limits
-from clipscale.data.shards.addresses import SourceError, basename, is_local, unsigned
+from clipscale.data.addresses import basename, is_local, unsigned
+from clipscale.data.sample import IMAGE_TYPES, limits
+from clipscale.data.shards.errors import SourceError
+from clipscale.data.shards.features import NOTE, encoded_array, notes_beside
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard

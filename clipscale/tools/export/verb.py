@@ -16,7 +16,7 @@ from clipscale.config.eval import existing_run
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import WEIGHTS
 from clipscale.config.setting import flat
-from clipscale.data.shards.addresses import utf8
+from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel, load_model

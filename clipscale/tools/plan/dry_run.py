@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.captions import WIDTH_MULTIPLE
+from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
 from clipscale.models.families import family_of

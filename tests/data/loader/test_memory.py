@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from clipscale.data.loader import memory
-from tests.data.test_decode import SAMPLES
+from tests.data.test_captions import SAMPLES
 
 FREE = 20 << 30
 

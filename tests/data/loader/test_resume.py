@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
-from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
+from clipscale.data.train_transform import TrainTransform
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 

@@ -19,7 +19,7 @@ from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.stream import ordered_shards, worker_count
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.addresses import SourceError
+from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
-from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.picture import Picture
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import is_local
+from clipscale.data.addresses import is_local
 from clipscale.data.shards.listing import expand, local_shards
 from tests.data.files import write_shards
 from tests.data.streams import open_stream

@@ -20,10 +20,9 @@ from webdataset.tariterators import tarfile_samples
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.loader import shard_reader
 from clipscale.data.order import Segment
-from clipscale.data.sample import RawSample, limits
+from clipscale.data.sample import IMAGE_TYPES, RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard

@@ -11,7 +11,7 @@ import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
-from clipscale.data.features import stored_teachers
+from clipscale.data.shards.features import stored_teachers
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder

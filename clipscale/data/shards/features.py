@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
-from clipscale.data.shards.addresses import SourceError
+from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.index import folder_of
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.store import Store

@@ -16,17 +16,12 @@ from PIL import Image, ImageOps
 
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig
-from clipscale.data import decode
-from clipscale.data.decode import (
-    IMAGE_TYPES,
-    BrokenSampleError,
-    Picture,
-    TrainTransform,
-    captions_of,
-    image_bytes,
-)
+from clipscale.data import picture as picture_module
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
+from clipscale.data.picture import Picture
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes
+from clipscale.data.train_transform import TrainTransform
 from clipscale.tools.embed.pictures import thumbnail
 from tests.data.files import photograph, picture
 
@@ -222,13 +217,6 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
         assert not out.any(), "nothing is written for a broken picture"
 
 
-@pytest.mark.parametrize(("column", "text", "reason"), [*SAMPLES["captions"], ("json:alt", "[" * 100_000, "bad_json")])
-def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: str) -> None:
-    members = {} if text is None else {column.partition(":")[0]: text.encode("latin-1")}
-    with pytest.raises(BrokenSampleError, match=reason):
-        captions_of(members, column)
-
-
 def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes each, and each takes as long as a whole picture: one such file held a worker for two minutes."""
     data = encode(opened(picture(2, (40, 40))), "JPEG", progressive=True)
@@ -237,7 +225,7 @@ def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest
     Picture.read(many)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture.read(data[:-2] + 120 * scan + data[-2:])
-    monkeypatch.setattr(decode, "MAX_SCANNED_PIXELS", 20 * 40 * 40)  # as a large picture's are too many
+    monkeypatch.setattr(picture_module, "MAX_SCANNED_PIXELS", 20 * 40 * 40)  # as a large picture's are too many
     Picture.read(data)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture.read(many)
@@ -260,14 +248,9 @@ def test_slow_kinds_of_pictures_have_fewer_pixels() -> None:
             Picture.read(refused, most)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
-def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
-    assert captions_of({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]
-
-
 def test_a_palette_with_transparency_prints_nothing(tmp_path: Path) -> None:
     Image.new("P", (9, 9)).save(tmp_path / "a.png", transparency=bytes(range(9)))
-    code = "from clipscale.data.decode import Picture; Picture.read(open('a.png', 'rb').read()).decode()"
+    code = "from clipscale.data.picture import Picture; Picture.read(open('a.png', 'rb').read()).decode()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
     assert done.stdout + done.stderr == b""
 

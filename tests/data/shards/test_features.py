@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from clipscale.config.data import DataConfig
-from clipscale.data.features import TeacherFeatures, encoded_array, stored_teachers
 from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.features import TeacherFeatures, encoded_array, stored_teachers
 from tests.data.files import write_shards
 from tests.support.refused import refused
 

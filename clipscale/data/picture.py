@@ -1,31 +1,23 @@
-"""Turns a raw sample into model input: the caption's text, and the picture's pixels as uint8.
+"""Decodes pictures: hostile bytes to upright pixels in uint8, within limits of memory and time.
 
-C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pixels.
+C = 3: channels, H, W: the picture's pixels.
 """
 
 import io
-import json
-import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from clipscale.config.data import AugmentConfig
 from clipscale.data.content import content_of
 from clipscale.data.jpeg import usual_frame
-from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
-from clipscale.data.shards.addresses import utf8
 
-# Extensions of pictures, in lower case: of members of a shard, and of files. The writer, training and evaluation all
-# use this list. If a sample has several pictures, the first in this order is used.
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
 # Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures.
 EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
 Image.init()
@@ -68,81 +60,8 @@ _ORIENTATION = 0x0112
 _PNG_TEXTS = (b"zTXt", b"iTXt", b"iCCP")
 # The text that may hold the orientation.
 _XMP = b"XML:com.adobe.xmp"
-# A character of a text that can be seen: none of white space, control characters, and letters without width or ink.
-_VISIBLE = re.compile(
-    "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
-)
 # Pixels converted or turned at a time: this bounds temporary memory and time.
 STRIP_PIXELS = 1 << 18
-
-
-def encoding_of(start: bytes) -> str:
-    """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
-    return json.detect_encoding(start)
-
-
-def text_of(data: bytes) -> str:
-    """The text of these bytes, by `encoding_of`. Raises BrokenSampleError `caption_not_utf8`."""
-    try:
-        return data.decode(encoding_of(data))
-    except UnicodeDecodeError as error:
-        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
-        # usually damaged.
-        raise BrokenSampleError("caption_not_utf8", str(error)) from error
-
-
-def json_fields(text: str | bytes) -> dict[str, object]:
-    """The fields of a json member; none if it is not an object. Raises BrokenSampleError `bad_json`."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BrokenSampleError("bad_json", str(error)) from error
-    return fields if isinstance(fields, dict) else {}
-
-
-def captions_of(members: dict[str, bytes], key: str) -> list[str]:
-    """The captions that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`. The
-    field holds a text or a list of texts.
-
-    Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
-    """
-    name, _, field = key.partition(":")
-    if name not in members:
-        raise BrokenSampleError("no_caption")
-    text = text_of(members[name])
-    texts = [text]
-    if field:
-        value = json_fields(text).get(field)
-        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
-        if not texts:
-            raise BrokenSampleError("no_caption", f"no text in field {field!r}")
-        if any(not item.isascii() and utf8(item) != item for item in texts):
-            raise BrokenSampleError("caption_not_utf8", "lone surrogates")
-    texts = [text.strip("\ufeff\x00 \t\r\n") for text in texts if _VISIBLE.search(text)]
-    if not texts:
-        raise BrokenSampleError("empty_caption")
-    return texts
-
-
-def first_caption(members: dict[str, bytes], sources: Sequence[str]) -> str:
-    """The first text of the first source that has one. `clipscale embed` and training with its features use it.
-
-    Raises BrokenSampleError with the first source's reason if none has a text.
-    """
-    for source in sources:
-        with suppress(BrokenSampleError):
-            return captions_of(members, source)[0]
-    return captions_of(members, sources[0])[0]
-
-
-def image_bytes(members: dict[str, bytes]) -> bytes:
-    """The first picture of a sample, by IMAGE_TYPES. Raises BrokenSampleError: `no_image`, `empty_image`."""
-    for name in IMAGE_TYPES:
-        if name in members:
-            if not members[name]:
-                raise BrokenSampleError("empty_image")
-            return members[name]
-    raise BrokenSampleError("no_image")
 
 
 @contextmanager
@@ -350,63 +269,3 @@ def decode_by_pillow(image: Image.Image) -> np.ndarray:
             strip = Image.fromarray((np.asarray(strip).clip(0, 65535) / 257).round().astype(np.uint8))
         pixels[rows] = np.asarray(strip.convert("RGB"))
     return pixels
-
-
-def random_box(
-    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG
-) -> tuple[int, int, int, int]:
-    """A random crop like torchvision's RandomResizedCrop: area uniform in `scale`, aspect log-uniform in `ratio`.
-
-    Returns left, top, right, bottom, in source pixels. After ten failed attempts this is the largest central crop with
-    an aspect in `ratio`.
-    """
-    low = math.log(ratio[0])
-    high = math.log(ratio[1])
-    for _ in range(10):
-        target = width * height * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(low, high))
-        w = round(math.sqrt(target * aspect))
-        h = round(math.sqrt(target / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            left = rng.integer(width - w + 1)
-            top = rng.integer(height - h + 1)
-            break
-    else:
-        w = min(width, round(height * ratio[1]))
-        h = min(height, round(width / ratio[0]))
-        left = (width - w) // 2
-        top = (height - h) // 2
-    return left, top, left + w, top + h
-
-
-@dataclass(frozen=True)
-class TrainTransform:
-    """Turns a picture's bytes into training pixels: random resized crop and flip, with the caller's random numbers."""
-
-    side: int
-    augment: AugmentConfig
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, S, S): shape of the pixels."""
-        return 3, self.side, self.side
-
-    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
-        """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written.
-
-        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. Some pixels differ from
-        Pillow's by 1/255, a few by 2/255.
-        """
-        import torch  # here: `data check` decodes pictures without torch
-
-        picture = Picture.read(data)
-        augment = self.augment
-        left, top, right, bottom = random_box(picture.width, picture.height, augment.scale, augment.ratio, rng)
-        flipped = augment.flip > 0 and rng.uniform() < augment.flip
-        crop = picture.decode()[top:bottom, left:right]
-        image = torch.from_numpy(crop).permute(2, 0, 1)
-        size = (self.side, self.side)
-        if image.shape[1:] != size:
-            image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
-        pixels = image.numpy()
-        np.copyto(out, pixels[:, :, ::-1] if flipped else pixels)

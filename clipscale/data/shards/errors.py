@@ -1,0 +1,14 @@
+"""The error of a shard, and the names of events that cost no sample."""
+
+# Prefix of the counters of events that cost no sample, such as repeated requests.
+EVENT = "event:"
+# The event of a shard that has changed since it was indexed, and is read without its index.
+CHANGED = "changed_shard"
+
+
+class SourceError(Exception):
+    """A shard cannot be read further. `reason` is a fixed word, under which its lost samples are counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
