@@ -19,7 +19,7 @@ import torch
 from demo import SCORES, called, results
 from measure import Row, counts, main
 
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.captioner import WRITTEN_TOKENS, write_captions
 from clipscale.models.towers import load_model
 from clipscale.tools.data.demo import user_folder
@@ -53,7 +53,7 @@ def measure(experiment: str, seed: int, samples: str, pictures: int, runs: str) 
 
 def captions_of(run: Path, pictures: int) -> Row:
     """How many of the captions that a run writes name a colour, a shape, and an object; and the first of them."""
-    held_out = [raw.members for raw in read_shard(f"{user_folder()}/retrieval/test/0.tar", ReadProblem())][:pictures]
+    held_out = [raw.members for raw in read_shard(f"{user_folder()}/retrieval/test/0.tar", ReadFailure())][:pictures]
     own = [members["txt"].decode().splitlines()[0] for members in held_out]
     written = captions_written(run, [members["png"] for members in held_out])
     others = own[1:] + own[:1]

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from demo import SCORES, called
 from measure import Row, counts, main
 
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data.demo import evaluation_sets, render_demo
 
@@ -50,7 +50,7 @@ def lengthen(demo: Path, out: Path) -> None:
     random = Random("sentences")
     with shard_writer(out) as writer:
         for shard in sorted((demo / "train").glob("*.tar")):
-            for raw in read_shard(str(shard), ReadProblem()):
+            for raw in read_shard(str(shard), ReadFailure()):
                 kind, mood, other = random.choice(KINDS), *random.sample(MOODS, 2)
                 text = (
                     f"This is a {mood} {kind} with a few coloured shapes that stand on a {other} ground of one colour. "

@@ -138,7 +138,7 @@ def resumed(config: DataConfig, share: BatchShare, once: Any) -> OrderedShards:
     with patch("clipscale.data.shards.listing.look_up", return_value={}):
         shards = ordered_shards(config, share, 0, None, once)
     at = {stream: StreamPosition(3, 100) for stream in range(shards.order.num_streams)}
-    start_positions(shards, DataPosition(shards.fingerprint, len(at), at), share)
+    start_positions(shards, DataPosition(shards.order_fingerprint, len(at), at), share)
     return shards
 
 

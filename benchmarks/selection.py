@@ -21,7 +21,7 @@ from measure import Row, counts, main
 from PIL import Image
 from pyarrow.parquet import read_table
 
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data.demo import evaluation_sets, render_demo
 
@@ -89,7 +89,7 @@ def rates(found: int, gone: int, planted: int) -> Row:
 def plant(demo: Path, out: Path) -> tuple[set[str], set[str]]:
     """Write the demo's pairs with faults. Returns the keys with another pair's caption, and those of the copies."""
     shards = sorted((demo / "train").glob("*.tar"))
-    raws = [raw for shard in shards for raw in read_shard(str(shard), ReadProblem())]
+    raws = [raw for shard in shards for raw in read_shard(str(shard), ReadFailure())]
     random = Random("faults")
     wrong = random.sample(range(len(raws)), len(raws) // 5)
     captions = {i: raws[i].members["txt"] for i in range(len(raws))}

@@ -233,7 +233,7 @@ BREAKS = [
     Break(
         "AsyncFileSystem._cat_file",
         "clipscale/data/shards/store.py",
-        {"in system.kwargs.items()": "in {}.items()"},
+        {"allowed(system.kwargs)": "allowed({})"},
         "tests/data/shards/test_remote.py::test_a_server_elsewhere_gets_no_secret_of_the_user",
     ),
     Break(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from clipscale.data.hashing import utf8
 from clipscale.data.sample import BrokenSampleError
 
-# A character of a text that can be seen: none of white space, control characters, and letters without width or ink.
+# A character of a text that can be seen: no white space, control characters, and letters without width or ink.
 _VISIBLE = re.compile(
     "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
 )
@@ -51,7 +51,8 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
     texts = [text]
     if field:
         value = json_fields(text).get(field)
-        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        values = value if isinstance(value, list) else [value]
+        texts = [item for item in values if isinstance(item, str)]
         if not texts:
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
         if any(not item.isascii() and utf8(item) != item for item in texts):

@@ -6,7 +6,6 @@ C = 3: channels, S: side of the model's input in pixels.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
 from multiprocessing.pool import MapResult, ThreadPool
 from typing import Any, TypeVar
 
@@ -54,6 +53,11 @@ def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> I
 
     Leaving the pool waits for none of its threads: one of them may read from a storage that is silent.
     """
-    begun: Iterator[Any] = ((batch, pool.map_async(work, batch, chunksize=1)) for batch in batches)
-    for (batch, results), _ in pairwise(chain(begun, [None])):
-        yield batch, results
+    before: tuple[B, MapResult[R]] | None = None
+    for batch in batches:
+        begun = batch, pool.map_async(work, batch, chunksize=1)
+        if before is not None:
+            yield before
+        before = begun
+    if before is not None:
+        yield before

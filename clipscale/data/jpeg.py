@@ -28,10 +28,10 @@ class Frame(NamedTuple):
 
 
 def usual_frame(data: bytes) -> Frame | None:
-    """The frame of a JPEG that Pillow opens, too, and gives no orientation; None: Pillow has to decide.
+    """The frame of a JPEG that Pillow would open, too, and without an orientation; None if Pillow has to decide.
 
-    Before the pixels are only segments of the usual kinds and lengths, each once checked as Pillow does: no EXIF, no
-    profile, no second picture. Of what follows nothing is read.
+    Before the pixels come only segments of the usual kinds and lengths, checked as Pillow checks them: no EXIF, no
+    profile, no second picture. What follows is not read.
     """
     if not data.startswith(START):
         return None
@@ -57,12 +57,15 @@ def usual_frame(data: bytes) -> Frame | None:
 
 
 def _frame(segment: bytes) -> Frame | None:
-    """Of 8 bits, in one or three channels."""
+    """The frame of a segment with 8 bits and one or three channels; else None."""
     mode = MODES.get(segment[5]) if len(segment) > 5 else None
     if mode is None or segment[0] != 8 or len(segment) != 6 + 3 * segment[5]:
         return None
-    height, width = (int.from_bytes(segment[at : at + 2], "big") for at in (1, 3))
-    return Frame(width, height, mode) if width and height else None
+    height = int.from_bytes(segment[1:3], "big")
+    width = int.from_bytes(segment[3:5], "big")
+    if width == 0 or height == 0:
+        return None
+    return Frame(width, height, mode)
 
 
 def _is_usual(marker: int, segment: bytes) -> bool:

@@ -32,8 +32,8 @@ class RawSample:
     key: str
     index: int
     members: dict[str, bytes] = field(repr=False)
-    # Reason why this sample is unusable although the rest of its shard can be read.
-    damage: str = ""
+    # Reason why this sample is unusable, although the rest of its shard can be read; empty if it is usable.
+    error: str = ""
     detail: str = ""
     # Bytes from this sample's first header to the next sample's, and bytes that its links stand for. The same whether
     # the sample is wanted or not, with an index or without.
@@ -43,43 +43,45 @@ class RawSample:
 
     # The number of earlier copies of this sample in the shard, which sample weights make.
     repeat: int = 0
-    # Probability that the sample appears in an epoch; 1 or more: always.
+    # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
 
     @classmethod
-    def lost(cls, url: str, reason: str, detail: str) -> "RawSample":
+    def missing(cls, url: str, reason: str, detail: str) -> "RawSample":
         """A placeholder for a sample that cannot be read."""
         return cls(url, "", -1, {}, reason, detail)
 
     @property
-    def is_lost(self) -> bool:
+    def is_missing(self) -> bool:
+        """Whether it is a placeholder."""
         return self.index < 0
 
     def accepts(
-        self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None, fault: str = ""
+        self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None, link_error: str = ""
     ) -> bool:
-        """Whether to read this member.
+        """Whether to read this member. Spoils the sample for a member that it cannot have.
 
-        `size_limits`: from `limits`; None: read all members. `fault`: why a link cannot be read.
+        `size_limits`: from `limits`; None to read all members. `link_error`: why a link cannot be read.
 
         These spoil the sample: a member that repeats, a link that cannot be read, a member over its limit, and a member
         with which all are over MAX_IMAGE_BYTES.
         """
-        if self.damage or (size_limits is not None and extension not in size_limits):
+        if self.error or (size_limits is not None and extension not in size_limits):
             return False
         most = MAX_IMAGE_BYTES if size_limits is None else size_limits[extension]
+        all_bytes = size + sum(map(len, self.members.values()))
         if extension in self.members:
             self.spoil("repeated_member", name)
-        elif fault:
-            self.spoil("link", f"{name}: {fault}")
-        elif size > most or sum(map(len, self.members.values())) + size > MAX_IMAGE_BYTES:
+        elif link_error:
+            self.spoil("link", f"{name}: {link_error}")
+        elif size > most or all_bytes > MAX_IMAGE_BYTES:
             self.spoil("too_large", f"{name}: {size} bytes")
-        return not self.damage
+        return not self.error
 
     def spoil(self, reason: str, detail: str) -> None:
-        """Make it an unusable sample, without members."""
+        """Make it an unusable sample: sets its error, and drops its members."""
         self.members = {}
-        self.damage = reason
+        self.error = reason
         self.detail = detail
 
 
@@ -92,7 +94,9 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
         return None
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")
-    return (f"{folder}{slash}{stem}", extension.lower()) if stem and dot else None
+    if not stem or not dot:
+        return None
+    return f"{folder}{slash}{stem}", extension.lower()
 
 
 class BrokenSampleError(Exception):

@@ -26,7 +26,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 from tests.data.files import SIDE, Letters
@@ -44,9 +44,9 @@ class Known(Selection):
         return sample_id(sample.url, sample.key)
 
 
-def read(url: Path | str, **options: Any) -> tuple[list[RawSample], ReadProblem]:
+def read(url: Path | str, **options: Any) -> tuple[list[RawSample], ReadFailure]:
     """A shard's samples, and what was wrong with it."""
-    problem = ReadProblem()
+    problem = ReadFailure()
     return list(read_shard(str(url), problem, **options)), problem
 
 

@@ -23,10 +23,12 @@ def free_memory() -> int:
     free = int(psutil.virtual_memory().available)
     for folder in control_groups():
         for name, fields in LIMITS.items():
-            limit = folder / name
-            if limit.is_file() and (most := limit.read_text().strip()) != "max":
-                used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                free = min(free, int(most) - sum(int(used.get(field, 0)) for field in fields))
+            file = folder / name
+            limit = file.read_text().strip() if file.is_file() else "max"
+            if limit != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = sum(int(stat.get(field, 0)) for field in fields)
+                free = min(free, int(limit) - used)
     return max(0, free)
 
 
@@ -43,16 +45,19 @@ def control_groups() -> Iterator[Path]:
 def stated_memory(layout: Layout, free: int | None) -> str:
     """A line that states the batch memory. Raises UserError if the machine has too little for all its processes.
 
-    `free`: `free_memory` before any process of this machine allocated its batches; None: now.
+    `free`: `free_memory` before any process of this machine allocated its batches; None to ask now.
     """
+    if free is None:
+        free = free_memory()
     processes = ranks.local_world_size()
-    share = (free_memory() if free is None else free) / processes
+    share = free / processes
     need = layout.memory_bytes()
     batches = f"{layout.slots} x {layout.samples} samples"
     if need > share:
+        fewer_buffers = "data.buffers=1, " if layout.slots > 1 else ""
         raise UserError(
             f"data.buffers={layout.slots}: {batches} need {format_bytes(need)} of host memory in each process, and "
             f"{format_bytes(share)} are free for each of {processes}; take "
-            f"{'data.buffers=1, ' if layout.slots > 1 else ''}a smaller batch or more machines"
+            f"{fewer_buffers}a smaller batch or more machines"
         )
     return f"batch memory: {batches}, {format_bytes(need)} of {format_bytes(share)} free in each process"

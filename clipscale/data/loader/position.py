@@ -41,8 +41,8 @@ class PositionRecord(TypedDict):
 class DataPosition:
     """Where the shard streams of a rank, or of a run, stand in an order of samples."""
 
-    # Digest of what the position refers to; see `OrderedShards.fingerprint`.
-    order: str
+    # Digest of what the position refers to; see `OrderedShards.order_fingerprint`.
+    order_fingerprint: str
     # Shard streams of the run.
     streams: int
     # Each stream's position. Two ranks that read the same stream have the same position of it.
@@ -51,7 +51,7 @@ class DataPosition:
     def record(self) -> PositionRecord:
         """The position in a checkpoint: `DataPosition.of` reads it."""
         at = {str(stream): position.record() for stream, position in self.by_stream.items()}
-        return {"order": self.order, "streams": self.streams, "at": at}
+        return {"order": self.order_fingerprint, "streams": self.streams, "at": at}
 
     @staticmethod
     def of(record: PositionRecord) -> "DataPosition":

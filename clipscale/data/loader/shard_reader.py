@@ -1,7 +1,8 @@
 """Reads the samples of one shard stream in order: window after window, each shuffled."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count, islice
 
@@ -10,7 +11,7 @@ from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.features import TeacherFeatures
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
@@ -27,18 +28,18 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
-    # A digest of the samples and weights that a file lists, if one does.
+    # A digest of the samples and weights that a file lists; empty without such a file.
     subset_digests: Sequence[str] = ()
     # The teachers whose features lie beside the samples.
     teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
     def samples(self) -> int | None:
-        """Samples of an average epoch, of all streams; None if shards are drawn with replacement."""
+        """Samples of an average epoch of all streams; None if shards are drawn with replacement."""
         return self.order.samples if isinstance(self.order, Epochs) else None
 
     @cached_property
-    def fingerprint(self) -> str:
+    def order_fingerprint(self) -> str:
         """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
         return fingerprint(self.order, [*map(basename, self.urls), *self.subset_digests], self.window)
 
@@ -63,7 +64,9 @@ class WindowCursor:
         self.segment = segment
         self._window = window
         self._seed = seed
-        self.start = self.number = 0  # the current window's first sample in the shard, and its number
+        # The current window's first sample in the shard, and the window's number.
+        self.start = 0
+        self.number = 0
         self.resize(self._usual_size())
 
     def _usual_size(self) -> int:
@@ -77,8 +80,8 @@ class WindowCursor:
         stop = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
         # The window's samples that belong to the segment, in shuffled order, counted from the window's first.
-        self.order = order[max(segment.start - self.start, 0) : stop].tolist()
-        self._needed = set(self.order)
+        self.sample_order = order[max(segment.start - self.start, 0) : stop].tolist()
+        self._needed = set(self.sample_order)
 
     def needs(self, sample: int) -> bool:
         """Whether a sample must be read.
@@ -93,7 +96,7 @@ class WindowCursor:
     @property
     def is_part(self) -> bool:
         """Whether only a part of the window's samples belongs to the segment, of a shard of known count."""
-        return self.segment.count is not None and 0 < len(self.order) < self.size
+        return self.segment.count is not None and 0 < len(self.sample_order) < self.size
 
     def advance(self) -> bool:
         """Move to the next window; False after the segment's last."""
@@ -105,12 +108,22 @@ class WindowCursor:
         return True
 
 
-def _damage(windows: WindowCursor, problem: ReadProblem, url: str) -> list[RawSample]:
-    """For a shard of unknown count that ends early: one placeholder for all samples that cannot be read."""
-    reason = problem.reason or ("" if windows.start else "empty_shard")
-    if not reason or windows.start < windows.segment.start:
-        return []
-    return [RawSample.lost(url, reason, problem.detail or url)]
+# A sample that is read or missing, and the epoch and the segment that it belongs to.
+Item = tuple[int, Segment, RawSample]
+
+
+@dataclass
+class Window:
+    """The samples of a shuffle window that are still to be given out. The next one is last."""
+
+    items: list[Item] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def pop(self) -> Item:
+        """Remove the next one."""
+        item = self.items.pop()
+        self.num_bytes -= item[2].num_bytes
+        return item
 
 
 class ShardReader:
@@ -139,98 +152,122 @@ class ShardReader:
         # The shard that is read now.
         self.url = ""
         self.epoch, self.index = start
-        # The items of the window that is being given out, with their epochs. The next one is last.
-        self._ready: list[tuple[int, Segment, RawSample]] = []
-        self._ready_bytes = 0
-        # The segment that the caller gives up. Its other samples count as lost, by the reason `fruitless_shard`.
+        # The window that is given out while the next one is read.
+        self._ready = Window()
+        # The segment that the caller gives up. Its other samples count as broken, by the reason `fruitless_shard`.
         self.abandoned: Segment | None = None
-        # All items from the position on, with their segments.
+        # All samples from the position on, with their segments.
         self.items = self._items()
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
-        skip = self.index
-        order = self._shards.order
-        assert not isinstance(order, WeightedSources), "each source has a reader of its own"
-        for epoch in count(self.epoch):
-            for segment in order.segments(self._stream, epoch, skip):
-                yield from self._read(epoch, segment)
-            skip = 0
+        """Give out each window while the next one is read."""
+        with closing(self._reads()) as reads:
+            for read in reads:
+                if isinstance(read, Window):
+                    while self._ready.items:
+                        yield self._next_ready()
+                    self._ready = read
+                else:
+                    yield from self._make_room(read)
 
-    def _read(self, epoch: int, segment: Segment) -> Generator[tuple[Segment, RawSample], None, None]:
-        """Read a segment window by window.
-
-        Each sample that is read yields one item of the previous window, which spreads requests evenly. It yields more
-        while both windows would hold over WINDOW_BYTES.
-        """
-        url = self._shards.urls[segment.shard]
-        windows = WindowCursor(segment, self._shards.window, self._shards.order.seed)
-        problem = ReadProblem()
-        reader = self._open(url, problem, windows)
-        try:
-            has_more = True
-            while has_more:
-                raws, window_bytes = yield from self._read_window(reader, windows)
-                closed = window_bytes > WINDOW_BYTES and len(raws) < windows.size
-                if closed and windows.is_part:  # a smaller window needs other samples: read it again
-                    windows.resize(len(raws))
-                    reader.close()
-                    reader = self._open(url, problem, windows)
-                    for _ in islice(reader, windows.start):
-                        self._store.poll()
-                    continue
-                ended = segment.count is None and len(raws) < windows.size and not closed
-                if closed or ended:
-                    windows.resize(len(raws))
-                lost = RawSample.lost(url, problem.reason or "missing_from_shard", problem.detail or url)
-                items = [raws[i] if i < len(raws) else lost for i in windows.order]
-                has_more = windows.advance() and not ended
-                if ended:
-                    items += _damage(windows, problem, url)
-                while self._ready:
-                    yield self._next_ready()
-                self._ready = [(epoch, segment, item) for item in reversed(items)]
-                self._ready_bytes = sum(item.num_bytes for item in items)
-        finally:
-            reader.close()
-
-    def _read_window(
-        self, reader: Iterator[RawSample], windows: WindowCursor
-    ) -> Generator[tuple[Segment, RawSample], None, tuple[list[RawSample], int]]:
-        """Read the current window, up to WINDOW_BYTES. Yields items of the previous one meanwhile. Returns the samples
-        and their bytes."""
-        raws = []
-        window_bytes = 0
-        for raw in islice(reader, windows.size):
-            self._store.poll()
-            raws.append(raw)
-            window_bytes += raw.num_bytes
-            yield from self._drain_ready(window_bytes)
-            if window_bytes > WINDOW_BYTES or windows.segment is self.abandoned:
-                break
-        return raws, window_bytes
-
-    def _drain_ready(self, window_bytes: int) -> Iterator[tuple[Segment, RawSample]]:
-        """Give out one item, and more until the rest and `window_bytes` bytes fit into WINDOW_BYTES."""
-        while self._ready:
+    def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
+        """Give out one sample, and more while the rest and the window that is read, `bytes_read`, are over
+        WINDOW_BYTES. One for each sample that is read spreads requests evenly."""
+        while self._ready.items:
             yield self._next_ready()
-            if self._ready_bytes + window_bytes <= WINDOW_BYTES:
+            if self._ready.num_bytes + bytes_read <= WINDOW_BYTES:
                 break
 
     def _next_ready(self) -> tuple[Segment, RawSample]:
-        epoch, segment, item = self._ready.pop()
-        self._ready_bytes -= item.num_bytes
+        """The next sample to give out. Moves the position."""
+        epoch, segment, sample = self._ready.pop()
         if epoch != self.epoch:
             self.epoch = epoch
             self.index = 0
         self.index += 1
         if segment is self.abandoned:
-            item = RawSample.lost(item.url, "fruitless_shard", item.url)
-        return segment, item
+            sample = RawSample.missing(sample.url, "fruitless_shard", sample.url)
+        return segment, sample
 
-    def _open(self, url: str, problem: ReadProblem, windows: WindowCursor) -> Generator[RawSample, None, None]:
+    def _reads(self) -> Generator[int | Window, None, None]:
+        """Read all windows from the position on. Yields after each sample the bytes of its window so far, and each
+        window at its end."""
+        skip = self.index
+        order = self._shards.order
+        assert not isinstance(order, WeightedSources), "each source has a reader of its own"
+        for epoch in count(self.epoch):
+            for segment in order.segments(self._stream, epoch, skip):
+                yield from self._read_segment(epoch, segment)
+            skip = 0
+
+    def _read_segment(self, epoch: int, segment: Segment) -> Generator[int | Window, None, None]:
+        url = self._shards.urls[segment.shard]
+        cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
+        failure = ReadFailure()
+        reader = self._open(url, failure, cursor)
+        try:
+            is_last = False
+            while not is_last:
+                raws = yield from self._read_window(reader, cursor)
+                is_short = len(raws) < cursor.size
+                is_cut = is_short and _num_bytes(raws) > WINDOW_BYTES
+                if is_cut and cursor.is_part:  # a smaller window needs other samples: read it again
+                    cursor.resize(len(raws))
+                    reader.close()
+                    reader = self._open(url, failure, cursor)
+                    self._skip(reader, cursor.start)
+                    continue
+                is_end_of_shard = is_short and not is_cut and segment.count is None
+                if is_cut or is_end_of_shard:
+                    cursor.resize(len(raws))
+                missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
+                samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
+                is_last = not cursor.advance() or is_end_of_shard
+                if is_end_of_shard:
+                    samples += _placeholder_of_rest(cursor, failure, url)
+                items = [(epoch, segment, sample) for sample in reversed(samples)]
+                yield Window(items, _num_bytes(samples))
+        finally:
+            reader.close()
+
+    def _read_window(
+        self, reader: Iterator[RawSample], cursor: WindowCursor
+    ) -> Generator[int | Window, None, list[RawSample]]:
+        """Read the current window, up to WINDOW_BYTES. Yields its bytes so far after each sample. Returns the
+        samples."""
+        raws = []
+        num_bytes = 0
+        for raw in islice(reader, cursor.size):
+            self._store.poll()
+            raws.append(raw)
+            num_bytes += raw.num_bytes
+            yield num_bytes
+            if num_bytes > WINDOW_BYTES or cursor.segment is self.abandoned:
+                break
+        return raws
+
+    def _skip(self, reader: Iterator[RawSample], samples: int) -> None:
+        for _ in islice(reader, samples):
+            self._store.poll()
+
+    def _open(self, url: str, failure: ReadFailure, cursor: WindowCursor) -> Generator[RawSample, None, None]:
+        """The shard's samples from the first on. Sets `url`; notes in `failure` why reading ends early."""
         self.url = url
         self._on_open(url)
         offsets = partial(index.sample_offsets, count=self._store.count)
         return read_shard(
-            url, problem, windows.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets
+            url, failure, cursor.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets
         )
+
+
+def _num_bytes(samples: Sequence[RawSample]) -> int:
+    return sum(sample.num_bytes for sample in samples)
+
+
+def _placeholder_of_rest(cursor: WindowCursor, failure: ReadFailure, url: str) -> list[RawSample]:
+    """For a shard of unknown count that ends early: one placeholder for all samples that cannot be read."""
+    is_empty = cursor.start == 0
+    reason = failure.reason or ("empty_shard" if is_empty else "")
+    if not reason or cursor.start < cursor.segment.start:
+        return []
+    return [RawSample.missing(url, reason, failure.detail or url)]

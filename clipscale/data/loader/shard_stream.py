@@ -50,7 +50,7 @@ class WorkerSpec:
     selection: Selection
     start_of: dict[int, StreamPosition]  # the worker's shard streams, and each one's start
     share: BatchShare
-    piece: int  # samples that the worker delivers at once
+    samples_per_report: int
 
     def fits(self, caption: str) -> bool:
         """Whether a caption was surely not cut off, since it leaves room in the context."""
@@ -63,8 +63,8 @@ class WorkerSpec:
         return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
 
 
-class TakenSample(NamedTuple):
-    """What a sample has beside its pixels."""
+class DecodedSample(NamedTuple):
+    """What a decoded sample has beside its pixels."""
 
     # The sample's captions, then its hard negatives.
     texts: list[str]
@@ -99,14 +99,16 @@ class ShardStream:
     @property
     def position(self) -> StreamPosition:
         """The position after the samples taken so far."""
-        of_sources = tuple((reader.epoch, reader.index) for reader in self._readers)
         if isinstance(self._spec.shards.order, WeightedSources):
-            return StreamPosition(0, self._used, of_sources)
-        return StreamPosition(*of_sources[0])
+            sources = tuple((reader.epoch, reader.index) for reader in self._readers)
+            return StreamPosition(0, self._used, sources)
+        reader = self._readers[0]
+        return StreamPosition(reader.epoch, reader.index)
 
-    def take(self, row: np.ndarray) -> TakenSample:
-        """Write the next usable sample's pixels to `row`; returns the rest. Raises UserError.
+    def next_sample(self, row: np.ndarray) -> DecodedSample:
+        """Write the next usable sample's pixels to `row`; returns the rest. Counts the samples that it skips.
 
+        Raises UserError if the stream gives up.
         With weights, the next sample of the same source replaces a broken one.
         """
         order = self._spec.shards.order
@@ -118,7 +120,7 @@ class ShardStream:
             name = name_of(item)
             self._set_status(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
             try:
-                sample = self._decoded(segment, item, row)
+                sample = self._decode(segment, item, row)
             except BrokenSampleError as error:
                 self._store.counts[error.reason] += 1
                 if self._count_broken(error, segment, item) > MAX_BROKEN_IN_SHARD:
@@ -129,13 +131,13 @@ class ShardStream:
                 self._forget_skipped()
                 return sample
 
-    def _decoded(self, segment: Segment, item: RawSample, row: np.ndarray) -> TakenSample | None:
-        """Write a sample's pixels to `row`; returns the rest. None: sample weights leave it out of this epoch.
+    def _decode(self, segment: Segment, item: RawSample, row: np.ndarray) -> DecodedSample | None:
+        """Write a sample's pixels to `row`; returns the rest, or None if sample weights leave it out of this epoch.
 
         All its random numbers depend on its place alone. Raises BrokenSampleError.
         """
-        if item.damage:
-            raise BrokenSampleError(item.damage, item.detail)
+        if item.error:
+            raise BrokenSampleError(item.error, item.detail)
         spec = self._spec
         seed = spec.shards.order.seed
         if item.keep_probability < 1:
@@ -152,7 +154,7 @@ class ShardStream:
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
         texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
-        return TakenSample(texts + negatives, key, features)
+        return DecodedSample(texts + negatives, key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -168,8 +170,8 @@ class ShardStream:
         up."""
         visit = segment.epoch, segment.shard
         self._reasons[error.reason] += 1
-        self._visits[visit] += not item.is_lost
-        if not item.is_lost:
+        self._visits[visit] += not item.is_missing
+        if not item.is_missing:
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)
@@ -193,12 +195,14 @@ def open_shard_stream(spec: WorkerSpec, stream: int, store: Store, set_status: S
     """A shard stream from its start in `spec` on. `store` opens the shards."""
     sources = spec.shards.sources
     start = spec.start_of[stream]
-    starts = [(start.epoch, start.samples)]
-    if isinstance(spec.shards.order, WeightedSources):
-        starts = list(start.sources) or [(0, 0)] * len(sources)
-    size_limits = limits(
-        IMAGE_TYPES, spec.selection.members().union(teacher.member for teacher in spec.shards.teachers)
-    )
+    if not isinstance(spec.shards.order, WeightedSources):
+        starts = [(start.epoch, start.samples)]
+    elif start.sources:
+        starts = list(start.sources)
+    else:
+        starts = [(0, 0)] * len(sources)
+    teacher_members = {teacher.member for teacher in spec.shards.teachers}
+    size_limits = limits(IMAGE_TYPES, spec.selection.members() | teacher_members)
     subset = subset_of(spec.config)
     readers = [
         ShardReader(source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}"))
@@ -241,22 +245,24 @@ class BatchFiller:
         self._store.poll = poll
 
     def fill(self, step: int) -> Iterator[Report]:
-        """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
+        """Fill this worker's rows of a batch. Yields a report after every `samples_per_report` samples, and one with
+        the positions.
 
         If two ranks read a stream, each also decodes the other's samples and drops them, so that both skip the same
         broken ones. Raises UserError.
         """
         slot = self._arena.slot(step)
         local = range(self._spec.share.samples)
-        pairs = zip(self.streams.values(), self._spec.rows())
-        work = [(stream, int(row)) for stream, rows in pairs for row in rows]
-        for start in range(0, len(work), self._spec.piece):
-            piece = work[start : start + self._spec.piece]
+        work = []
+        for stream, stream_rows in zip(self.streams.values(), self._spec.rows()):
+            work += [(stream, int(row)) for row in stream_rows]
+        for start in range(0, len(work), self._spec.samples_per_report):
+            part = work[start : start + self._spec.samples_per_report]
             texts: dict[int, str] = {}  # by their row of the tokens
-            for stream, row in piece:
+            for stream, row in part:
                 self._store.poll()
                 is_own = row in local
-                sample = stream.take(slot["pixels"][row] if is_own else self._discarded_pixels)
+                sample = stream.next_sample(slot["pixels"][row] if is_own else self._discarded_pixels)
                 if is_own:
                     texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
                     slot["keys"][row] = sample.key
@@ -267,11 +273,12 @@ class BatchFiller:
                 rows = list(texts)
                 slot["tokens"][rows] = tokens
                 slot["lengths"][rows] = lengths(tokens, self._spec.pad)
-            yield self.report(step, start + len(piece))
-        yield replace(self.report(step), positions={number: stream.position for number, stream in self.streams.items()})
+            yield self.report(step, start + len(part))
+        positions = {number: stream.position for number, stream in self.streams.items()}
+        yield replace(self.report(step), positions=positions)
 
     def report(self, step: int = -1, done: int = 0) -> Report:
-        """A report with the counts since the last one."""
+        """A report with the counts since the last one. Clears the counts."""
         report = Report(step, done, Counter(self._store.counts))
         self._store.counts.clear()
         return report

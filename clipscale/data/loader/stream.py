@@ -9,7 +9,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TypedDict
 
 import numpy as np
@@ -36,11 +35,10 @@ from clipscale.data.train_transform import TrainTransform
 
 log = logging.getLogger(__name__)
 
-# A worker delivers this many samples at once: enough to tokenise together, few enough for the first chunk to start
-# early.
-PIECE = 64
-# A worker delivers a large batch in at most this many pieces. More reports could fill the pipe while nobody reads it.
-MAX_PIECES = 64
+# A worker reports after this many samples: enough to tokenise together, few enough for the first chunk to start early.
+SAMPLES_PER_REPORT = 64
+# Most reports of a worker about a batch. More could fill the pipe while nobody reads it.
+MAX_REPORTS = 64
 
 
 @dataclass
@@ -107,26 +105,26 @@ class TrainStream:
         return Counter({name: count for name, count in self._counts.items() if not name.startswith(EVENT)})
 
     @property
-    def faults(self) -> Counter[str]:
+    def events(self) -> Counter[str]:
         """Event -> how often it has happened. Events cost no sample, such as a repeated request."""
         counts = self._counts.items()
         return Counter({name.removeprefix(EVENT): count for name, count in counts if name.startswith(EVENT)})
 
     def record(self) -> LoaderRecord:
-        """This rank's counts since the start, and `waited_s`."""
+        """This rank's counts since the start, and `waited_s`, which it resets."""
         broken = self.broken
-        faults = self.faults
+        events = self.events
         return {
             "broken": broken.total(),
-            "faults": faults.total(),
+            "faults": events.total(),
             "waited_s": self.waited_s(),
             "host_pinned": self._arena.pinned,
             "broken_by": dict(broken),
-            "faults_by": dict(faults),
+            "faults_by": dict(events),
         }
 
     def waited_s(self) -> float:
-        """Seconds that this process has waited for samples since the last call."""
+        """Seconds that this process has waited for samples since the last call. Resets them."""
         seconds = self._waited_s
         self._waited_s = 0.0
         return seconds
@@ -187,7 +185,7 @@ class TrainStream:
         if self.failure and len(positions) < self._streams:
             raise self.failure
         by_stream = {stream: positions[stream] for stream in sorted(positions)}
-        return DataPosition(self._shards.fingerprint, self._shards.order.num_streams, by_stream)
+        return DataPosition(self._shards.order_fingerprint, self._shards.order.num_streams, by_stream)
 
     def close(self) -> None:
         """End the workers and release the memory."""
@@ -217,23 +215,31 @@ class TrainStream:
     def _wait(self, missing: Callable[[], list[int]], poll: Callable[[], None] = lambda: None) -> None:
         """Handle the workers' messages until `missing` names no worker. `poll`: see `Workers.receive`."""
         begun = time.monotonic()
-        while self.failure is None and (needed := missing()):
+        needed = missing()
+        while self.failure is None and needed:
             self._receive(needed, poll)
+            needed = missing()
         self._waited_s += time.monotonic() - begun
 
     def _receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> None:
+        """Handle the messages that have arrived; waits for one if workers are `needed`. Sets `failure`, and raises it
+        if it is not deferred."""
         try:
             messages = [] if self.failure else self.workers.receive(needed, poll)
         except Exception as error:  # also a bug of the loader: the run saves its steps, and ends
-            failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
-            if failure is not error:
+            failure: UserError
+            if isinstance(error, UserError):
+                failure = error
+            else:
+                failure = LoaderError(f"the data loader failed: {error!r}")
                 print_failure("the data loader failed", "".join(traceback.format_exception(error)))
             self.failure = failure
             if not self._defers:
                 raise failure from error
             return
         for number, message in messages:
-            if EVENT + CHANGED in message.counts.keys() - self._counts.keys():
+            is_first_change = EVENT + CHANGED in message.counts and EVENT + CHANGED not in self._counts
+            if is_first_change:
                 log.warning(
                     "data.train: shards have changed since they were indexed; they are read without their index, and "
                     "counted (%s of faults_by); run `clipscale data index` again",
@@ -263,9 +269,12 @@ def ordered_shards(
     to n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_rank0)
-    order = build_order(config, urls, source_of, share, seed, position.streams if position else None, on_rank0)
-    if config.shard_streams is None and (num_streams := largest_divisor(order.num_streams)) < order.num_streams:
-        order = build_order(config, urls, source_of, share, seed, num_streams, on_rank0)
+    earlier_streams = position.streams if position else None
+    order = build_order(config, urls, source_of, share, seed, earlier_streams, on_rank0)
+    if config.shard_streams is None:
+        num_streams = largest_divisor(order.num_streams)
+        if num_streams < order.num_streams:
+            order = build_order(config, urls, source_of, share, seed, num_streams, on_rank0)
     subset = subset_of(config)
     digests = (subset.table.digest(),) if subset else ()
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests, teachers)
@@ -304,10 +313,11 @@ def open_stream(
         selection=chosen,
         start_of=start,
         share=share,
-        piece=max(PIECE, share.samples // (count * MAX_PIECES)),
+        samples_per_report=max(SAMPLES_PER_REPORT, share.samples // (count * MAX_REPORTS)),
     )
     # Streams in turn, so that all workers fill the batch from its first rows on.
-    specs = [replace(spec, start_of=dict(islice(start.items(), number, None, count))) for number in range(count)]
+    streams = list(start.items())
+    specs = [replace(spec, start_of=dict(streams[number::count])) for number in range(count)]
     readers: Workers | InProcess
     if workers:
         readers = start_workers(specs, arena, config.timeout_s)
@@ -325,7 +335,7 @@ def start_positions(
 ) -> dict[int, StreamPosition]:
     """The position at which each of this rank's shard streams starts."""
     stream_ids = share.stream_ids(shards.order.num_streams)
-    if position is None or position.order != shards.fingerprint:
+    if position is None or position.order_fingerprint != shards.order_fingerprint:
         if position:
             log.warning(
                 "the shards, batch, data.shuffle, data.order, data.weights, seed, or the samples in the file of "

@@ -160,26 +160,32 @@ class Workers:
         """
         begun = time.monotonic()
         while True:
-            messages = [
-                (worker, message) for worker in range(len(self._connections)) for message in self._drain(worker)
-            ]
+            messages = []
+            for worker in range(len(self._connections)):
+                messages += [(worker, message) for message in self._drain(worker)]
             if self._failure and not messages:
                 raise self._failure
             if messages or not needed:
                 return messages
-            # Only a needed worker can be late, and only since the wait began.
-            silent = {worker: time.monotonic() - max(self._heard_at[worker], begun) for worker in needed}
-            longest = max(silent, key=silent.__getitem__)
-            remaining_s = self.timeout_s - silent[longest]
-            if remaining_s < 0:
-                raise LoaderError(
-                    f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
-                    f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
-                )
+            remaining_s = self._check_silence(needed, begun)
             poll()
             wait(self._connections, timeout=min(remaining_s, POLL_S))
 
+    def _check_silence(self, needed: Sequence[int], begun: float) -> float:
+        """The seconds until the first worker is late: one of `needed`, and only since `begun`. Raises LoaderError if
+        one is."""
+        silent_s = {worker: time.monotonic() - max(self._heard_at[worker], begun) for worker in needed}
+        longest = max(silent_s, key=silent_s.__getitem__)
+        remaining_s = self.timeout_s - silent_s[longest]
+        if remaining_s < 0:
+            raise LoaderError(
+                f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
+                f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
+            )
+        return remaining_s
+
     def _drain(self, number: int) -> Iterator[Report]:
+        """The messages of a worker that have arrived. Sets `_failure` if it has failed or died."""
         connection = self._connections[number]
         while True:
             try:

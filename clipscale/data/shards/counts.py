@@ -37,14 +37,19 @@ MAX_COUNTED_BYTES = 2**26
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
-    """The number of samples of each shard, or of its samples in a subset; None: unknown. See `known_shards`."""
-    return [entry and entry.samples for entry in known_shards(urls, subset, scan=scan)]
+    """The number of samples of each shard, or of its samples in a subset; None if unknown. See `known_shards`."""
+    return _counts_of(known_shards(urls, subset, scan=scan))
+
+
+def _counts_of(entries: Sequence[index.Entry | None]) -> Counts:
+    return [None if entry is None else entry.samples for entry in entries]
 
 
 def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> list[index.Entry | None]:
-    """The entry of each shard, or of its samples in a subset, from the indexes; None: unknown.
+    """The entry of each shard, or of its samples in a subset, from the indexes; None if unknown. Warns of shards that
+    have changed or are damaged.
 
-    `scan`: also read the shards that no index has, if all of them are local. Their counts go into an index in the
+    `scan`: also read the shards that no index has, if all of them are local. Writes their counts to an index in the
     user's cache. In a damaged shard the samples before the damage count.
     """
     state = index.lookup(urls, subset)
@@ -84,19 +89,26 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     unknown = [url for url in urls if url not in entries]
     if sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
         return None
-    return round(sum((entries.get(url) or index.scan_shard(url, subset)).expected for url in urls))
+    for url in unknown:
+        entries[url] = index.scan_shard(url, subset)
+    return round(sum(entries[url].expected for url in urls))
 
 
 def why_damaged(url: str, entry: index.Entry) -> str:
+    """The reason and the detail, without the shard's name."""
     return f"{entry.reason}: {entry.detail.removeprefix(f'{utf8(url)}: ')}"
 
 
 def _counted(urls: Sequence[str], entries: Sequence[index.Entry | None]) -> tuple[Counts, float, str]:
     """Each shard's samples, the samples of an average epoch of the known shards, and the damage of the first damaged
-    one."""
+    one; empty if none is."""
     expected = sum(entry.expected for entry in entries if entry)
-    damage = (f"{url}: {why_damaged(url, entry)}" for url, entry in zip(urls, entries) if entry and entry.reason)
-    return [entry and entry.samples for entry in entries], expected, next(damage, "")
+    damage = ""
+    for url, entry in zip(urls, entries):
+        if entry and entry.reason:
+            damage = f"{url}: {why_damaged(url, entry)}"
+            break
+    return _counts_of(entries), expected, damage
 
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:

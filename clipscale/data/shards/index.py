@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from multiprocessing import get_context
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -26,7 +26,7 @@ from clipscale.common.files import user_cache
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
 from clipscale.data.shards.errors import CHANGED, SourceError
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.store import ObjectState, Store, local_state
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK_BYTES
@@ -152,18 +152,18 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
 
 
 def _states(paths: Sequence[str]) -> list[ObjectState | None]:
-    """The states of files; None: no such file.
+    """The states of files; None for one that does not exist.
 
     Threads help on network file systems. Each takes many files: on a local disk they only wait for each other.
     """
-    size = -(-len(paths) // THREADS) or 1
+    size = max(1, -(-len(paths) // THREADS))
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPool(THREADS) as pool:  # a signal leaves it at once, also where a file system is silent
-        return [
-            state
-            for states in pool.map(lambda paths_of_thread: [*map(_state, paths_of_thread)], slices)
-            for state in states
-        ]
+        return [*chain.from_iterable(pool.map(_states_one_by_one, slices))]
+
+
+def _states_one_by_one(paths: Sequence[str]) -> list[ObjectState | None]:
+    return [_state(path) for path in paths]
 
 
 def _state(path: str) -> ObjectState | None:
@@ -228,28 +228,29 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     A damaged shard's entry has a `reason`. Raises OSError or SourceError if the shard cannot be reached.
     """
     state = Store().state(url)
-    problem = ReadProblem()
+    failure = ReadFailure()
     offsets = [0]
     linked = 0
     weight = 0.0
-    for raw in read_shard(url, problem, lambda _: False, {}, subset=subset):
+    for raw in read_shard(url, failure, lambda _: False, {}, subset=subset):
         offsets.append(offsets[-1] + raw.num_bytes)
         linked += raw.linked
         weight += 0 if raw.repeat else raw.keep_probability  # the first copy has the sample's weight
-    error = problem.error
+    error = failure.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
     # With links every header is needed: only the linked files say how many bytes a sample has.
-    packed = None if subset or linked or not samples else pack(offsets)
+    has_offsets = samples > 0 and subset is None and not linked
+    packed = pack(offsets) if has_offsets else None
     size, version = state
     return Entry(
         name_in_index(url),
         size,
         version + RULE_MARK,
         samples,
-        problem.reason,
-        utf8(problem.detail),
+        failure.reason,
+        utf8(failure.detail),
         weight if subset else None,
         packed,
     )

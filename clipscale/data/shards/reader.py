@@ -65,8 +65,8 @@ class Member(NamedTuple):
     size: int
     # For a link: the offset of its content.
     offset: int | None = None
-    # For a link: why its content cannot be read; empty: it can.
-    fault: str = ""
+    # For a link: why its content cannot be read; empty if it can.
+    link_error: str = ""
 
 
 class Place(NamedTuple):
@@ -99,7 +99,8 @@ class Archive:
             yield key, members
 
     def _members(self) -> Iterator[Member]:
-        key = first = ""
+        key = ""
+        first = ""
         start = self.offset
         headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
@@ -139,7 +140,7 @@ class Archive:
     def _link(self, member: Member, target: str) -> Member:
         """The member with what it links to."""
         if not self._can_seek:
-            return member._replace(fault=f"{NO_LINKS} is in a gzipped tar")
+            return member._replace(link_error=f"{NO_LINKS} is in a gzipped tar")
         place: Place | str | None = target
         for _ in range(MAX_LINKS):
             if not isinstance(place, str):
@@ -147,12 +148,12 @@ class Archive:
             place = self._places.get(place)
         if not isinstance(place, Place):
             shown = target[:MAX_DETAIL_LENGTH]
-            return member._replace(fault=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
+            return member._replace(link_error=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
         return member._replace(offset=place.offset, size=place.size)
 
     @cached_property
     def _places(self) -> dict[str, "Place | str | None"]:
-        """Name of a member -> its file, or the name that it links to; None: several members have the name.
+        """Name of a member -> its file, or the name that it links to; None if several members have the name.
 
         Ends at the archive's end or damage, and leaves out a file that is cut off.
         """
@@ -161,10 +162,14 @@ class Archive:
             end = self.stream.seek(0, os.SEEK_END)
         offset = 0
         with self._elsewhere(0), suppress(tarfile.TarError, ValueError, EOFError):
-            while len(places) < MAX_PLACES and (header := next_member(self.stream)) is not None:
+            while len(places) < MAX_PLACES:
+                header = next_member(self.stream)
+                if header is None:
+                    break
                 offset += header.bytes_before
                 is_whole = offset + header.size <= end
-                if is_whole and max(len(header.name), len(header.target or "")) <= MAX_NAME_BYTES:
+                longest_name = max(len(header.name), len(header.target or ""))
+                if is_whole and longest_name <= MAX_NAME_BYTES:
                     name = normalised(header.name)
                     place = header.target or Place(offset, header.size)
                     places[name] = None if name in places else place
@@ -187,15 +192,15 @@ class Archive:
 
 
 @dataclass
-class ReadProblem:
-    """Why the rest of a shard could not be read; the reader fills it in."""
+class ReadFailure:
+    """Why the rest of a shard could not be read; `read_shard` fills it in. Without a reason it was read to its end."""
 
     reason: str | None = None
     detail: str = ""
     error: Exception | None = None
 
     def note(self, url: str, error: Exception, reason: str) -> None:
-        """`reason`: for an error without a reason of its own."""
+        """Set the fields by an error. `reason`: for an error without a reason of its own."""
         self.error = error
         self.reason = getattr(error, "reason", reason)
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -209,7 +214,7 @@ class OpenShard:
     url: str
     archive: Archive
     store: Store
-    # Extension of a member to read -> its size limit; None: read all members.
+    # Extension of a member to read -> its size limit; None to read all members.
     size_limits: Mapping[str, int] | None
     # The offset up to which bytes have been counted, in `num_bytes` of earlier samples.
     counted: int = 0
@@ -237,13 +242,15 @@ class OpenShard:
         size_limits = self.size_limits if wanted else {}
         json_bytes = b""
         for member in members:
-            sample.linked += 0 if member.offset is None else padded(member.size)
-            accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.fault)
-            wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
-            wants_json = wants_json and not member.fault
+            if member.offset is not None:
+                sample.linked += padded(member.size)
+            accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.link_error)
+            is_readable_json = member.extension == "json" and member.size <= MAX_TEXT_BYTES and not member.link_error
+            wants_json = json and not json_bytes and is_readable_json
             if accepted or wants_json:
                 content = self.archive.read(member)
-                json_bytes = content if wants_json else json_bytes
+                if wants_json:
+                    json_bytes = content
                 if accepted:
                     sample.members[member.extension] = content
         sample.num_bytes = self.archive.offset - self.counted + sample.linked
@@ -308,7 +315,7 @@ def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset
 
 def read_shard(
     url: str,
-    problem: ReadProblem,
+    failure: ReadFailure,
     want: Callable[[int], bool] = lambda _: True,
     size_limits: Mapping[str, int] | None = None,
     *,
@@ -316,11 +323,11 @@ def read_shard(
     subset: Subset | None = None,
     offsets: Callable[[str, ObjectState], np.ndarray | None] = lambda url, state: None,
 ) -> Generator[RawSample, None, None]:
-    """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
+    """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `failure`.
 
     Args:
         want: content is read for the samples whose index it accepts.
-        size_limits: content is read for these members (see `sample.limits`); None: for all.
+        size_limits: content is read for these members (see `sample.limits`); None for all.
         subset: the shard then has only the samples that it lists. One of weight 2.5 comes as three copies, the third
             with a probability of 0.5.
         offsets: returns the samples' offsets (see `index.sample_offsets`). Unwanted samples are then skipped.
@@ -354,7 +361,8 @@ def read_shard(
             if not starts:
                 check_end(stream)
     except (SourceError, *DAMAGE) as error:
-        problem.note(url, error, "truncated_shard" if archive and archive.samples_begun else "unreadable_shard")
+        has_samples = archive is not None and archive.samples_begun > 0
+        failure.note(url, error, "truncated_shard" if has_samples else "unreadable_shard")
 
 
 def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
@@ -369,4 +377,6 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
                 return ""
             member_sets[" and ".join(f".{name}" for name in sorted(names)[:MAX_KINDS])] += 1
     held = ", or ".join(names for names, _ in member_sets.most_common(MAX_KINDS))
-    return held and f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"
+    if not held:
+        return ""
+    return f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"

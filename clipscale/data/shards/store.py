@@ -74,7 +74,7 @@ class Store:
     def __init__(
         self, counts: Counter[str] | None = None, poll: Callable[[], None] = lambda: None, limit_s: float = math.inf
     ) -> None:
-        """`counts` receives faults that cost no sample. `poll` is called during waits and may raise to end them.
+        """`counts` receives events that cost no sample. `poll` is called during waits and may raise to end them.
         `limit_s`: a server's time for a sample."""
         self.poll = poll
         self.limit_s = limit_s
@@ -105,6 +105,7 @@ class Store:
         return fetch(self, url, 0, 1)[1]
 
     def count(self, event: str) -> None:
+        """Count an event that costs no sample."""
         self.counts[EVENT + event] += 1
 
 
@@ -156,10 +157,16 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         request = None
         # a random wait, so that readers do not all return at once
         random_s = random.uniform(0, min(0.25 * 2**failures, MAX_WAIT_S))
-        again = time.monotonic() + min(retry_after_s, MAX_WAIT_S) + random_s
-        while (remaining_s := again - time.monotonic()) > 0:
-            store.poll()
-            time.sleep(min(remaining_s, TICK_S))
+        _wait_until(time.monotonic() + min(retry_after_s, MAX_WAIT_S) + random_s, store)
+
+
+def _wait_until(until: float, store: Store) -> None:
+    """Polls meanwhile."""
+    remaining_s = until - time.monotonic()
+    while remaining_s > 0:
+        store.poll()
+        time.sleep(min(remaining_s, TICK_S))
+        remaining_s = until - time.monotonic()
 
 
 def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
@@ -174,14 +181,17 @@ def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
         asked = f"an answer about {len(late)} of {len(urls)} shards (first: {urls[0]})"
         log_line(f"waiting for {awaited or asked}", error=True)
     futures.wait(requests.values())  # each has its limit
-    errors = {url: error for url, request in requests.items() if (error := request.exception())}
-    for error in errors.values():
+    errors = {}
+    for url, request in requests.items():
+        error = request.exception()
         if isinstance(error, UserError):
             raise error
-    silent = [error for error in errors.values() if isinstance(error, SourceError) and error.reason == NO_ANSWER]
+        if isinstance(error, SourceError):
+            errors[url] = error
+    silent = [error for error in errors.values() if error.reason == NO_ANSWER]
     if urls and len(silent) == len(urls):
         raise LoaderError(f"data.train: {urls[0]}: {silent[-1]}; the server is silent, give the command again later")
-    return {url: error for url, error in errors.items() if isinstance(error, SourceError)}
+    return errors
 
 
 class RemoteFile(io.RawIOBase):
@@ -194,7 +204,9 @@ class RemoteFile(io.RawIOBase):
         """`block`: the first one. `state`: the object's."""
         self._url = url
         self._store = store
-        self._position = self._start = 0
+        # Where the next read begins, and where the block does.
+        self._position = 0
+        self._start = 0
         # The request for the next block.
         self._ahead: Request | None = None
         self._block = block
@@ -208,7 +220,8 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = max(0, offset + (0, self._position, self.size)[whence])
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -218,10 +231,10 @@ class RemoteFile(io.RawIOBase):
         if not self._start <= self._position < self._start + len(self._block):
             self._load()
         first = self._position - self._start
-        piece = self._block[first : first + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
+        data = self._block[first : first + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
     def close(self) -> None:
         self._forget_ahead()
@@ -308,37 +321,46 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
 
 
 @asynccontextmanager
-async def _answer(
-    url: str, limit: float, headers: Mapping[str, str] | None, span: Mapping[str, str], redirects: int = REDIRECTS
+async def _http_get(
+    url: str, limit: float, span: Mapping[str, str], *, send_secrets: bool = True, headers: Mapping[str, str] = {}
 ) -> AsyncIterator[Any]:
     """The answer to a request of at most `limit` seconds, by fsspec's http session with its settings.
 
-    Follows at most `redirects` redirects. `span`: the header that names a range. `headers`: None after a redirect to
-    another server, which then gets none of the user's _SECRETS.
+    Follows at most REDIRECTS redirects. `span`: the header that names a range. `send_secrets`: send the user's _SECRETS
+    and these `headers`. After a redirect to another server neither is sent any more.
     """
     import aiohttp
-    from fsspec import filesystem
-    from fsspec.config import conf
     from yarl import URL
 
-    configured = conf.get("http", {}).get("client_kwargs", {})
-    if headers is None:
-        configured = {name: value for name, value in configured.items() if name not in _SECRETS}
-    system = filesystem("http", client_kwargs={"trust_env": True, **configured})  # True: HTTPS_PROXY
-    session = await system.set_session()
-    options = {name: value for name, value in system.kwargs.items() if name not in _SECRETS or headers is not None}
-    options["headers"] = {**options.get("headers", {}), **(headers or {}), **span, "Accept-Encoding": "identity"}
-    options["allow_redirects"] = False
     timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
-    address = URL(quote(url, safe=_IN_ADDRESSES), encoded=True)
-    async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
-        if not (answer.status in _MOVED and redirects and "Location" in answer.headers):
-            yield answer
-            return
-        target = answer.url.join(URL(answer.headers["Location"], encoded=True))
-        user_headers = headers if target.origin() == answer.url.origin() else None
-    async with _answer(str(target), limit, user_headers, span, redirects - 1) as answer:
-        yield answer
+    for redirects_left in range(REDIRECTS, -1, -1):
+        session, options = await _session_and_options(send_secrets)
+        secret_headers = headers if send_secrets else {}
+        options["headers"] = {**options.get("headers", {}), **secret_headers, **span, "Accept-Encoding": "identity"}
+        address = URL(quote(url, safe=_IN_ADDRESSES), encoded=True)
+        options["allow_redirects"] = False
+        async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
+            is_redirect = answer.status in _MOVED and "Location" in answer.headers
+            if not is_redirect or redirects_left == 0:
+                yield answer
+                return
+            target = answer.url.join(URL(answer.headers["Location"], encoded=True))
+            send_secrets = send_secrets and target.origin() == answer.url.origin()
+        url = str(target)
+
+
+async def _session_and_options(send_secrets: bool) -> tuple[Any, dict[str, Any]]:
+    """fsspec's http session, and the options of its requests: the user's settings, without _SECRETS if not
+    `send_secrets`."""
+    from fsspec import filesystem
+    from fsspec.config import conf
+
+    def allowed(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if send_secrets or name not in _SECRETS}
+
+    configured = allowed(conf.get("http", {}).get("client_kwargs", {}))
+    system = filesystem("http", client_kwargs={"trust_env": True, **configured})  # True: HTTPS_PROXY
+    return await system.set_session(), allowed(system.kwargs)
 
 
 async def _receive(answer: Any, data: bytearray, size: int) -> None:
@@ -357,7 +379,7 @@ def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
 
     async def request() -> bytes:
         data = bytearray()
-        async with _answer(url, 4 * WAIT_S, {} if secrets else None, {}) as answer:
+        async with _http_get(url, 4 * WAIT_S, {}, send_secrets=secrets) as answer:
             if answer.status != 200:
                 raise OSError(f"HTTP status {answer.status}")
             await _receive(answer, data, most)
@@ -373,11 +395,12 @@ async def _from_web(
     """Bytes start..stop that arrive within `limit` seconds, and the object's state.
 
     fsspec's own `_cat_file` does not serve. It reads all of an answer, however long a hostile server makes it. It
-    returns neither the version of the bytes, nor the bytes that came before a fault.
+    returns neither the version of the bytes, nor the bytes that came before an error.
     """
     from aiohttp import ClientError
 
-    async with _answer(url, limit, headers, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+    span = {"Range": f"bytes={start}-{stop - 1}"}
+    async with _http_get(url, limit, span, headers=headers) as answer:
         if answer.status in _TRANSIENT:
             busy = TransientError(f"http_{answer.status}")
             busy.retry_after = answer.headers.get("Retry-After", "")
@@ -388,10 +411,11 @@ async def _from_web(
             raise SourceError("unreadable_shard", "the server answers no requests for ranges of bytes")
         if answer.status != 206:
             raise SourceError("missing_shard", f"HTTP status {answer.status}")
-        span = _RANGE.match(answer.headers.get("Content-Range", ""))
-        if span is None or int(span[1]) != start:
+        received = _RANGE.match(answer.headers.get("Content-Range", ""))
+        if received is None or int(received[1]) != start:
             raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
-        state = int(span[2]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        state = int(received[2]), version
         data = bytearray()
         size = min(stop, state[0]) - start
         with suppress(ClientError, TimeoutError):  # the next request goes on behind what came

@@ -88,8 +88,10 @@ def check_is_tar(first: bytes, name: str, wrapped: str = "") -> None:
     if content in UNPACKERS:
         packed = f"{UNPACKERS['gzip']} {file} | {UNPACKERS[content]}" if wrapped else f"{UNPACKERS[content]} {file}"
         raise tarfile.ReadError(f"{wrapped}{content}, which is not read: `{packed} > {new}` makes a tar of it")
-    remedy = REMEDIES.get(content, "").format(file=file)
-    raise tarfile.ReadError(f"{wrapped}{content}, no tar{remedy and f'; {remedy}'}")
+    remedy = ""
+    if content in REMEDIES:
+        remedy = "; " + REMEDIES[content].format(file=file)
+    raise tarfile.ReadError(f"{wrapped}{content}, no tar{remedy}")
 
 
 class Unpacked(gzip.GzipFile):

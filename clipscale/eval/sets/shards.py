@@ -116,7 +116,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
                         continue
                     if member.extension in pictures or member.extension in texts:
                         fault = "repeated_member"
-                    elif member.fault:
+                    elif member.link_error:
                         fault = "link"
                     elif member.extension in IMAGE_TYPES:
                         pictures[member.extension] = ImageRef(shard, archive.content_offset(member), member.size)

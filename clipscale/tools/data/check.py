@@ -17,7 +17,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
+from clipscale.data.shards.reader import RULE, ReadFailure, read_shard, unusable
 from clipscale.data.shards.subset import subset_of
 from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
@@ -68,7 +68,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:
     """Decode the shard's samples as training does; only the first `most`, if that is given."""
     findings = Findings()
-    problem = ReadProblem()
+    problem = ReadFailure()
     chosen = selection(config)
     size_limits = limits(IMAGE_TYPES, chosen.members())
     for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
@@ -78,8 +78,8 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
         findings.samples += 1
         findings.bytes += sample.num_bytes
         try:
-            if sample.damage:
-                raise BrokenSampleError(sample.damage, sample.detail)
+            if sample.error:
+                raise BrokenSampleError(sample.error, sample.detail)
             captions = chosen.draw(sample.members, CounterRNG(sample.index))
             chosen.check(sample, [caption for caption, _ in captions])
             chosen.draw_negatives(sample.members, CounterRNG(sample.index))

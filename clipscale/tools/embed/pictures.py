@@ -8,7 +8,7 @@ from clipscale.data.picture import broken_pictures, open_picture, rgb
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample
 
 
@@ -16,12 +16,12 @@ def stored_picture(embedded: EmbeddedSet, sample: Sample) -> bytes:
     """A sample's encoded picture. Raises BrokenSampleError, also for an unreadable shard."""
     url = embedded.sources[sample["part"]]
     make_index(url)
-    problem = ReadProblem()
+    problem = ReadFailure()
     row = sample["row"]
     for raw in read_shard(url, problem, lambda n: n == row, limits(IMAGE_TYPES), offsets=sample_offsets):
         if raw.index == row:
-            if raw.damage:
-                raise BrokenSampleError(raw.damage, raw.detail)
+            if raw.error:
+                raise BrokenSampleError(raw.error, raw.detail)
             return image_bytes(raw.members)
     raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or str(sample))
 

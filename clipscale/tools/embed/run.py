@@ -29,7 +29,7 @@ from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.features import NOTE, encoded_array, notes_beside
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
@@ -167,7 +167,7 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
     """A shard's samples with their features; for a teacher, with all members. Raises SourceError for a shard that could
     not be fetched."""
-    problem = ReadProblem()
+    problem = ReadFailure()
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else limits(IMAGE_TYPES, captions)
     raws = read_shard(url, problem, size_limits=kinds)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from clipscale.data.picture import Picture
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.tar import BLOCK_BYTES
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard
@@ -52,11 +52,11 @@ def shard(folder: Path) -> bytes:
 
 def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
     """Read a shard and decode its pictures, and count the reasons."""
-    problem, reasons = ReadProblem(), Counter[str]()
+    problem, reasons = ReadFailure(), Counter[str]()
     for sample in read_shard(str(path), problem, size_limits=limits(IMAGE_TYPES, ["txt", "json"]), offsets=offsets):
         try:
-            if sample.damage:
-                raise BrokenSampleError(sample.damage)
+            if sample.error:
+                raise BrokenSampleError(sample.error)
             Picture.read(image_bytes(sample.members), 100_000).decode()
             reasons["usable"] += 1
         except BrokenSampleError as error:

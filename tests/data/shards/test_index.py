@@ -110,7 +110,7 @@ def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
     raws, problem = read(path, offsets=index.sample_offsets, size_limits=sizes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [raw.damage for raw in raws] == ["", "too_large", "too_large", ""] and problem.reason is None
+    assert [raw.error for raw in raws] == ["", "too_large", "too_large", ""] and problem.reason is None
     assert not raws[1].members and peak < 1 << 20, f"{peak} bytes"
 
 

@@ -116,7 +116,7 @@ def test_a_member_that_repeats_begins_a_sample_or_is_counted(
                 for each in read(path, offsets=index.sample_offsets, want=lambda n, number=number: n == number)[0]
                 if each.index == number
             ]
-            assert alone.members.get("jpg") == raw.members.get("jpg") or alone.damage == "repeated_member"
+            assert alone.members.get("jpg") == raw.members.get("jpg") or alone.error == "repeated_member"
         assert main(["data", "index", str(path)]) == 0
         assert f"{len(expected) + 1} samples in 1 shard" in capsys.readouterr().out
     pairs = load_pairs(tmp_path, [path])
@@ -140,7 +140,7 @@ def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counte
         base.execute("UPDATE shards SET version = ?, samples = ?, offsets = ?", old)
     assert count_samples([str(path)]) == [3] and "clipscale data index" in caplog.text
     raws, _ = read(path, offsets=index.sample_offsets)
-    assert [(raw.key, raw.damage) for raw in raws] == [("a", ""), ("x", "outdated_index"), ("b", "")]
+    assert [(raw.key, raw.error) for raw in raws] == [("a", ""), ("x", "outdated_index"), ("b", "")]
     dict(index.update_indexes([str(path)]))
     assert count_samples([str(path)]) == [10]
 
@@ -181,7 +181,7 @@ def test_a_link_is_the_file_in_the_tar_or_a_reason(
         raws, problem = read(path, offsets=index.sample_offsets)
         assert problem.reason is None
         (raw,) = [raw for raw in raws if raw.key == "p/b"]
-        assert (raw.members, raw.damage) == (({"png": picture(1), "txt": b"b"}, "") if read_too else ({}, "link"))
+        assert (raw.members, raw.error) == (({"png": picture(1), "txt": b"b"}, "") if read_too else ({}, "link"))
         assert read_too or "tar -h --hard-dereference" in raw.detail
         dict(index.update_indexes([str(path)]))
     assert scan_shard(str(path)).samples == len(raws) == 5
@@ -199,13 +199,13 @@ def test_a_link_to_a_file_that_is_cut_off_ends_nothing_before_it(tmp_path: Path)
     path = write_tar(tmp_path / "0.tar", [link("b.png", "z.png"), ("b.txt", b"b"), *sample("c"), *late])
     path.write_bytes(path.read_bytes()[: -10240 - 4000])
     raws, problem = read(path)
-    assert [raw.damage for raw in raws[:2]] == ["link", ""] and problem.reason == "truncated_shard"
+    assert [raw.error for raw in raws[:2]] == ["link", ""] and problem.reason == "truncated_shard"
 
 
 def test_a_gzipped_tars_links_are_counted(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", [*sample("a"), link("b.png", "a.png"), ("b.txt", b"b")])
     path.write_bytes(gzip.compress(path.read_bytes()))
-    assert [raw.damage for raw in read(path)[0]] == ["", "link"]
+    assert [raw.error for raw in read(path)[0]] == ["", "link"]
 
 
 @pytest.mark.parametrize("counted", [True, False])

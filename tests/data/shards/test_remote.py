@@ -17,7 +17,7 @@ from clipscale.common.errors import LoaderError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.store import Store, first_bytes
 from tests.conftest import Cap
 from tests.data.files import link, picture, sample, write_shards, write_tar
@@ -28,8 +28,8 @@ from tests.support.refused import refused
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-def read(url: str) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
-    problem, counts = ReadProblem(), Counter[str]()
+def read(url: str) -> tuple[list[RawSample], ReadFailure, Counter[str]]:
+    problem, counts = ReadFailure(), Counter[str]()
     return list(read_shard(url, problem, store=Store(counts))), problem, counts
 
 
@@ -72,7 +72,7 @@ def test_the_next_block_is_on_its_way_while_one_is_read(tmp_path: Path, web: Web
 @pytest.mark.parametrize("same_size", [True, False])
 def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: bool) -> None:
     path = write_shards(tmp_path, [40])[0]
-    problem = ReadProblem()
+    problem = ReadFailure()
     reader = read_shard(f"{web.url}/{path.name}", problem)
     next(reader)
     path.write_bytes(path.read_bytes() + b"" if same_size else bytes(512))
@@ -122,7 +122,7 @@ def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> N
     """Folders without end, a little at a time: each answer is progress."""
     (tmp_path / "0.tar").write_bytes(5000 * tarfile.TarInfo("folder/").tobuf())
     web.faults = lambda number, _: "slow"
-    begun, problem = time.monotonic(), ReadProblem()
+    begun, problem = time.monotonic(), ReadFailure()
     assert not [*read_shard(f"{web.url}/0.tar", problem, store=Store(limit_s=0.5))]
     assert problem.reason == "unreachable_shard" and "no sample within data.timeout_s=0.5" in problem.detail
     assert time.monotonic() - begun < 30
@@ -145,7 +145,7 @@ def test_a_missing_shard_is_said_as_a_local_one_is(tmp_path: Path, web: Web, cap
     write_shards(tmp_path, [20])
     with open_stream(f"{web.url}/{{00000..00001}}.tar", batch=10, order="resampled") as stream:
         ids(stream, 3)
-        assert not stream.broken and not stream.faults
+        assert not stream.broken and not stream.events
     assert f"1 of 2 shards do not exist (first: {web.url}/00001.tar" in caplog.text
 
 
@@ -299,8 +299,8 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     with open_stream("s3://bucket/set/", batch=20) as stream:
         assert stream.samples_per_epoch == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
-        assert not stream.broken and not stream.faults
-    problem = ReadProblem()
+        assert not stream.broken and not stream.events
+    problem = ReadFailure()
     reader = read_shard(urls[0], problem)
     next(reader)
     client.put_object(Bucket="bucket", Key="set/00000.tar", Body=paths[1].read_bytes())

@@ -12,7 +12,7 @@ import pytest
 from clipscale.cli import train as cli_train
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.tools.data import demo, scenes
 from tests.conftest import Cap
 from tests.support.refused import refused
@@ -33,7 +33,7 @@ def shared(demo: Path) -> Path:
 
 
 def samples(path: Path | str) -> Iterator[RawSample]:
-    problem = ReadProblem()
+    problem = ReadFailure()
     yield from read_shard(str(path), problem)
     assert problem.reason is None, problem
 

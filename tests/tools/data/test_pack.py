@@ -15,7 +15,7 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.data.sample import BrokenSampleError
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.eval.sets.load import load_set
 from clipscale.tools.data import pack
 from clipscale.tools.data.places import Cell, Place, read, resolved
@@ -50,7 +50,7 @@ def paths(folder: Path) -> list[str]:
 
 def read_all(shard: Path) -> list[dict[str, bytes]]:
     """The members of all samples."""
-    problem = ReadProblem()
+    problem = ReadFailure()
     read = [sample.members for sample in read_shard(str(shard), problem)]
     assert problem.reason is None
     return read

@@ -12,7 +12,7 @@ import torch
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.features import stored_teachers
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
@@ -58,7 +58,7 @@ def of_shards(folder: Path) -> Rows:
     """The features in shards, as training reads them."""
     (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), ["t"])
     assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
-    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
+    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadFailure())]
     rows = {raw.key: np.load(io.BytesIO(raw.members["t.npy"])) for raw in raws}
     return {key: (image, text) for key, (image, text) in rows.items()}
 
@@ -125,7 +125,7 @@ def test_a_second_teacher_reads_the_shards_of_the_first(run: str, tmp_path: Path
     second = embed(run, first, tmp_path / "both", teacher="two", dtype="float16")
     one, two = stored_teachers(DataConfig(train=[str(second)]), ["one", "two"])
     assert (one.dtype, two.dtype, one.width, two.width) == ("float32", "float16", 16, 16)
-    raws = [*read_shard(str(second / "x.tar"), ReadProblem())]
+    raws = [*read_shard(str(second / "x.tar"), ReadFailure())]
     assert [(raw.key, len(raw.members)) for raw in raws] == [("a", 5), ("b", 2), ("c", 5)]
     assert np.allclose(one.of(raws[0].members), two.of(raws[0].members), atol=1e-3)
 
