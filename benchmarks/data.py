@@ -25,7 +25,7 @@ from PIL import Image
 from webdataset import TarWriter
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.data.loader.stream import open_stream, ordered_shards
+from clipscale.data.loader.stream import open_stream, order_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
 from clipscale.data.train_transform import TrainTransform
 
@@ -143,7 +143,7 @@ def our_batches(pattern: str, settings: SimpleNamespace) -> Generator[None]:
     config = DataConfig(train=[pattern], workers=settings.workers, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     share = BatchShare(settings.batch)
-    with open_stream(config, share, settings.image_size, tokenizer, ordered_shards(config, share, 0)) as stream:
+    with open_stream(config, share, settings.image_size, tokenizer, order_shards(config, share, 0)) as stream:
         while True:
             batch = stream.next_batch()
             batch.pixels(0, settings.batch), batch.tokens(0, settings.batch)

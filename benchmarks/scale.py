@@ -44,7 +44,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.train import with_defaults
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.stream import ordered_shards, start_positions
+from clipscale.data.loader.stream import order_shards, start_positions
 from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World
@@ -136,7 +136,7 @@ def make_index(base: str, shards: int) -> None:
 def resumed(config: DataConfig, share: BatchShare, once: Any) -> OrderedShards:
     """What a rank that resumes does with its shards before it opens one. No server is asked whether they exist."""
     with patch("clipscale.data.shards.listing.look_up", return_value={}):
-        shards = ordered_shards(config, share, 0, None, once)
+        shards = order_shards(config, share, 0, None, once)
     at = {stream: StreamPosition(3, 100) for stream in range(shards.order.num_streams)}
     start_positions(shards, DataPosition(shards.order_fingerprint, len(at), at), share)
     return shards

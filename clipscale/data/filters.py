@@ -24,11 +24,11 @@ class Selection:
 
     captions: tuple[CaptionSource, ...]
     conditions: tuple[Condition, ...]
-    # What makes samples equal: the `caption`, or a field of the json; None: nothing does.
+    # What makes samples equal: the `caption`, or a field of the json; None if nothing does.
     same: str | None = None
     # Captions of a sample in a step.
     count: int = 1
-    # The source of hard negatives; empty: there are none.
+    # The source of hard negatives; empty without any.
     negatives: str = ""
     # Hard negatives of a sample in a step.
     negatives_count: int = 0
@@ -38,8 +38,8 @@ class Selection:
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
         members = {source.name.partition(":")[0] for source in self.captions}
-        of_field = any(each.of_field for each in self.conditions)
-        if self.negatives or of_field or self.same not in (None, "caption"):
+        reads_field = any(condition.of_field for condition in self.conditions)
+        if self.negatives or reads_field or self.same not in (None, "caption"):
             members.add("json")
         return members
 
@@ -60,7 +60,7 @@ class Selection:
                     pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
             pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
-        return drawn(pool, self.count, rng)
+        return draw_by_weight(pool, self.count, rng)
 
     def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
         """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
@@ -70,7 +70,7 @@ class Selection:
             pool = [(1.0, text, "") for text in captions_of(members, self.negatives)]
         except BrokenSampleError as error:
             raise BrokenSampleError("no_negative", str(error)) from error
-        return [text for text, _ in drawn(pool, self.negatives_count, rng)]
+        return [text for text, _ in draw_by_weight(pool, self.negatives_count, rng)]
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -106,14 +106,16 @@ class Selection:
 
 
 def comparable_caption(caption: str) -> str:
-    """What is compared of a caption: neither case nor white space."""
+    """The caption as `data.same` compares it: without case, and with single spaces."""
     return " ".join(caption.casefold().split())
 
 
 def same_key(value: object, own_name: str) -> int:
     """A signed 64-bit hash of a text or number, without white space around it; of `own_name` for any other value."""
-    shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-    return hash64(f"same {str(value).strip()}" if shared else f"alone {own_name}") - (1 << 63)
+    text = str(value).strip()
+    is_shared = isinstance(value, str | int | float) and text not in ("", "nan")
+    name = f"same {text}" if is_shared else f"alone {own_name}"
+    return hash64(name) - (1 << 63)
 
 
 def _require(condition: Condition, value: object) -> None:
@@ -131,7 +133,7 @@ def _require(condition: Condition, value: object) -> None:
         raise BrokenSampleError(f"filter_{condition.name}", str(value)[:100])
 
 
-def drawn(pool: Sequence[tuple[float, str, str]], count: int, rng: CounterRNG) -> list[tuple[str, str]]:
+def draw_by_weight(pool: Sequence[tuple[float, str, str]], count: int, rng: CounterRNG) -> list[tuple[str, str]]:
     """Draw texts and their parts by weight without replacement; once all are drawn, all can be drawn again.
 
     pool: weight, text, part. The order is that of exponential variates at rates of the weights (Efraimidis and

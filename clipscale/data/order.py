@@ -134,7 +134,7 @@ class Segment:
     epoch: int
     # The first sample, counted in the shuffled order.
     start: int
-    # One past the last sample; None: the segment ends with the shard.
+    # One past the last sample; None if the segment ends with the shard.
     stop: int | None
     # Samples in the shard, where known.
     count: int | None
@@ -231,15 +231,17 @@ class WeightedSources:
     def source(self, stream: int, number: int) -> int:
         """The source of a stream's usable sample `number`.
 
-        Of every SOURCE_BLOCK samples, a source gets its share rounded down or up, in a random order. Points at equal
+        A source gets its share, rounded down or up, of every SOURCE_BLOCK samples, in a random order. Points at equal
         distances fall into the sources' intervals of [0, 1). From one block of SOURCE_BLOCK samples to the next the
         points move by the golden ratio, so that the shares are exact in the long run.
         """
         return int(_block_sources(self.weights, self.seed, stream, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
 
     def within(self, source: int) -> Resampled:
-        shards = (shard for shard, number in enumerate(self.source_of) if number == source and self.counts[shard] != 0)
-        return Resampled(tuple(shards), self.counts, self.num_streams, key(self.seed, source))
+        """The order of one source's shards."""
+        of_source = [shard for shard, number in enumerate(self.source_of) if number == source]
+        filled = tuple(shard for shard in of_source if self.counts[shard] != 0)
+        return Resampled(filled, self.counts, self.num_streams, key(self.seed, source))
 
     def description(self) -> list[object]:
         """See `Epochs.description`."""

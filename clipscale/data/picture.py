@@ -88,7 +88,8 @@ def open_picture(data: bytes, most: float = MAX_PIXELS) -> Image.Image:
         image: Image.Image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError:
         content = content_of(data) or f"begins with {data[:8]!r}"
-        content = content if "damaged" in content else f"{content}, no picture of {', '.join(FORMATS)}"
+        if "damaged" not in content:
+            content = f"{content}, no picture of {', '.join(FORMATS)}"
         raise BrokenSampleError("unreadable_image", content) from None
     source.reads_left = MAX_READS
     check_pixels(*image.size, most / decoding_cost(image, data))
@@ -177,7 +178,7 @@ class Picture:
     mode: str
     # How the pixels of the file are to be turned: 1 to 8, as in EXIF.
     orientation: int = 1
-    # The file, opened by Pillow; None: it is not open.
+    # The file, opened by Pillow; None if it is not open.
     opened: Image.Image | None = None
 
     @classmethod
@@ -195,13 +196,15 @@ class Picture:
                 return cls(data, frame.width, frame.height, "jpg", frame.mode)
             image = open_picture(data, most)
             orientation = image.getexif().get(_ORIENTATION, 1) if "exif" in image.info else 1
+            if orientation not in range(1, 9):
+                orientation = 1
             return cls(
                 data,
                 image.width,
                 image.height,
                 EXTENSION_OF[str(image.format)],
                 image.mode,
-                orientation if orientation in range(1, 9) else 1,
+                orientation,
                 image,
             )
 
@@ -232,19 +235,22 @@ class Picture:
                         raise
             if pixels is None:
                 pixels = decode_by_pillow(self.opened or open_picture(self.data))
-            # Upright, by the EXIF standard: swap the axes, then reverse the rows, then the columns.
-            if self.is_on_its_side:
-                pixels = pixels.swapaxes(0, 1)
-            down = -1 if self.orientation in (3, 4, 7, 8) else 1
-            across = -1 if self.orientation in (2, 3, 6, 7) else 1
-            pixels = pixels[::down, ::across]
-            if not self.is_on_its_side:
-                return np.ascontiguousarray(pixels)
-            upright = np.empty(pixels.shape, np.uint8)
-            for columns in strips(self.width, self.height):  # whole, it takes three times as long
-                for channel in range(3):
-                    upright[:, columns, channel] = pixels[:, columns, channel]
-            return upright
+            return self._turn_upright(pixels)
+
+    def _turn_upright(self, pixels: np.ndarray) -> np.ndarray:
+        """By the EXIF standard: swap the axes, then reverse the rows, then the columns."""
+        if self.is_on_its_side:
+            pixels = pixels.swapaxes(0, 1)
+        down = -1 if self.orientation in (3, 4, 7, 8) else 1
+        across = -1 if self.orientation in (2, 3, 6, 7) else 1
+        pixels = pixels[::down, ::across]
+        if not self.is_on_its_side:
+            return np.ascontiguousarray(pixels)
+        upright = np.empty(pixels.shape, np.uint8)
+        for columns in strips(self.width, self.height):  # whole, it takes three times as long
+            for channel in range(3):
+                upright[:, columns, channel] = pixels[:, columns, channel]
+        return upright
 
 
 def strips(length: int, width: int) -> Iterator[slice]:
@@ -256,11 +262,13 @@ def strips(length: int, width: int) -> Iterator[slice]:
 def rgb(image: Image.Image) -> Image.Image:
     """The picture in RGB, 16 bits of grey scaled to 8 as in `decode_by_pillow`. Pillow's own conversion clips them to
     white."""
-    return Image.fromarray(decode_by_pillow(image)) if image.mode.startswith("I") else image.convert("RGB")
+    if image.mode.startswith("I"):
+        return Image.fromarray(decode_by_pillow(image))
+    return image.convert("RGB")
 
 
 def decode_by_pillow(image: Image.Image) -> np.ndarray:
-    """Decode to (H, W, C) uint8 RGB. Of a picture of one channel above 8 bits (mode I or I;16), 65,535 is white."""
+    """Decode to (H, W, C) uint8 RGB. Greys above 8 bits (mode I or I;16) are scaled: 65,535 is white."""
     image.load()
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for rows in strips(image.height, image.width):

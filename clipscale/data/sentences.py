@@ -25,7 +25,8 @@ def sentences(text: str) -> list[str]:
     Quotes and brackets that close there belong to the sentence. Abbreviations are not recognised.
     """
     ends = [0, *(match.end() for match in END.finditer(text)), len(text)]
-    return [stripped for start, end in pairwise(ends) if (stripped := text[start:end].strip())]
+    parts = [text[start:end].strip() for start, end in pairwise(ends)]
+    return [part for part in parts if part]
 
 
 def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
@@ -40,7 +41,8 @@ def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) 
     `fits`: whether a text fits the context. A single sentence is used even if it does not.
     """
     choices = sentences(text)
-    choices = choices[1:] if part == "later" and len(choices) > 1 else choices
+    if part == "later" and len(choices) > 1:
+        choices = choices[1:]
     if not choices:
         return text
     start = rng.integer(len(choices))

@@ -103,7 +103,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
 
     Raises:
         ValueError: if inputs do not fit each other or the options.
-        TypeError: for a keyword that is none of these.
+        TypeError: for an unknown keyword.
     """
     refuse_unknown(contrastive_loss, unknown)
     _check_words(objective=objective, exchange=exchange, backend=backend)
@@ -155,11 +155,11 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         captions: 1.
 
     Returns:
-        The mean over all N images, the same on every rank; gradients as those of `contrastive_loss`.
+        The mean over all N images, the same on every rank; gradients as in `contrastive_loss`.
 
     Raises:
         ValueError: if inputs do not fit each other or the options.
-        TypeError: for a keyword that is none of these.
+        TypeError: for an unknown keyword.
     """
     refuse_unknown(distillation_loss, unknown)
     _check_words(exchange=exchange, backend=backend)
@@ -226,7 +226,7 @@ def _module_of(similarity: nn.Module | str | None) -> nn.Module | None:
 
 
 def _check_words(**words: str) -> None:
-    """Raise ValueError for a word that is none of its option's."""
+    """Raise ValueError for a word that its option does not take."""
     for name, word in words.items():
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")

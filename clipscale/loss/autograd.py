@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, FeatureBlock, Parameters, sum_dtype, to_sum_dtype
+from clipscale.loss.block import Block, FeatureBlock, SharedParameters, sum_dtype, to_sum_dtype
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, BlockFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
@@ -91,7 +91,7 @@ class ContrastiveLoss(torch.autograd.Function):
             rows, cols = call.local_blocks(images, texts)
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
-                forward_sweep(call, rows, cols, Parameters(scale, bias))
+                forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
@@ -128,7 +128,7 @@ class ContrastiveLoss(torch.autograd.Function):
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parameters: Parameters) -> None:
+def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
     adds to `rows.target`."""
     if rows.weight is not None:
@@ -201,11 +201,11 @@ def _takes_stripes(call: LossCall, rows: FeatureBlock) -> bool:
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
-def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> Parameters:
+def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> SharedParameters:
     """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
     scale, bias, *module = numbers
     needs_scale, needs_bias, *needs_module = needed
-    return Parameters(
+    return SharedParameters(
         scale,
         bias,
         trains_scale=needs_scale,
@@ -224,7 +224,7 @@ def multiply_(tensors: Iterable[Tensor | None], factor: Tensor) -> None:
 
 
 def make_block_fn(
-    function: Callable[[Block], None], call: LossCall, rows: FeatureBlock, parameters: Parameters
+    function: Callable[[Block], None], call: LossCall, rows: FeatureBlock, parameters: SharedParameters
 ) -> BlockFn:
     """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
@@ -235,7 +235,7 @@ def make_block_fn(
 
 
 def make_striped_block_fn(
-    call: LossCall, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor
+    call: LossCall, rows: FeatureBlock, parameters: SharedParameters, out: Tensor, factor: Tensor
 ) -> BlockFn:
     """A function that runs the backward function on STRIPE rows at a time, and writes their gradient, times `factor`,
     to `out`."""

@@ -57,7 +57,7 @@ class FeatureBlock:
 
 
 @dataclass
-class Parameters:
+class SharedParameters:
     """The tensors that every rank has a copy of. The backward pass adds this rank's part of their gradients here."""
 
     scale: Tensor  # 0-d, the multiplier, in sum_dtype
@@ -81,14 +81,14 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Captions:
+class CaptionLayout:
     """How many captions a row has, and where: caption c of row i is in column positive_offset + i + c * stride."""
 
     count: int = 1
     stride: int = 0
 
 
-ONE_CAPTION = Captions()
+ONE_CAPTION = CaptionLayout()
 
 
 @dataclass
@@ -101,9 +101,9 @@ class Block:
 
     rows: FeatureBlock
     cols: FeatureBlock
-    parameters: Parameters
+    parameters: SharedParameters
     positive_offset: int | None
-    captions: Captions = ONE_CAPTION
+    captions: CaptionLayout = ONE_CAPTION
 
     def split(self, height: int, width: int) -> Iterator["Block"]:
         """Blocks of at most height x width that cover this one, row by row. All tensors are views."""

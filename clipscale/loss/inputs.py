@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import Captions, FeatureBlock, sum_dtype
+from clipscale.loss.block import CaptionLayout, FeatureBlock, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
@@ -25,7 +25,8 @@ class Inputs:
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
-    captions: Captions  # order of the columns: first captions of all images, their second ones, ...; hard negatives
+    # The columns are the first captions of all images, then their second ones, and so on; then hard negatives.
+    captions: CaptionLayout
 
     @property
     def is_paired(self) -> bool:
@@ -123,7 +124,8 @@ def make_inputs(
             "(pass log_scale.exp())"
         )
     text_keys = None if keys is None else keys.repeat(captions)
-    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, text_keys), scale, bias, dtype, Captions(captions, len(u)))
+    layout = CaptionLayout(captions, stride=len(u))
+    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, text_keys), scale, bias, dtype, layout)
 
 
 def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:

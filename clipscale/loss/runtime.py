@@ -28,7 +28,7 @@ class LossRuntime:
     max_partial_bytes = 128 << 20
 
     def __init__(self, ranks_of_node: int | None = None) -> None:
-        """`ranks_of_node`: ranks on each node; None: as torchrun or Slurm say."""
+        """`ranks_of_node`: ranks on each node; None to take it from torchrun or Slurm."""
         self.ranks_of_node = ranks_of_node
 
     def nodes(self, ranks: int) -> int:

@@ -80,7 +80,7 @@ class ModuleSimilarity:
         return MODULE_TILE
 
     def bound(self, block: Block) -> float | None:
-        """None: unknown before the scores are computed."""
+        """None: the bound is unknown before the scores are computed."""
         return None
 
     def scores(self, tile: Block, out: Tensor) -> Tensor:

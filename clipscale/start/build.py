@@ -19,9 +19,9 @@ from clipscale.common.terminal import log_line, show_task
 from clipscale.config.train import TrainConfig, samples_of
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.position import merge_positions
-from clipscale.data.loader.stream import TrainStream, open_stream, ordered_shards
+from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.features import TeacherFeatures, stored_teachers
+from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import LossRuntime
@@ -69,7 +69,7 @@ def build(settled: SettledRun, world: World) -> Components:
         show_task("opening the shards")
         side, tokenizer = inputs_of(config.model)
         teachers = world.run_on_rank0(
-            lambda: stored_teachers(config.data, config.distill.teachers, config.distill.scales)
+            lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
         stream = undo.enter_context(data_stream(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
@@ -221,7 +221,7 @@ def data_stream(
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
     position = settled.saved.position if settled.saved else None
-    shards = ordered_shards(
+    shards = order_shards(
         config.data,
         share,
         config.seed,

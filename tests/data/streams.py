@@ -60,7 +60,7 @@ def open_stream(
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     share = BatchShare(batch, rank, world)
     with mock.patch.object(loader, "selection", lambda config, **given: kind(**vars(selection(config, **given)))):
-        shards = loader.ordered_shards(config, share, seed, position)
+        shards = loader.order_shards(config, share, seed, position)
         return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position, gpu=gpu)
 
 

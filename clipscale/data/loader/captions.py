@@ -110,9 +110,9 @@ class SortedCaptions(ChunkLoader):
         return int(max(self._widths[start], self._widths[stop - 1]))
 
     def _read(self, start: int, stop: int) -> Tensor:
-        return self.in_order(self._captions[:, : self._width(start, stop)], start, stop)
+        return self.gather_in_order(self._captions[:, : self._width(start, stop)], start, stop)
 
-    def in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
+    def gather_in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
         """Rows of the batch, on the host, at positions start..stop."""
         size = stop - start, *batch.shape[1:]
         chunk = torch.empty(size, dtype=batch.dtype, pin_memory=self.copies is not None)
@@ -127,7 +127,7 @@ class SortedPairs:
         self.captions = captions
         count = len(captions)
         self.images: Images = ChunkLoader(
-            lambda start, stop: captions.in_order(pixels(0, count), start, stop),
+            lambda start, stop: captions.gather_in_order(pixels(0, count), start, stop),
             count,
             captions.device,
             resident=captions.resident is not None,

@@ -71,7 +71,7 @@ class Layout:
         return {
             "tokens": ArraySpec((self.texts, self.context_length), "int32"),
             "keys": ArraySpec((self.samples,), "int64"),
-            **{each.member: ArraySpec((self.samples, *each.shape), each.dtype) for each in self.teachers},
+            **{teacher.member: ArraySpec((self.samples, *teacher.shape), teacher.dtype) for teacher in self.teachers},
             "lengths": ArraySpec((self.texts,), "int16"),
             "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
         }

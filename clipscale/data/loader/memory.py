@@ -42,7 +42,7 @@ def control_groups() -> Iterator[Path]:
             yield from folder.parents
 
 
-def stated_memory(layout: Layout, free: int | None) -> str:
+def check_memory(layout: Layout, free: int | None) -> str:
     """A line that states the batch memory. Raises UserError if the machine has too little for all its processes.
 
     `free`: `free_memory` before any process of this machine allocated its batches; None to ask now.

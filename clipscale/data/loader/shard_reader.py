@@ -129,7 +129,10 @@ class Window:
 class ShardReader:
     """Reads a shard stream, or one source of it.
 
-    Its position is `epoch` and `index`, the number of items given out in that epoch.
+    Its position is `epoch` and `index`, the number of items given out in that epoch. Two windows are held:
+
+        reading   window 0 | window 1 | window 2 | ...
+        given out          | window 0 | window 1 | ...
     """
 
     def __init__(

@@ -170,8 +170,9 @@ class ShardStream:
         up."""
         visit = segment.epoch, segment.shard
         self._reasons[error.reason] += 1
-        self._visits[visit] += not item.is_missing
+        self._visits.setdefault(visit, 0)  # a visit counts, even if it read no sample
         if not item.is_missing:
+            self._visits[visit] += 1
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)

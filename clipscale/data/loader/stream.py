@@ -20,7 +20,7 @@ from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
-from clipscale.data.loader.memory import stated_memory
+from clipscale.data.loader.memory import check_memory
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
@@ -254,7 +254,7 @@ class TrainStream:
                 self._batches[message.step].done[number] = message.done
 
 
-def ordered_shards(
+def order_shards(
     config: DataConfig,
     share: BatchShare,
     seed: int,
@@ -291,9 +291,9 @@ def open_stream(
     gpu: bool = False,
     free: int | None = None,
 ) -> TrainStream:
-    """The batches of `ordered_shards`, from the start or from the run's `position`.
+    """The batches of `order_shards`, from the start or from the run's `position`.
 
-    `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
+    `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `check_memory`. Raises
     UserError for settings or shards that cannot work.
     """
     chosen = selection(config, takes_first=bool(shards.teachers))
@@ -301,7 +301,7 @@ def open_stream(
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.samples, side, empty.shape[1], workers, shards.teachers)
-    memory = stated_memory(layout, free)
+    memory = check_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
     spec = WorkerSpec(

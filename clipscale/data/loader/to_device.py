@@ -58,7 +58,7 @@ class ChunkLoader:
         self.read = read
         self.count = count
         self.device = device
-        # The chunks that stay; None: none does.
+        # The chunks that stay on the device; None if none does.
         self.resident: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
         # For each chunk on the device the event before its copy: when it has passed, an earlier chunk is computed.
@@ -71,12 +71,12 @@ class ChunkLoader:
     def chunk(self, start: int, stop: int) -> Tensor:
         """The rows start..stop on the device."""
         if self.resident is None:
-            return self.copied(start, stop)
+            return self.copy_to_device(start, stop)
         if (start, stop) not in self.resident:
-            self.resident[start, stop] = self.copied(start, stop)
+            self.resident[start, stop] = self.copy_to_device(start, stop)
         return self.resident[start, stop]
 
-    def copied(self, start: int, stop: int) -> Tensor:
+    def copy_to_device(self, start: int, stop: int) -> Tensor:
         """A new copy of the rows. The host waits while too many chunks are on the device."""
         if self.copies is None:
             return self.read(start, stop)

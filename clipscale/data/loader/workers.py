@@ -112,7 +112,12 @@ def _ended_if_lost() -> Iterator[None]:
 class Workers:
     """The worker processes of one rank, seen from the training process. The death of one ends the run.
 
-    `start_workers` starts them.
+    `start_workers` starts them. A worker and this process exchange messages:
+
+        fill(step)         -> the worker fills its rows of that batch, after those requested before
+        receive()         <-  reports of filled rows; the last one of a batch has the positions of its streams
+        a failure         <-  an exception, or the connection's end; raised after all reports before it
+        silence           <-  none for `timeout_s` while the worker is needed; raised
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:

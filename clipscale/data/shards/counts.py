@@ -41,11 +41,13 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     return _counts_of(known_shards(urls, subset, scan=scan))
 
 
-def _counts_of(entries: Sequence[index.Entry | None]) -> Counts:
+def _counts_of(entries: Sequence[index.IndexEntry | None]) -> Counts:
     return [None if entry is None else entry.samples for entry in entries]
 
 
-def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> list[index.Entry | None]:
+def known_shards(
+    urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True
+) -> list[index.IndexEntry | None]:
     """The entry of each shard, or of its samples in a subset, from the indexes; None if unknown. Warns of shards that
     have changed or are damaged.
 
@@ -66,7 +68,9 @@ def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: boo
     if scan and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
             if isinstance(outcome, str):  # it cannot be opened
-                outcome = index.Entry(index.name_in_index(url), 0, "", 0, "unreadable_shard", f"{url}: {outcome}", 0.0)
+                outcome = index.IndexEntry(
+                    index.name_in_index(url), 0, "", 0, "unreadable_shard", f"{url}: {outcome}", 0.0
+                )
             if outcome is not None:
                 entries[url] = outcome._replace(offsets=None)
     damaged = [url for url in urls if url in entries and entries[url].reason]
@@ -94,12 +98,12 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     return round(sum(entries[url].expected for url in urls))
 
 
-def why_damaged(url: str, entry: index.Entry) -> str:
+def why_damaged(url: str, entry: index.IndexEntry) -> str:
     """The reason and the detail, without the shard's name."""
     return f"{entry.reason}: {entry.detail.removeprefix(f'{utf8(url)}: ')}"
 
 
-def _counted(urls: Sequence[str], entries: Sequence[index.Entry | None]) -> tuple[Counts, float, str]:
+def _counted(urls: Sequence[str], entries: Sequence[index.IndexEntry | None]) -> tuple[Counts, float, str]:
     """Each shard's samples, the samples of an average epoch of the known shards, and the damage of the first damaged
     one; empty if none is."""
     expected = sum(entry.expected for entry in entries if entry)

@@ -77,7 +77,7 @@ def encoded_array(array: np.ndarray) -> bytes:
     return out.getvalue()
 
 
-def stored_teachers(
+def find_teachers(
     data: DataConfig, names: Sequence[str], scales: Sequence[float] | None = None
 ) -> tuple[TeacherFeatures, ...]:
     """The readers of these teachers' features, as the notes beside each source's shards describe them.

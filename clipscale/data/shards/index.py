@@ -56,7 +56,7 @@ MIN_PARALLEL_SHARDS = 16
 RULE_MARK = " #2"
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """An index's entry for one shard."""
 
     # The last part of its path, by `utf8`.
@@ -115,7 +115,7 @@ class Known(NamedTuple):
     """What the indexes know of shards."""
 
     # Valid entries, by the shards' addresses.
-    entries: dict[str, Entry]
+    entries: dict[str, IndexEntry]
     # Shards that have changed since they were indexed.
     stale: list[str]
 
@@ -131,7 +131,7 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
     opened. An outdated entry in the folder does not hide a valid one in the cache.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, IndexEntry] = {}
     changed: dict[str, None] = {}
     folders: dict[str, dict[str, str]] = defaultdict(dict)
     columns = f"{_COLUMNS}, weight" if subset else _COLUMNS
@@ -143,7 +143,7 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
             rows = [row for row in query(path, f"SELECT {columns} FROM shards") if row[0] in shards]
             indexed = [shards[row[0]] for row in rows]
             states = _states(indexed) if is_local(first) else [None] * len(indexed)
-            for url, entry, state in zip(indexed, starmap(Entry, rows), states, strict=True):
+            for url, entry, state in zip(indexed, starmap(IndexEntry, rows), states, strict=True):
                 if state == entry.state or not is_local(first):
                     entries.setdefault(url, entry)
                 else:
@@ -222,7 +222,7 @@ def _writing(path: Path, final_column: str = _OFFSETS) -> Iterator[sqlite3.Conne
 # -- scanning ----------------------------------------------------------------------------------------------------------
 
 
-def scan_shard(url: str, subset: Subset | None = None) -> Entry:
+def scan_shard(url: str, subset: Subset | None = None) -> IndexEntry:
     """The index entry of a shard, or of its samples in a subset, from its headers.
 
     A damaged shard's entry has a `reason`. Raises OSError or SourceError if the shard cannot be reached.
@@ -244,7 +244,7 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     has_offsets = samples > 0 and subset is None and not linked
     packed = pack(offsets) if has_offsets else None
     size, version = state
-    return Entry(
+    return IndexEntry(
         name_in_index(url),
         size,
         version + RULE_MARK,
@@ -257,7 +257,7 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
 
 
 # A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid.
-Outcome = Entry | str | None
+Outcome = IndexEntry | str | None
 
 
 def update_indexes(
@@ -278,7 +278,7 @@ def update_indexes(
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path, _WEIGHT if subset else _OFFSETS) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, subset), workers, shards, old)):
-                if isinstance(outcome, Entry):
+                if isinstance(outcome, IndexEntry):
                     value = outcome.weight if subset else outcome.offsets
                     base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", (*outcome[:6], value))
                 yield url, outcome

@@ -35,7 +35,7 @@ SHARDS = (".tar", ".tar.gz", ".tgz")
 DOWNLOADING = ".aria2"
 # A run checks whether about this many addresses exist; other missing ones are found when they are read.
 MAX_CHECKED_URLS = 256
-# Seconds of a listing: that of a million objects takes minutes.
+# Seconds that a listing may take: a million objects take minutes.
 LISTING_S = 900.0
 # Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
@@ -49,7 +49,7 @@ NO_SHARD = "matches no shard; give a tar file, a brace list, a glob, a folder of
 
 
 def list_shards(config: DataConfig, on_rank0: OnRank0 = in_this_process) -> tuple[list[str], list[int] | None]:
-    """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
+    """Every shard of every source, and the number of its source (None without weights). Raises UserError.
 
     Missing shards and other files are left out with a warning. `on_rank0`: see `counts.OnRank0`.
     """

@@ -30,11 +30,11 @@ from clipscale.data.shards.tar import (
     Stream,
     check_end,
     next_member,
-    normalised,
-    padded,
+    normalise_name,
+    open_archive,
+    padded_size,
     read_exactly,
     skip,
-    unpacked,
 )
 
 # `unusable` looks at this many samples, and at this many members of each.
@@ -105,7 +105,7 @@ class Archive:
         headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
             name, size, bytes_before, header_bytes, target = header
-            self._unread = padded(size)
+            self._unread = padded_size(size)
             next_offset = self.offset + bytes_before + self._unread
             key_extension = key_and_extension(name)
             if key_extension is not None and (key_extension[0] != key or key_extension[1] == first):
@@ -170,11 +170,11 @@ class Archive:
                 is_whole = offset + header.size <= end
                 longest_name = max(len(header.name), len(header.target or ""))
                 if is_whole and longest_name <= MAX_NAME_BYTES:
-                    name = normalised(header.name)
+                    name = normalise_name(header.name)
                     place = header.target or Place(offset, header.size)
                     places[name] = None if name in places else place
-                skip(self.stream, padded(header.size), True)
-                offset += padded(header.size)
+                skip(self.stream, padded_size(header.size), True)
+                offset += padded_size(header.size)
         return places
 
     @contextmanager
@@ -243,7 +243,7 @@ class OpenShard:
         json_bytes = b""
         for member in members:
             if member.offset is not None:
-                sample.linked += padded(member.size)
+                sample.linked += padded_size(member.size)
             accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.link_error)
             is_readable_json = member.extension == "json" and member.size <= MAX_TEXT_BYTES and not member.link_error
             wants_json = json and not json_bytes and is_readable_json
@@ -345,7 +345,7 @@ def read_shard(
     try:
         source, state = store.open(url)
         with closing(source):
-            stream, can_seek = unpacked(source, basename(url))
+            stream, can_seek = open_archive(source, basename(url))
             archive = Archive(stream, can_seek)
             shard = OpenShard(url, archive, store, size_limits)
             indexed_offsets = offsets(url, state) if can_seek and subset is None else None
@@ -371,7 +371,7 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
     sources = {source.partition(":")[0] for source in captions}
     member_sets = Counter[str]()
     with suppress(SourceError, *DAMAGE), closing((store or Store()).open(url)[0]) as source:
-        for _, members in islice(Archive(*unpacked(source)).samples(), MAX_LOOKED_AT):
+        for _, members in islice(Archive(*open_archive(source)).samples(), MAX_LOOKED_AT):
             names = {member.extension for member in islice(members, MAX_LOOKED_AT)}
             if names & sources and names.intersection(IMAGE_TYPES):
                 return ""

@@ -73,7 +73,7 @@ class Subset:
         return table.max_copies > 1 and (table.by_uid or self.weight(key, b"") > 1)
 
     def weight(self, key: str, json_bytes: bytes) -> float:
-        """How often the sample with this key and json comes in an epoch, on average; 0: it is not listed."""
+        """How often the sample with this key and json comes in an epoch, on average; 0 if it is not listed."""
         rows, by_uid, *_ = self.table
         try:
             uid = json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex()
@@ -127,11 +127,16 @@ def _read(setting: str, file: Path, name: str) -> Table:
 
 
 def _weights(setting: str, file: Path, name: str) -> Table:
-    """A table of weights; its sorted rows are kept in the user's cache. Raises UserError, and what pyarrow raises."""
+    """A table of weights. Writes its sorted rows to the user's cache. Raises UserError, and what pyarrow raises."""
     table = parquet_file(file)
     names = table.schema_arrow.names
-    column = next((each for each in ("uid", "key") if each in names), None)
-    if column is None or "weight" not in names:
+    if "uid" in names:
+        column = "uid"
+    elif "key" in names:
+        column = "key"
+    else:
+        column = ""
+    if not column or "weight" not in names:
         raise UserError(f"{setting}: has the columns {', '.join(names)}, not key or uid, and weight")
     cached = files.user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
@@ -141,8 +146,10 @@ def _weights(setting: str, file: Path, name: str) -> Table:
         halves = rows[["f0", "f1"]]
         twice = halves[1:] == halves[:-1]
         if bad.any() or twice.any():
-            wrong = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
-            problem = wrong if bad.any() else f"{twice.sum()} samples come twice"
+            if bad.any():
+                problem = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
+            else:
+                problem = f"{twice.sum()} samples come twice"
             raise UserError(f"{setting}: {problem}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(cached) as new:  # several processes may write: the last one wins

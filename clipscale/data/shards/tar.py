@@ -58,7 +58,7 @@ class Stream(Protocol):
     def tell(self) -> int: ...
 
 
-def unpacked(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, bool]:
+def open_archive(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, bool]:
     """A stream of the archive, and whether it can seek.
 
     Raises tarfile.ReadError for an empty source, and for one that is no tar. The message says what it is, and which
@@ -70,7 +70,7 @@ def unpacked(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, boo
     if first[:2] != b"\x1f\x8b":
         check_is_tar(first, name)
         return source, True
-    stream = Unpacked(source)
+    stream = BoundedGzip(source)
     check_is_tar(stream.peek(BLOCK_BYTES), name, "a gzip of ")
     return stream, False
 
@@ -94,7 +94,7 @@ def check_is_tar(first: bytes, name: str, wrapped: str = "") -> None:
     raise tarfile.ReadError(f"{wrapped}{content}, no tar{remedy}")
 
 
-class Unpacked(gzip.GzipFile):
+class BoundedGzip(gzip.GzipFile):
     """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MAX_UNPACKED_RATIO allows."""
 
     def __init__(self, packed: io.BufferedReader) -> None:
@@ -118,7 +118,7 @@ class Header(NamedTuple):
     bytes_before: int
     # How many of these bytes are headers.
     header_bytes: int
-    # For a link: the name of the file that it stands for, by `normalised`.
+    # For a link: the name of the file that it stands for, by `normalise_name`.
     target: str | None = None
 
 
@@ -143,8 +143,8 @@ def next_member(stream: Stream) -> Header | None:
             extended |= _extended(type_flag, read_exactly(stream, size, header_budget))
             read_exactly(stream, -size % BLOCK_BYTES)
             header_budget -= size
-            headers += padded(size)
-            bytes_before += padded(size)
+            headers += padded_size(size)
+            bytes_before += padded_size(size)
             continue
         name = extended.get("path", _name(block))
         if type_flag in b"123456":  # links, devices and folders have no content, whatever their size field says
@@ -158,18 +158,18 @@ def next_member(stream: Stream) -> Header | None:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             if type_flag in b"0\x007" and not name.endswith("/"):
                 return Header(name, size, bytes_before, headers)
-            skip(stream, padded(size), False)
+            skip(stream, padded_size(size), False)
         extended = {}
-        bytes_before += padded(size)
+        bytes_before += padded_size(size)
     return None
 
 
 def target_of(name: str, link: str, *, is_symbolic: bool) -> str:
-    """The name, by `normalised`, of the member that a link stands for. A symbolic link begins at its own folder."""
-    return normalised(posixpath.join(posixpath.dirname(name), link) if is_symbolic else link)
+    """The name, by `normalise_name`, of the member that a link stands for. A symbolic link begins at its own folder."""
+    return normalise_name(posixpath.join(posixpath.dirname(name), link) if is_symbolic else link)
 
 
-def normalised(name: str) -> str:
+def normalise_name(name: str) -> str:
     """A member's name without `.`, `..` and repeated slashes."""
     return posixpath.normpath(name)
 
@@ -210,7 +210,7 @@ def _name(block: bytes) -> str:
     return name
 
 
-def padded(size: int) -> int:
+def padded_size(size: int) -> int:
     """The bytes that a member's content takes in an archive."""
     return size + -size % BLOCK_BYTES
 

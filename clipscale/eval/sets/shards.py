@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.captions import captions_of, json_fields
 from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.reader import Archive
-from clipscale.data.shards.tar import unpacked
+from clipscale.data.shards.tar import open_archive
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.retrieval import PairSet, RetrievalSet
 from clipscale.eval.sets import prompts
@@ -104,7 +104,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
     another. Raises UserError for a damaged shard."""
     try:
         with shard.open("rb") as tar:
-            if not unpacked(tar, shard.name)[1]:
+            if not open_archive(tar, shard.name)[1]:
                 raise UserError(f"eval.sets: {shard} is gzipped, and pictures are read where they lie; gunzip it first")
             archive = Archive(tar, can_seek=True)
             for key, members in archive.samples():

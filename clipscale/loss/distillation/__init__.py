@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.autograd import LossCall, forward_sweep
-from clipscale.loss.block import FeatureBlock, Parameters, sum_dtype
+from clipscale.loss.block import FeatureBlock, SharedParameters, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTileOps
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
@@ -98,7 +98,7 @@ def add_teacher_lses(
         call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_blocks(images, texts)
         teacher_scale = torch.tensor(scale, dtype=sum_dtype(images.dtype), device=images.device)
-        forward_sweep(call, rows, cols, Parameters(teacher_scale, torch.zeros_like(teacher_scale)))
+        forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
         row_lses.append(rows.lse)
         col_lses.append(cols.lse)

@@ -95,7 +95,8 @@ class TritonSigmoid(TritonBackend):
         """Subtract the block's part of the value from the target of row 0, where there are targets; add scale * G V to
         the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
         scale's."""
-        parameters, target = block.parameters, block.rows.target
+        parameters = block.parameters
+        target = block.rows.target
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, self.programs(panel), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)

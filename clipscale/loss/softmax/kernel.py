@@ -184,13 +184,16 @@ class TritonSoftmax(TritonBackend):
     """One matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
-        """Log-sum-exps by the kernel, targets by the library."""
-        features, scale = block.rows.features, block.parameters.scale
+        """Merge the block into the log-sum-exps, by the kernel, and add its positives to the rows' targets."""
+        features = block.rows.features
+        scale = block.parameters.scale
         factor, nat = log2_factor(scale)
         t = self.tiles
         # Four numbers of four bytes a tile row and a tile column.
-        for panel in self.panels(block, self.runtime.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
-            n, m = len(panel.rows), len(panel.cols)
+        area = self.runtime.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)
+        for panel in self.panels(block, area):
+            n = len(panel.rows)
+            m = len(panel.cols)
             row_partials = torch.empty(triton.cdiv(m, t.cols), 2, n, device=features.device)
             col_partials = torch.empty(triton.cdiv(n, t.rows), 2, m, device=features.device)
             self.launch(lse_kernel, panel, factor, row_partials=row_partials, col_partials=col_partials)
@@ -216,7 +219,8 @@ class TritonSoftmax(TritonBackend):
         block = replace(block, rows=to_log2(block.rows, nat), cols=to_log2(block.cols, nat))
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(self.programs(panel), dtype=torch.float32)
-            rows, cols = panel.rows, panel.cols
+            rows = panel.rows
+            cols = panel.cols
             self.launch(
                 softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,
                 row_weight=rows.weight, col_weight=cols.weight, row_target=rows.target, col_target=cols.target,

@@ -47,22 +47,23 @@ class TritonBackend:
 
         `scale` is 0-d; `store` is where a gradient kernel, which also gets the positives' column, stores a panel.
         """
-        u, v = panel.rows.features, panel.cols.features
+        u = panel.rows.features
+        v = panel.cols.features
         t = self.tiles
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
         tma = self.runtime.has_descriptors(u)
 
-        def described(x: Tensor, height: int, width: int) -> Any:
+        def as_operand(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
         if store is not None:
-            arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
+            arguments |= {"panel": as_operand(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
             # Without a positive, one past the end: no row reaches it.
             arguments["positive_offset"] = len(v) if panel.positive_offset is None else panel.positive_offset
         self.runtime.launch(
             kernel, self.programs(panel), u.device,
-            described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,
+            as_operand(u, t.rows, t.depth), as_operand(v, t.cols, t.depth), scale,
             len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
             **arguments, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
             maxnreg=t.registers, enable_fp_fusion=True,
@@ -71,9 +72,10 @@ class TritonBackend:
     def panels(self, block: Block, area: int) -> Iterator[Block]:
         """The block in about equal panels of whole tiles, of at most about `area`, as square as the block allows."""
         t = self.tiles
-        n, m = len(block.rows), len(block.cols)
-        height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
-        width = _even(m, min(m, max(area // height, 1)), t.cols)
+        n = len(block.rows)
+        m = len(block.cols)
+        height = _even_size(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
+        width = _even_size(m, min(m, max(area // height, 1)), t.cols)
         return self.runtime.tiles_to_run(block.split(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
@@ -84,7 +86,8 @@ class TritonBackend:
         factor = block.parameters.scale_number / GRAD_SCALE.value  # the panel holds GRAD_SCALE * G
         t = self.tiles
         for panel in self.panels(block, t.panel_bytes // features.itemsize):
-            n, m = len(panel.rows), len(panel.cols)
+            n = len(panel.rows)
+            m = len(panel.cols)
             if store is None:  # the first panel is the largest
                 store = features.new_empty(triton.cdiv(n, t.rows) * t.rows, triton.cdiv(m, t.cols) * t.cols)
             yield panel, store
@@ -95,6 +98,8 @@ class TritonBackend:
                 self.runtime.add_product(panel.cols.grad, g_nm.T, panel.rows.features, factor)
 
 
-def _even(size: int, most: int, tile: int) -> int:
+def _even_size(size: int, most: int, tile: int) -> int:
     """The size, in whole tiles, of the fewest about equal parts of `size` that are at most `most` before rounding."""
-    return triton.cdiv(triton.cdiv(size, triton.cdiv(size, most)), tile) * tile
+    parts = triton.cdiv(size, most)
+    part = triton.cdiv(size, parts)
+    return triton.cdiv(part, tile) * tile

@@ -21,7 +21,7 @@ class TileShape:
     depth: int  # BK, the step along the feature width
     warps: int
     stages: int  # of the software pipeline
-    registers: int | None = None  # most per thread; None: no limit
+    registers: int | None = None  # most per thread; None for no limit
     panel_bytes: int = 512 << 20  # of score gradients; 16k x 16k in half precision keep the library's products large
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.host_batch import Arena, HostBatch
-from clipscale.data.loader.stream import ordered_shards, worker_count
+from clipscale.data.loader.stream import order_shards, worker_count
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.store import Store
@@ -265,7 +265,7 @@ def test_streams_fit_the_batches_of_all_stages_unless_their_number_is_given(tmp_
     share = BatchShare(60, 0, 1)
     for chosen, expected in ((None, 3), (12, 12)):
         config = DataConfig(train=[str(tmp_path)], shard_streams=chosen)
-        shards = ordered_shards(config, share, 0, largest_divisor=lambda num_streams: min(num_streams, 3))
+        shards = order_shards(config, share, 0, largest_divisor=lambda num_streams: min(num_streams, 3))
         assert shards.order.num_streams == expected
 
 

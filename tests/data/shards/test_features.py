@@ -9,7 +9,7 @@ import pytest
 
 from clipscale.config.data import DataConfig
 from clipscale.data.sample import BrokenSampleError
-from clipscale.data.shards.features import TeacherFeatures, encoded_array, stored_teachers
+from clipscale.data.shards.features import TeacherFeatures, encoded_array, find_teachers
 from tests.data.files import write_shards
 from tests.support.refused import refused
 
@@ -38,12 +38,12 @@ def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
     (tmp_path / "features.json").write_text(json.dumps(note))
     shard, other = write_shards(tmp_path, [1])[0], write_shards(tmp_path / "other", [1])[0]
     data, both = DataConfig(train=[str(shard)]), ["a", "b"]
-    readers = stored_teachers(data, both)
+    readers = find_teachers(data, both)
     assert [(r.member, r.shape, r.dtype, r.scale) for r in readers] == [
         ("a.npy", (2, 4), "float16", 2.5),
         ("b.npy", (2, 4), "float16", 4),
     ]
-    assert [reader.scale for reader in stored_teachers(data, both, [5, 6])] == [5, 6]
+    assert [reader.scale for reader in find_teachers(data, both, [5, 6])] == [5, 6]
     missing = r"distill.teachers={}: no features.json .* has its features; .* teacher={}"
     for changed, names, message in (
         *(({}, [name], missing.format(name, name)) for name in ("c", "odd", "vast")),
@@ -52,11 +52,11 @@ def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
         ({"train": [str(shard), str(other)]}, both, r"distill.teachers=a: no features.json beside .*other"),
     ):
         with refused(message):
-            stored_teachers(replace(data, **changed), names)
+            find_teachers(replace(data, **changed), names)
     twice = replace(data, train=[str(shard), str(other)])
     (tmp_path / "other/features.json").write_text(json.dumps(note))
-    assert stored_teachers(twice, both) == readers
+    assert find_teachers(twice, both) == readers
     note["b"] |= {"weights": "others"}
     (tmp_path / "other/features.json").write_text(json.dumps(note))
     with refused("distill.teachers=b: .*other.* has features of another model or pixels than"):
-        stored_teachers(twice, both)
+        find_teachers(twice, both)

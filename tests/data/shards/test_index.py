@@ -23,7 +23,7 @@ from tests.data.streams import open_stream, read
 
 def make(paths: list[Path], **options: Any) -> str:
     """Index the shards; of each a letter: r(ead), u(nchanged) or f(ailed)."""
-    letters = {index.Entry: "r", type(None): "u", str: "f"}
+    letters = {index.IndexEntry: "r", type(None): "u", str: "f"}
     outcomes = dict(index.update_indexes([str(path) for path in paths], **options))
     return "".join(letters[type(outcomes[str(path)])] for path in paths)
 

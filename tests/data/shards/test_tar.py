@@ -17,7 +17,7 @@ from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.data.shards import reader, tar
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.tar import next_member, normalised, padded
+from clipscale.data.shards.tar import next_member, normalise_name, padded_size
 from tests.conftest import Cap
 from tests.data.streams import open_stream
 
@@ -42,13 +42,17 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
                 info.size = len(data) if kind == tarfile.REGTYPE else 0
                 tar.addfile(info, io.BytesIO(data))
     out.seek(0)
-    read, at = [], 0
+    read = []
+    at = 0
     while (header := next_member(out)) is not None:
         assert out.tell() == at + header.bytes_before
-        content = out.read(padded(header.size))[: header.size]
+        content = out.read(padded_size(header.size))[: header.size]
         read.append((header.name, content if header.target is None else header.target))
-        at += header.bytes_before + padded(header.size)
-    assert read == [each for name, data in members for each in ((name, data), (name, normalised(f"/etc/{name[:20]}")))]
+        at += header.bytes_before + padded_size(header.size)
+    written = []
+    for name, data in members:
+        written += [(name, data), (name, normalise_name(f"/etc/{name[:20]}"))]
+    assert read == written
 
 
 def member(kind: bytes, content: bytes = b"", name: str = "a.txt") -> bytes:

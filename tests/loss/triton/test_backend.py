@@ -26,7 +26,7 @@ if DEVICE == "cpu" and not INTERPRETED:
     pytest.skip("no CUDA device, and no interpreter: test_interpreter.py has one", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
-from clipscale.loss.block import Block, FeatureBlock, Parameters  # noqa: E402
+from clipscale.loss.block import Block, FeatureBlock, SharedParameters  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.runtime import LossRuntime  # noqa: E402
@@ -168,7 +168,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows.lse = rows.initial_lse().clamp_min(before)
         cols.lse = cols.initial_lse().clamp_min(before)
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
+        TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, SharedParameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
             assert float((actual - true).abs().max()) <= 6e-5, f"positive={positive}"

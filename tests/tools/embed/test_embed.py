@@ -11,7 +11,7 @@ import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.features import stored_teachers
+from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
@@ -56,7 +56,7 @@ def of_npy(folder: Path) -> Rows:
 
 def of_shards(folder: Path) -> Rows:
     """The features in shards, as training reads them."""
-    (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), ["t"])
+    (teacher,) = find_teachers(DataConfig(train=[str(folder)]), ["t"])
     assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
     raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadFailure())]
     rows = {raw.key: np.load(io.BytesIO(raw.members["t.npy"])) for raw in raws}
@@ -123,7 +123,7 @@ def test_a_second_teacher_reads_the_shards_of_the_first(run: str, tmp_path: Path
     write_tar(tmp_path / "x.tar", [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), *sample("c")])
     first = embed(run, tmp_path / "x.tar", tmp_path / "one", teacher="one")
     second = embed(run, first, tmp_path / "both", teacher="two", dtype="float16")
-    one, two = stored_teachers(DataConfig(train=[str(second)]), ["one", "two"])
+    one, two = find_teachers(DataConfig(train=[str(second)]), ["one", "two"])
     assert (one.dtype, two.dtype, one.width, two.width) == ("float32", "float16", 16, 16)
     raws = [*read_shard(str(second / "x.tar"), ReadFailure())]
     assert [(raw.key, len(raw.members)) for raw in raws] == [("a", 5), ("b", 2), ("c", 5)]
