@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.distillation import Distillation, Teacher, add_teachers
+from clipscale.loss.distillation.objective import Distillation, Teacher, add_teachers
 from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
 from clipscale.loss.runtime import LossRuntime

@@ -1,7 +1,8 @@
 """The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
 
 Adding an objective: a class here with its formula and its facts, a folder with its torch tile (softmax/tile.py), and a
-line of OBJECTIVES. A kernel may follow (softmax/kernel.py).
+line of OBJECTIVES. A kernel may follow (softmax/kernel.py). `Distillation` holds numbers of a call, so it is no line
+there and has a file of its own (distillation/objective.py).
 """
 
 from dataclasses import dataclass
