@@ -6,6 +6,7 @@ Nothing that is built here knows a run's configuration.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -31,6 +32,7 @@ from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, inputs_of
 from clipscale.own_machine.disk import check_room
 from clipscale.start.settle import SettledRun
+from clipscale.step.batch_encoder import BatchEncoder, PairBatchEncoder, TowerBatchEncoder
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.cache.grad_cache import GradCache
@@ -124,7 +126,7 @@ def chunk_sizes(
             settled.saved.chunks if settled.saved and not settled.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
             texts=config.data.texts_per_step,
-            pairs=pair_encoder(model) if caption_weight(config, model) else None,
+            pairs=pair_encoder(model) if writes_captions(config, model) else None,
         )
 
 
@@ -171,41 +173,45 @@ def build_step(
     `sort_captions`: see StepInputs.
     """
     parallel = config.launch.parallel
-    weight = caption_weight(config, model)
-    if weight:
-        encoders = [wrapped_pair_encoder(model, world, parallel, precision.dtype)]
+    is_resident = config.offload == "none"
+    make_cache = partial(
+        GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
+    )
+    encoder: BatchEncoder
+    if writes_captions(config, model):
+        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
+        encoder = PairBatchEncoder(
+            make_cache([pairs], loss.of_pairs, chunks=[sizes.image]),
+            StepInputs(world, is_resident, sort_captions, writes_captions=True),
+            world,
+            model.image,
+            precision.autocast,
+            config.caption.weight,
+        )
     else:
-        encoders = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+        towers = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
         if model.decoder is not None:
             model.decoder.requires_grad_(False)
-
-    cache = GradCache(
-        encoders,
-        loss.of_pairs if weight else loss,
-        chunks=[sizes.image] if weight else [sizes.image, sizes.text],
-        keep_bytes=config.cache.keep_budget,
-        autocast=precision.autocast,
-        scaler=precision.scaler,
-    )
+        encoder = TowerBatchEncoder(
+            make_cache(towers, loss, chunks=[sizes.image, sizes.text]), StepInputs(world, is_resident, sort_captions)
+        )
     # The optimizer after `wrap`: FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
     return TrainStep(
         world=world,
         model=model,
-        cache=cache,
+        encoder=encoder,
         precision=precision,
         optimizer=optimizer,
         average=WeightAverage(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
-        inputs=StepInputs(world, config.offload == "none", sort_captions, writes_captions=weight > 0),
         chunk_device=sizes.device,
-        caption_weight=weight,
     )
 
 
-def caption_weight(config: TrainConfig, model: ClipModel) -> float:
-    """The weight of the caption loss; 0 for a model that writes none."""
-    return config.caption.weight if model.decoder is not None else 0.0
+def writes_captions(config: TrainConfig, model: ClipModel) -> bool:
+    """Whether the run trains a captioner's decoder, so that its towers are one encoder of pairs."""
+    return model.decoder is not None and config.caption.weight > 0
 
 
 def data_stream(

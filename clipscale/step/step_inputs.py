@@ -68,12 +68,7 @@ class StepInputs:
         return PairLoader(self.images(batch), texts), texts
 
     def num_caption_tokens(self, batch: HostBatch) -> int:
-        """The labels in the captions of the global batch; 1 for a model that writes no captions.
-
-        A collective if the last step's all-reduce did not say the number.
-        """
-        if not self.writes_captions:
-            return 1
+        """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
         known = self.info.num_caption_tokens if self.info else 0
         if known:
             return known

@@ -17,12 +17,12 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
-from clipscale.models.towers import ClipModel, frozen
+from clipscale.models.towers import ClipModel
+from clipscale.step.batch_encoder import BatchEncoder, LossTerms
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
-from clipscale.step.frozen_images import FrozenImages
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepInputs
@@ -40,11 +40,18 @@ class Targets(TypedDict):
     teachers: list[Tensor]
 
 
-class LossTerms(TypedDict, total=False):
-    """A captioner's two losses, without their weights, by their names in metrics.jsonl."""
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the host reads back of a step, to decide whether the weights are updated."""
 
-    contrastive_loss: float
-    caption_loss: float
+    loss: float
+    # Empty: the loss has one term alone.
+    loss_terms: LossTerms
+    grad_norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -70,23 +77,25 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # The cache of both towers, or of a captioner's pairs. Its loss is a BatchLoss.
-    cache: GradCache
+    # The two towers, or a captioner's pairs.
+    encoder: BatchEncoder
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
-    inputs: StepInputs
     # The kind of device of the chunk sizes, which are the cache's.
     chunk_device: str
-    # The weight of a captioner's loss, its mean cross entropy over the tokens of the global batch; the contrast's is 1.
-    # 0: the model writes no captions, and the cache's encoders are the two towers.
-    caption_weight: float = 0.0
-    # Bytes of what a captioner's frozen image tower gives for one image, as an earlier step measured; 0: unknown.
-    image_bytes: int = 0
     # Whether an update has begun and not ended. If an error ends it, the weights are those of no step.
     is_updating: bool = False
+
+    @property
+    def cache(self) -> GradCache:
+        return self.encoder.cache
+
+    @property
+    def inputs(self) -> StepInputs:
+        return self.encoder.inputs
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, poll: Callable[[], None]
@@ -105,8 +114,7 @@ class TrainStep:
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         with self.phase(phases, "encode", number):
-            features, texts = self.encode(batch, poll)
-            caption_tokens = self.inputs.num_caption_tokens(batch)
+            features, texts = self.encoder.encode(batch, poll)
         statistics = self.statistics(features, number)
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
@@ -115,43 +123,20 @@ class TrainStep:
         # The message travels during the replay.
         next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
         with self.phase(phases, "replay", number):
-            self.cache.replay(poll, chunk_loss_weight=self.caption_weight / caption_tokens)
+            self.cache.replay(poll, chunk_loss_weight=self.encoder.chunk_loss_weight)
         with self.phase(phases, "optim", number):
-            loss, parts, norm = self.finish(value, self.caption_loss(caption_tokens), stream, number)
-        return StepResult(loss, parts, norm, next_step, phases, self.widths(texts), statistics)
+            numbers = self.finish(self.encoder.losses(value), stream, number)
+        return StepResult(
+            loss=numbers.loss,
+            loss_terms=numbers.loss_terms,
+            grad_norm=numbers.grad_norm if numbers.is_finite else None,
+            next_step=next_step,
+            phases=phases,
+            widths=self.widths(texts),
+            statistics=statistics,
+        )
 
-    # ---- first pass ----
-
-    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        """The features of the batch, as the loss takes them; and the captions."""
-        encode = self.encode_pairs if self.caption_weight else self.encode_towers
-        return encode(batch, poll)
-
-    def encode_towers(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        """The features of images and of captions, (N, D) each; and the captions."""
-        image_features = self.cache.encode_tower(0, self.inputs.images(batch), poll)
-        texts = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, texts, poll)], texts
-
-    def encode_pairs(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        """The features of a captioner's pairs, (N, 2, D); and the captions."""
-        pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
-        if not frozen(self.model.image):
-            return [self.cache.encode_tower(0, pairs, poll)], texts
-        reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
-        images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, reserved)
-        pairs.images = images
-        features = self.cache.encode_tower(0, pairs, poll, reserved=reserved)
-        self.image_bytes = images.bytes_each
-        return [features], texts
-
-    def caption_loss(self, tokens: int) -> Tensor | None:
-        """The mean cross entropy over so many tokens of all ranks, 0-d. None: the model writes no captions."""
-        total = self.cache.chunk_loss
-        if total is None:
-            return None
-        self.world.sum_(total)
-        return total / tokens
+    # ---- around the passes ----
 
     def targets(self, batch: HostBatch) -> Targets:
         """What the loss takes beside the features, on the device. Waits for all samples."""
@@ -165,8 +150,7 @@ class TrainStep:
         """Begin the statistics of the features, on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (number > 1 and number % EVERY_STEPS):
             return None
-        images, texts = features[0].unbind(1) if self.caption_weight else features
-        return begin_statistics(images, texts)
+        return begin_statistics(*self.encoder.images_and_texts(features))
 
     def widths(self, texts: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> captions that the text tower computed at it."""
@@ -200,37 +184,47 @@ class TrainStep:
 
     # ---- update ----
 
-    def finish(
-        self, value: Tensor, caption_loss: Tensor | None, stream: TrainStream, number: int
-    ) -> tuple[float, LossTerms, float | None]:
-        """Update the weights if the loss and the gradients are finite. Returns the loss, its parts, and the norm.
+    def finish(self, losses: list[Tensor], stream: TrainStream, number: int) -> StepNumbers:
+        """Update the weights if the loss and the gradients are finite. A collective. Raises as `run` does.
 
-        `value`: the contrastive loss. `caption_loss`: a captioner's, without its weight.
-        The host waits for the device here, and in the loss's backward pass, which reads the logit scale.
+        `losses`: of the encoder. The host waits for the device here, and in the loss's backward pass, which reads the
+        logit scale.
         """
-        if stream.failure:  # a NaN gradient makes the norm NaN on all ranks, so that none updates its weights
-            assert self.model.logit_scale.grad is not None
-            self.model.logit_scale.grad.fill_(math.nan)
+        if stream.failure:
+            self.fail_on_all_ranks()
         norm = self.gradient_norm()
-        values = [value, norm] if caption_loss is None else [value, norm, caption_loss]
-        loss, grad_norm, *of_captions = Readback.start(*values).read()
-        parts: LossTerms = {}
-        if of_captions:
-            parts = {"contrastive_loss": loss, "caption_loss": of_captions[0]}
-            loss += self.caption_weight * of_captions[0]
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if not finite:
-            self.world.raise_together(stream.check)
-            if not self.precision.can_lower_loss_scale:
-                raise UserError(
-                    f"step {number}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints "
-                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision"
-                ).of_all_ranks()
-        if finite or self.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
+        numbers = self.read_numbers(losses, norm)
+        if not numbers.is_finite:
+            self.check_not_finite(numbers, stream, number)
+        if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
             self.update(norm)
             self.is_updating = False
-        return loss, parts, grad_norm if finite else None
+        return numbers
+
+    def fail_on_all_ranks(self) -> None:
+        """Make the gradient norm NaN on all ranks, so that none updates its weights: sets this rank's gradient of the
+        logit scale, which is summed over ranks, to NaN."""
+        assert self.model.logit_scale.grad is not None
+        self.model.logit_scale.grad.fill_(math.nan)
+
+    def read_numbers(self, losses: list[Tensor], norm: Tensor) -> StepNumbers:
+        """The step's loss and gradient norm, on the host. Waits for the device."""
+        grad_norm, *values = Readback.start(norm, *losses).read()
+        loss, loss_terms = self.encoder.total(values)
+        return StepNumbers(loss, loss_terms, grad_norm)
+
+    def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, number: int) -> None:
+        """Raise what made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
+
+        An overflow of fp16 is neither as long as the scaler can lower its scale.
+        """
+        self.world.raise_together(stream.check)
+        if not self.precision.can_lower_loss_scale:
+            raise UserError(
+                f"step {number}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
+                "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+            ).of_all_ranks()
 
     def gradient_norm(self) -> Tensor:
         """Sum the gradients of scale and bias over ranks and unscale all. Returns their global norm, 0-d."""

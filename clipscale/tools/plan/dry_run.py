@@ -25,6 +25,7 @@ from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.start.build import batch_loss, build_step
+from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.pair_encoder import pair_encoder
@@ -114,7 +115,7 @@ class DryRun:
     @property
     def is_captioner(self) -> bool:
         """Whether both towers and the decoder are one encoder of pairs."""
-        return self.step.caption_weight > 0
+        return encodes_pairs(self.step)
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -261,9 +262,14 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
+def encodes_pairs(step: TrainStep) -> bool:
+    """Whether the step's one encoder is a captioner's, of pairs."""
+    return isinstance(step.encoder, PairBatchEncoder)
+
+
 def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
     """The modules of both towers' passes. For a captioner one encoder of pairs, and an empty module."""
-    if step.caption_weight > 0:
+    if encodes_pairs(step):
         return pair_encoder(step.model), nn.Module()
     return step.model.image, step.model.text
 

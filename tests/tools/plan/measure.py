@@ -15,7 +15,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import batch_loss, build_step, caption_weight
+from clipscale.start.build import batch_loss, build_step, writes_captions
+from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
@@ -44,7 +45,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
             world,
             None,
             keeps_graphs=True,
-            pairs=pair_encoder(model) if caption_weight(config, model) else None,
+            pairs=pair_encoder(model) if writes_captions(config, model) else None,
         )
     return build_step(config, world, model, precision, sizes, batch_loss(config, model, precision), sort_captions=False)
 
@@ -103,7 +104,9 @@ def one_step(step: TrainStep, local: int) -> None:
     )
     gc.collect()
     with record_function("encode"):
-        features = step.cache.encode(*([PairLoader(images, texts)] if step.caption_weight else [images, texts]))
+        features = step.cache.encode(
+            *([PairLoader(images, texts)] if isinstance(step.encoder, PairBatchEncoder) else [images, texts])
+        )
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))

@@ -1,0 +1,132 @@
+"""How a step encodes a batch: by two towers, or by a captioner as one encoder of pairs.
+
+N: samples of this rank, D: feature width.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+from torch import Tensor
+
+from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.distributed.world import World
+from clipscale.models.towers import Tower, frozen
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.frozen_images import FrozenImages
+from clipscale.step.step_inputs import StepInputs
+
+
+class LossTerms(TypedDict, total=False):
+    """A captioner's two losses, without their weights, by their names in metrics.jsonl."""
+
+    contrastive_loss: float
+    caption_loss: float
+
+
+class BatchEncoder(Protocol):
+    """The encoders of a step, in its gradient cache, and their inputs. `build_step` chooses the kind."""
+
+    # Its loss is a BatchLoss, of the features that `encode` returns.
+    cache: GradCache
+    inputs: StepInputs
+
+    @property
+    def chunk_loss_weight(self) -> float:
+        """The weight of the chunks' own losses in the gradients of this batch."""
+
+    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        """First pass: the features of the batch, as the cache's loss takes them; and the captions. Perhaps a
+        collective; see StepInputs. `poll`: called before each chunk."""
+
+    def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The features of images and of captions, (N, D) each, from those of `encode`."""
+
+    def losses(self, contrastive: Tensor) -> list[Tensor]:
+        """After the replay: the losses of the global batch, without their weights, 0-d. A collective."""
+
+    def total(self, losses: list[float]) -> tuple[float, LossTerms]:
+        """The step's loss from the values of `losses`, and its terms by name if it has several."""
+
+
+@dataclass
+class TowerBatchEncoder:
+    """The two towers, one after the other. The features are images and captions, (N, D) each."""
+
+    cache: GradCache
+    inputs: StepInputs
+
+    @property
+    def chunk_loss_weight(self) -> float:
+        return 0.0  # the towers' chunks have no loss of their own
+
+    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), poll)
+        texts = self.inputs.captions(batch, self.cache.chunks[1])
+        return [image_features, self.cache.encode_tower(1, texts, poll)], texts
+
+    def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        images, texts = features
+        return images, texts
+
+    def losses(self, contrastive: Tensor) -> list[Tensor]:
+        return [contrastive]
+
+    def total(self, losses: list[float]) -> tuple[float, LossTerms]:
+        return losses[0], {}
+
+
+@dataclass
+class PairBatchEncoder:
+    """A captioner as one encoder of pairs. The features are an image and its caption side by side, (N, 2, D).
+
+    The loss of a step is that of the features, plus `caption_weight` times the mean cross entropy over the tokens of
+    the global batch.
+    """
+
+    cache: GradCache
+    inputs: StepInputs
+    world: World
+    image: Tower
+    # Makes the context in which a frozen image tower runs.
+    autocast: Callable[[], AbstractContextManager[object]]
+    caption_weight: float
+    # Bytes of one image's output of a frozen tower, as an earlier step measured; 0: not yet.
+    image_bytes: int = 0
+    # Labels in the captions of the global batch of this step.
+    num_tokens: int = 1
+
+    @property
+    def chunk_loss_weight(self) -> float:
+        return self.caption_weight / self.num_tokens
+
+    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
+        reserved = 0.0
+        if frozen(self.image):
+            reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
+            pairs.images = FrozenImages(pairs.images, self.image, self.autocast, reserved)
+        features = self.cache.encode_tower(0, pairs, poll, reserved=reserved)
+        if isinstance(pairs.images, FrozenImages):
+            self.image_bytes = pairs.images.bytes_each
+        self.num_tokens = self.inputs.num_caption_tokens(batch)
+        return [features], texts
+
+    def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return features[0][:, 0], features[0][:, 1]
+
+    def losses(self, contrastive: Tensor) -> list[Tensor]:
+        captions = self.cache.chunk_loss
+        if captions is None:  # nothing was trained, so no chunk had a second pass
+            return [contrastive]
+        self.world.sum_(captions)
+        return [contrastive, captions / self.num_tokens]
+
+    def total(self, losses: list[float]) -> tuple[float, LossTerms]:
+        if len(losses) == 1:
+            return losses[0], {}
+        contrastive_loss, caption_loss = losses
+        total = contrastive_loss + self.caption_weight * caption_loss
+        return total, {"contrastive_loss": contrastive_loss, "caption_loss": caption_loss}
