@@ -10,7 +10,7 @@ class Cast(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    # Whether the backward pass adds the weight's gradient to its `.grad`, which has to exist. If not, autograd does.
+    # True: our backward pass adds the gradient to the weight's `.grad`, which must exist. False: autograd adds it.
     accumulates: bool
 
 

@@ -29,6 +29,9 @@ class ShardedTower(nn.Module):
     `shard_tower` makes it.
     """
 
+    # Every rank gathers the weights, so all run equally many forward passes.
+    forward_is_collective = True
+
     def __init__(self, module: nn.Module, stage: int) -> None:
         super().__init__()
         self.module = module
@@ -38,10 +41,11 @@ class ShardedTower(nn.Module):
         return self.module(*inputs, **named)
 
     @contextmanager
-    def gradient_sync(self, sync: bool) -> Iterator[None]:
-        """Around the backward pass of a chunk. After a step's last one (`sync`) all weights are sharded again."""
+    def chunk_context(self, is_last: bool) -> Iterator[None]:
+        """Around the pass of a chunk: sets whether its backward pass shards the weights again. A step's last one does,
+        and in stage 3 each one."""
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(sync or self.stage == 3)
+        self.module.set_reshard_after_backward(is_last or self.stage == 3)
         yield
 
 

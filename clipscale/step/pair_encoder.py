@@ -13,7 +13,7 @@ from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.chunk_output import ChunkOutput
-from clipscale.step.cache.pass_contexts import gradient_sync
+from clipscale.step.cache.pass_contexts import chunk_context
 
 
 class PairEncoder(nn.Module):
@@ -28,19 +28,22 @@ class PairEncoder(nn.Module):
         self.captioner = Captioner(image, text, decoder)
 
     def forward(self, images: Tensor | tuple[Tensor, Tensor], tokens: Tensor) -> ChunkOutput:
-        image_ND, text_ND, *loss = self.captioner(images, tokens)
-        return ChunkOutput(torch.stack([image_ND, text_ND], 1), *loss)
+        image_ND, text_ND, *losses = self.captioner(images, tokens)
+        features_N2D = torch.stack([image_ND, text_ND], 1)
+        return ChunkOutput(features_N2D, losses[0] if losses else None)
 
 
 class ShardedPairEncoder(PairEncoder):
     """A `PairEncoder` whose towers and decoder are sharded one by one, because evaluation calls them one by one."""
 
+    forward_is_collective = True
+
     @contextmanager
-    def gradient_sync(self, sync: bool) -> Iterator[None]:
+    def chunk_context(self, is_last: bool) -> Iterator[None]:
         """Around a chunk: the contexts of both towers and of the decoder."""
         with ExitStack() as contexts:
             for module in self.captioner.children():
-                contexts.enter_context(gradient_sync(module, sync))
+                contexts.enter_context(chunk_context(module, is_last))
             yield
 
 
@@ -55,4 +58,9 @@ def wrapped_pair_encoder(model: ClipModel, world: World, parallel: str, dtype: t
     encoder = pair_encoder(model)
     if parallel == "ddp" or world.size == 1:
         return world.wrap(encoder, "ddp", dtype)
-    return ShardedPairEncoder(*(world.wrap(module, parallel, dtype) for module in encoder.captioner.children()))
+    assert model.decoder is not None
+    return ShardedPairEncoder(
+        image=world.wrap(model.image, parallel, dtype),
+        text=world.wrap(model.text, parallel, dtype),
+        decoder=world.wrap(model.decoder, parallel, dtype),
+    )

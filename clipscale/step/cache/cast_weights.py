@@ -22,16 +22,18 @@ class CastWeights:
     # Whether DDP's hooks sum gradients over ranks. They see only what autograd adds.
     is_ddp: bool = False
 
-    def start_step(self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], chunks: int) -> None:
+    def start_step(
+        self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
+    ) -> None:
         """Cast the weights that autocast casts, for a step of several chunks. FSDP2 gathers weights already cast."""
         self.end_step()
-        if not isinstance(encoder, nn.Module) or chunks == 1 or is_collective(encoder) or finds_unused(encoder):
+        if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
         self.is_ddp = hasattr(encoder, "no_sync")
         for layer, dtype in layers_to_cast(encoder, autocast):
-            half, half_bias = (None if x is None else x.detach().to(dtype) for x in layer.weights())
-            assert half is not None
-            self.layers.append((layer, Cast(half, half_bias, accumulates=False)))
+            weight, bias = layer.weights()
+            half_bias = None if bias is None else bias.detach().to(dtype)
+            self.layers.append((layer, Cast(weight.detach().to(dtype), half_bias, accumulates=False)))
 
     def end_step(self) -> None:
         self.layers.clear()

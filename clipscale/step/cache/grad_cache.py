@@ -38,7 +38,9 @@ class GradCache:
             `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
             so a loss of its own is never counted. Under DDP or FSDP2 the gradients of each module are synchronised
-            once, with its last chunk, unless it has a method `gradient_sync` of its own.
+            once, with its last chunk, unless it has a method `gradient_sync(sync)` of its own, a context around a
+            chunk's pass. The forward pass of such an encoder counts as a collective, unless it has an attribute
+            `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. The same
@@ -129,8 +131,9 @@ class GradCache:
 
         `reserved`: bytes of `keep_bytes` that are not for graphs.
         """
-        # A tower that keeps no graph counts with one: its replay builds one while later towers' graphs are still kept.
-        used = sum(max(1, tower.graphs.count) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
+        # Reserve one graph per earlier tower even if it keeps none: its replay builds one while the kept graphs of
+        # later towers are alive.
+        used = sum(max(1, tower.graphs.num_kept) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
         keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used + reserved)
         return self.towers[i].encode(batch, self.chunks[i], keep, before_chunk)
 
@@ -165,12 +168,14 @@ class GradCache:
         self.chunk_loss = _sum(losses) if losses else None
 
     def _keep_none_after_out_of_memory(self) -> None:
-        """If a graph did not fit, keep none from now on: on this rank, or on all where a second pass is a collective.
+        """If a graph did not fit, keep none from now on: on this rank, or on all where a pass is a collective.
 
-        It is one under FSDP2, which gathers weights, and with synchronised batch normalisation.
+        A collective in the second case, while graphs are kept. A pass is one under FSDP2, which gathers weights, and
+        with synchronised batch normalisation.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
-        if self.keep.bytes and not (self._keeps_none or all(can_rerun(tower.encoder) for tower in self.towers)):
+        keeps_graphs = self.keep.bytes and not self._keeps_none
+        if keeps_graphs and not all(can_rerun(tower.encoder) for tower in self.towers):
             out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
         if out_of_memory:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
@@ -195,7 +200,7 @@ class GradCache:
     @property
     def kept(self) -> list[int]:
         """The number of each tower's chunks whose graphs this step keeps."""
-        return [tower.graphs.count for tower in self.towers]
+        return [tower.graphs.num_kept for tower in self.towers]
 
     @property
     def graph_bytes(self) -> int:
@@ -207,14 +212,15 @@ class GradCache:
 
         An estimate for a `ReorderedInput`, until its first pass has begun.
         """
-        return sum(
-            (1 + tower.trained) * (len(tower.spans) or len(equal_spans(samples, size)))
-            for tower, size in zip(self.towers, self.chunks)
-        )
+        total = 0
+        for tower, size in zip(self.towers, self.chunks):
+            passes = 2 if tower.trained else 1
+            total += passes * (len(tower.spans) or len(equal_spans(samples, size)))
+        return total
 
 
 def _no_loss(value: object) -> str:
-    """What makes a value no loss: a word for it; empty: it is one."""
+    """A word for what makes a value no loss; empty for a loss."""
     if not isinstance(value, Tensor):
         return str(value)
     if value.numel() != 1:

@@ -16,15 +16,16 @@ HOST_RESERVE = 4 << 30
 
 
 def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> KeepBudget:
-    """What is kept with `cache.keep=auto` after the first step: the least of all ranks. A collective.
+    """A collective: the memory for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
     a margin. The graph of a replayed chunk is no part of the working memory: it is built when the kept graphs of its
     tower are freed.
     """
-    rest = usable_bytes(world.device) - phases.working_bytes(graph_bytes)
-    least = -world.all_reduce_max(-max(0, rest))[0]
+    rest = max(0, usable_bytes(world.device) - phases.working_bytes(graph_bytes))
+    [negated_least] = world.all_reduce_max(-rest)  # a minimum
+    least = -negated_least
     return KeepBudget.at_most(least)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -26,53 +27,69 @@ class GraphMeter:
     # The graphs measured in this step; None: it measures none.
     _measured: list[int] | None = None
 
-    def start_step(self, rows: int, *, wanted: bool) -> None:
-        """Prepare for a step of `rows` samples. It measures the bytes if they are `wanted` and not known.
+    def start_step(self, rows: int, *, measure: bool) -> None:
+        """Prepare for a step of `rows` samples. `measure`: it measures the bytes, if they are not known.
 
         All ranks pass the same values, since `agree_on_size` is a collective.
         """
         if rows != self._rows:
             self._rows = rows
             self.bytes_each = 0
-        self._measured = [] if wanted and not self.bytes_each else None
+        self._measured = [] if measure and not self.bytes_each else None
 
     @property
-    def measures(self) -> bool:
+    def is_measuring(self) -> bool:
         """Whether this step measures graphs."""
         return self._measured is not None
 
-    def encode(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> Tensor:
-        """The representations of a chunk, without a graph. Measures its graph if this step does."""
-        if self._measured is None:
-            with torch.no_grad():
-                return encode().representations
+    def measure(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> ChunkOutput:
+        """Encode a chunk with a graph, and note the graph's bytes."""
+        assert self._measured is not None
         with measured_graph(on_gpu) as size:
             out = encode()
         self._measured.append(size())
-        return out.representations.detach()
+        return out
 
     def agree_on_size(self, device: torch.device) -> None:
-        """After the first pass: all ranks agree on the largest measured graph. A collective if this step measures."""
+        """A collective if this step measures: after the first pass the largest graph of all ranks becomes known."""
         if self._measured is None:
             return
-        # Skip the first of several chunks: it also allocates what later chunks reuse, such as gathered weights.
-        self.bytes_each = max(1, largest_of_ranks(max(self._measured[len(self._measured) > 2 :]), device))
+        graphs = self._measured
+        if len(graphs) > 2:
+            # The first chunk also allocates what later ones reuse, such as gathered weights. Of two chunks it counts:
+            # the second one may be shorter.
+            graphs = graphs[1:]
+        self.bytes_each = max(1, largest_of_ranks(max(graphs), device))
+
+
+class GraphPolicy(Enum):
+    """What becomes of the graph of a chunk's first pass."""
+
+    # Kept: the chunk needs no second pass.
+    KEEP = "keep"
+    # Built, measured, and dropped.
+    MEASURE = "measure"
+    # Built without what it saves, and dropped: the other ranks build theirs, and the pass is a collective.
+    DISCARD = "discard"
+    # Not built.
+    NO_GRAPH = "no graph"
 
 
 @dataclass
 class KeptGraphs:
-    """The graphs that a tower keeps in a step, of its first chunks.
+    """The graphs that a tower keeps in a step, of its first chunks. All ranks keep the same number.
 
-    All ranks keep the same number. A rank without memory for them keeps none. Where the memory is limited, the first
-    step at a batch size keeps none: it measures the bytes of a graph.
+    first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
+    later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
+    a graph does not fit after all:               `out_of_memory`; `GradCache` keeps none from then on
     """
 
     # The outputs of the kept chunks, in order; they hold the graphs.
     outputs: list[ChunkOutput] = field(default_factory=list)
-    # Number of chunks to keep in this step.
-    count: int = 0
+    # Number of chunks whose graphs this rank keeps in this step.
+    num_kept: int = 0
     # Number of chunks whose graphs all ranks meant to keep when the step began.
-    planned: int = 0
+    num_planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
     # Whether a graph did not fit in this step.
     out_of_memory: bool = False
@@ -81,56 +98,69 @@ class KeptGraphs:
     def start_step(self, rows: int, num_chunks: int, keep: KeepBudget, *, on_gpu: bool) -> None:
         """Prepare for a step of `rows` samples, of which `num_chunks` chunks have a second pass.
 
-        `keep`: for this tower's graphs. Its `measures` is the same on all ranks, also on those that keep none.
+        `keep`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, also on those that keep none.
         `on_gpu`: see `measured_graph`.
         """
-        self.meter.start_step(rows, wanted=keep.needs_measurement and num_chunks > 0)
+        self.meter.start_step(rows, measure=keep.needs_measurement and num_chunks > 0)
         self.outputs = []
-        self.count = self.planned = keep.graphs(num_chunks, self.meter.bytes_each)
+        self.num_planned = keep.graphs(num_chunks, self.meter.bytes_each)
+        self.num_kept = self.num_planned
         self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def output(self, i: int, encode: Callable[[], ChunkOutput], *, is_collective: bool) -> Tensor:
-        """The representations of chunk i, detached. Its graph is kept, or measured and dropped, or not built.
+    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], *, is_collective: bool) -> Tensor:
+        """The representations of chunk i, detached; its graph is treated by `policy`.
 
-        `is_collective`: the pass is one, so this rank alone cannot repeat it when it runs out of memory. Therefore:
-
-        - It looks at the memory before the pass, and keeps no more graphs if there is too little.
-        - It still builds the graphs of all `planned` chunks, and discards them, because the other ranks build them:
-          with a graph an encoder may gather more weights (see `ChunkOutput`).
-
-        DDP's pass is none. It is tried and repeated, because all ranks have to build its first graph: DDP then rebuilds
-        its buckets together.
+        `is_collective`: this rank alone cannot repeat the pass when it runs out of memory. So it looks at the memory
+        first, and keeps no more graphs if there is too little. Any other pass is tried and repeated, as DDP's has to
+        be: DDP rebuilds its buckets after the first graph, on all ranks together.
         """
-        if is_collective and i < self.count and not self._has_memory():
-            self.count = i
+        if is_collective and i < self.num_kept and not self._has_memory():
+            self.num_kept = i
             self.out_of_memory = True
-        if i < self.count:
-            out = encode()
-            self.outputs.append(out)
-            return out.representations.detach()
-        if is_collective and i < self.planned:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-                return encode().representations.detach()
-        return self.meter.encode(encode, on_gpu=self._on_gpu)
+        match self.policy(i, is_collective=is_collective):
+            case GraphPolicy.KEEP:
+                out = encode()
+                self.outputs.append(out)
+            case GraphPolicy.MEASURE:
+                out = self.meter.measure(encode, on_gpu=self._on_gpu)
+            case GraphPolicy.DISCARD:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                    out = encode()
+            case GraphPolicy.NO_GRAPH:
+                with torch.no_grad():
+                    out = encode()
+        return out.representations.detach()
+
+    def policy(self, i: int, *, is_collective: bool) -> GraphPolicy:
+        """What becomes of the graph of chunk i.
+
+        A collective pass builds the graphs of all planned chunks even if this rank keeps fewer: with a graph an encoder
+        may gather more weights (see `ChunkOutput`), and the other ranks have one.
+        """
+        if i < self.num_kept:
+            return GraphPolicy.KEEP
+        if is_collective and i < self.num_planned:
+            return GraphPolicy.DISCARD
+        return GraphPolicy.MEASURE if self.meter.is_measuring else GraphPolicy.NO_GRAPH
 
     def _has_memory(self) -> bool:
         """Whether one more graph fits. On a CPU it is not known, and assumed."""
         return not self._on_gpu or free_gpu_memory() >= HEADROOM * self.meter.bytes_each
 
     def builds(self, i: int) -> bool:
-        """Whether the first pass of chunk i builds a graph."""
-        return i < self.count or self.meter.measures
+        """Whether the first pass of chunk i builds a graph that this rank uses: to keep or to measure it."""
+        return i < self.num_kept or self.meter.is_measuring
 
     def drop(self) -> None:
         """Drop the kept graphs, and keep no more in this step. Their chunks get a second pass."""
         self.outputs.clear()
-        self.count = 0
+        self.num_kept = 0
         self.out_of_memory = True
 
 
 def largest_of_ranks(value: int, device: torch.device) -> int:
-    """The largest value of all ranks; this process's own without a process group. A collective."""
+    """A collective: the largest value of all ranks; this process's own without a process group."""
     largest = torch.tensor(int(value), device=device)
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -18,27 +18,30 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:
 
 
 def trains(encoder: Callable[..., object]) -> bool:
-    """Whether an encoder has trainable parameters; of one that is no module it is not known, and assumed."""
+    """Whether an encoder has trainable parameters. One that is no module is assumed to."""
     return not isinstance(encoder, nn.Module) or any(p.requires_grad for p in encoder.parameters())
 
 
 @contextmanager
-def gradient_sync(encoder: Callable[..., object], sync: bool) -> Iterator[None]:
-    """Around a chunk. `sync`: its backward pass sums gradients over ranks, as a step's last one does.
+def chunk_context(encoder: Callable[..., object], is_last: bool) -> Iterator[None]:
+    """Around the pass of a chunk. `is_last`: its backward pass is a step's last one, which sums gradients over ranks.
 
-    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own
-    `gradient_sync` takes precedence.
+    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own context
+    takes precedence, as that of a `ShardedTower`.
     """
-    if hasattr(encoder, "gradient_sync"):
-        with encoder.gradient_sync(sync):
+    if hasattr(encoder, "chunk_context"):
+        with encoder.chunk_context(is_last):
+            yield
+    elif hasattr(encoder, "gradient_sync"):  # of a user's encoder; see `GradCache`
+        with encoder.gradient_sync(is_last):
             yield
     elif isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(sync)
+        encoder.set_requires_gradient_sync(is_last)
         try:
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif hasattr(encoder, "no_sync") and not sync:
+    elif hasattr(encoder, "no_sync") and not is_last:
         with encoder.no_sync():
             yield
     else:
@@ -46,24 +49,29 @@ def gradient_sync(encoder: Callable[..., object], sync: bool) -> Iterator[None]:
 
 
 def is_collective(encoder: Callable[..., object]) -> bool:
-    """Whether a forward pass is a collective, because it gathers weights: all ranks make equally many."""
+    """Whether the forward pass communicates (FSDP2 gathers weights), so that every rank must run equally many."""
+    stated: bool | None = getattr(encoder, "forward_is_collective", None)
+    if stated is not None:
+        return stated
+    # A user's encoder with a `gradient_sync` of its own is assumed to gather weights.
     return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
 
 
 def can_rerun(encoder: Callable[..., object]) -> bool:
-    """Whether this rank alone can repeat a failed forward pass: it is no collective, and updates no statistics."""
+    """Whether this rank alone can repeat a failed forward pass: it does not communicate, and updates no statistics."""
     return not is_collective(encoder) and not batch_norms(encoder)
 
 
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
-    """An `out` of a forward pass under `no_sync`; the backward pass from what is returned sums DDP's gradients.
+    """Re-arm DDP for an `out` computed under `no_sync`: a backward pass from the returned output sums gradients.
 
-    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
-    the identity as its module.
+    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, whose
+    module is replaced by the identity meanwhile.
     """
     if not isinstance(encoder, DistributedDataParallel):
         return out
-    module, encoder.module = encoder.module, nn.Identity()
+    module = encoder.module
+    encoder.module = nn.Identity()
     try:
         return encoder(out)
     finally:

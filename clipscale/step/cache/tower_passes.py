@@ -22,7 +22,7 @@ from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
     can_rerun,
-    gradient_sync,
+    chunk_context,
     is_collective,
     rearm_ddp_sync,
     trains,
@@ -37,7 +37,7 @@ class TowerPasses:
     """One encoder's two passes over its chunks, and what they keep of a step."""
 
     encoder: Callable[..., object]
-    # Maps the encoder's output to the representations; None: they are the output itself.
+    # Maps the encoder's output to the representations; None if the output is them.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
     # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
@@ -58,53 +58,52 @@ class TowerPasses:
 
     def encode(self, batch: object, size: int, keep: KeepBudget, poll: Callable[[], None]) -> Tensor:
         """First pass, in chunks of `size`. `keep`: for this tower's graphs. `poll`: called before each chunk."""
-        rows = self.start_step(batch, size, keep)
+        num_rows = self.start_step(batch, size, keep)
         for i, (start, stop) in enumerate(self.spans):
             poll()
             self.random_states.append(RandomState.now())
             builds_graph = self.graphs.builds(i)
-            sync = self.synchronises and stop == rows
-            with gradient_sync(self.encoder, False), self.weights.used(builds_graph, sync):
-                out = self.output(i, partial(self.run, start, stop))
+            sync = self.synchronises and stop == num_rows
+            with chunk_context(self.encoder, False), self.weights.used(builds_graph, sync):
+                out = self.encode_chunk(i, partial(self.run, start, stop))
             if i == 0:
-                self.representations = out.new_empty((rows, *out.shape[1:]))
-            self.representations[self.rows(start, stop)] = out
+                self.representations = out.new_empty((num_rows, *out.shape[1:]))
+            self.representations[self.row_index(start, stop)] = out
         self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.trained)
 
     def start_step(self, batch: object, size: int, keep: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
         inputs = lazy_input(batch)
-        rows = len(inputs)
-        if rows == 0:
+        num_rows = len(inputs)
+        if num_rows == 0:
             raise ValueError("an empty batch has no gradient")
         self.inputs = inputs
-        self.spans = equal_spans(rows, size)
+        self.spans = equal_spans(num_rows, size)
         self.order = None
         if isinstance(inputs, ReorderedInput):
             self.spans = inputs.spans(size)
-            self.order = inputs.rows(0, rows)
+            self.order = inputs.rows(0, num_rows)
         self.random_states = []
-        chunks = len(self.spans)
+        num_chunks = len(self.spans)
         if self.trained:
-            refuse_batch_norm(self.encoder, chunks)
+            refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(rows, chunks if self.trained else 0, keep, on_gpu=on_gpu)
-        self.weights.start_step(self.encoder, self.autocast, chunks)
-        return rows
+        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep, on_gpu=on_gpu)
+        self.weights.start_step(self.encoder, self.autocast, num_chunks)
+        return num_rows
 
-    def output(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
-        """Encode chunk i without a graph, or with one that is kept. If a kept graph runs out of memory, drop all of
-        them and encode again."""
+    def encode_chunk(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
+        """The first pass of chunk i. If a kept graph runs out of memory, drop all of them and encode again."""
         try:
-            return self.graphs.output(i, encode, is_collective=is_collective(self.encoder))
+            return self.graphs.first_pass(i, encode, is_collective=is_collective(self.encoder))
         except torch.OutOfMemoryError:
-            if i >= self.graphs.count or not can_rerun(self.encoder):
+            if i >= self.graphs.num_kept or not can_rerun(self.encoder):
                 raise
         self.graphs.drop()
         self.random_states[i].restore()
-        return self.graphs.output(i, encode, is_collective=False)
+        return self.graphs.first_pass(i, encode, is_collective=False)
 
     def replay(self, poll: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
@@ -121,7 +120,7 @@ class TowerPasses:
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
                 poll()
                 sync = self.synchronises and stop == self.spans[-1][1]
-                with gradient_sync(self.encoder, sync), self.weights.used(True, sync):
+                with chunk_context(self.encoder, sync), self.weights.used(True, sync):
                     if self.graphs.outputs:
                         out = self.graphs.outputs.pop(0)
                         out = rearm_ddp_sync(self.encoder, out) if sync else out
@@ -129,7 +128,7 @@ class TowerPasses:
                         random.restore()
                         out = self.run(start, stop)
                     roots = [out.representations]
-                    gradients = [gradient[self.rows(start, stop)]]
+                    gradients = [gradient[self.row_index(start, stop)]]
                     if out.loss is not None:
                         losses.append(out.loss.detach())
                         roots.append(out.loss)
@@ -167,7 +166,7 @@ class TowerPasses:
             raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
         return ChunkOutput(out, loss)
 
-    def rows(self, start: int, stop: int) -> slice | Tensor:
+    def row_index(self, start: int, stop: int) -> slice | Tensor:
         """The rows of the batch in a chunk."""
         return slice(start, stop) if self.order is None else self.order[start:stop]
 

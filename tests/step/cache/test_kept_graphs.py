@@ -15,7 +15,7 @@ from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step import keep_budget
+from clipscale.step.cache import keep_budget
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.cache.kept_graphs import measured_graph
