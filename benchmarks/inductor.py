@@ -154,7 +154,7 @@ def block_calls(tower: nn.Module, encoder: nn.Module, inputs: Tensor, precision:
         calls.append(Call(block, inputs, keywords))
 
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in innermost_blocks(encoder)]
-    with torch.no_grad(), cuda_autocast(), Precision.of(precision, CPU).autocast():
+    with torch.no_grad(), cuda_autocast(), Precision.set_up(precision, CPU).autocast():
         tower(inputs)
     for hook in hooks:
         hook.remove()
@@ -170,7 +170,7 @@ def fused_blocks(calls: list[Call], precision: str) -> Fused:
     with warnings.catch_warnings(action="ignore"):
         for call in calls:
             call.block.compile(backend=backend, dynamic=False)
-            with cuda_autocast(), Precision.of(precision, CPU).autocast():
+            with cuda_autocast(), Precision.set_up(precision, CPU).autocast():
                 out = call(call.first)
             out.backward(torch.empty_like(out))
             call.zero_grad()

@@ -106,7 +106,7 @@ class Step:
             ModelConfig(**values),
             image=TowerConfig(train="none" if self.kind == "frozen" else "all"),
         )
-        self.precision = Precision.of(precision, self.device)
+        self.precision = Precision.set_up(precision, self.device)
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
             self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)

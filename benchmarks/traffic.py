@@ -81,7 +81,7 @@ class Counter(TorchDispatchMode):
 
 
 def counted(tower: nn.Module, inputs: Tensor, precision: str) -> Counter:
-    with Counter() as counter, cuda_autocast(), Precision.of(precision, CPU).autocast():
+    with Counter() as counter, cuda_autocast(), Precision.set_up(precision, CPU).autocast():
         features = tower(inputs)
     upstream = torch.empty_like(features)
     with counter:

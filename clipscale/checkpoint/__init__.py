@@ -1,6 +1,6 @@
 """Checkpoints of a run: sharded, written in the background, and verified before they are used.
 
-A checkpoint is a folder, `saving.py` writes it and `loading.py` reads it:
+A checkpoint is a folder. `saving.py` writes it, `loading.py` reads it, and `format.py` is what both know:
 
     step_00001000/__0_0.distcp, ...   tensors, one file for each rank that wrote (torch.distributed.checkpoint)
     step_00001000/.metadata           which tensor is where

@@ -19,7 +19,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
-from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
+from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
+from clipscale.checkpoint.loading import verify
 from clipscale.common import files
 from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, one_line, to_user_error
@@ -122,7 +123,8 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to go on from it"
             )
-        for path in reversed(newer) if resume else ():
+        to_fetch = newer if resume else []
+        for path in reversed(to_fetch):
             try:
                 restore(store, path, run)
                 return True
@@ -262,8 +264,8 @@ class Copies:
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:
             copy_checkpoint(store, path)
-            for each in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
-                store.rm(str(each), recursive=True)
+            for old in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
+                store.rm(str(old), recursive=True)
         if self.results:
             store.pipe_file(RESULT, json.dumps(self.results).encode())
 

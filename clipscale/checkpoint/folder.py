@@ -30,15 +30,17 @@ class Retention:
     newest: int = 2
     # Checkpoints at multiples of this many steps stay; 0: none.
     every: int = 0
-    # The best checkpoint stays; None: there is none.
+    # The best checkpoint stays; None if there is no measure of the best.
     best: Best | None = None
 
     def outdated(self, checkpoints: list[Path], newest: str) -> list[Path]:
         """The checkpoints to delete, of those given by step, up to the one named `newest`."""
         earlier = [path for path in checkpoints if path.name <= newest]
         best = self.best.among(map(step_of, earlier)) if self.best else None
-        others = [path for path in earlier if step_of(path) != best]
-        return [path for path in others if not self.every or step_of(path) % self.every][: -self.newest]
+        candidates = [path for path in earlier if step_of(path) != best]
+        if self.every:
+            candidates = [path for path in candidates if step_of(path) % self.every]
+        return candidates[: -self.newest]
 
 
 def make_folder(run_dir: Path) -> None:

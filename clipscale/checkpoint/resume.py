@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
-    """The checkpoint from which a run continues, verified; None: it starts anew. A collective.
+    """A collective: the checkpoint from which a run continues, verified; None for a run that starts anew.
 
     Every rank verifies its share of a checkpoint. The newest undamaged one counts. With `auto`, newer ones that are
     damaged are renamed, so that the run can save the same steps again.

@@ -1,7 +1,6 @@
 """Writes checkpoints: every rank its share, in the background, while training goes on."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +18,13 @@ from torch.futures import Future as TorchFuture
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import Copies
 from clipscale.checkpoint.folder import Retention
-from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensors, values_text
+from clipscale.checkpoint.format import (
+    ignore_warning_of_one_process,
+    meta_text,
+    size_and_crc32,
+    split_tensors,
+    values_text,
+)
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, one_line
@@ -50,7 +55,7 @@ class Saver:
         self.world = world
         self.retention = retention
         self.copies = copies
-        # The step of the newest checkpoint that has been begun; None: there is none.
+        # The step of the newest checkpoint that has been begun; None before the first.
         self.newest_step: int | None = None
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -84,7 +89,7 @@ class Saver:
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
+        ignore_warning_of_one_process()  # here, for the thread that writes, too
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
             storage_writer=Writer(self._temporary(step), values_text(values), partial(self._complete, step)),
@@ -201,9 +206,9 @@ class Writer(dcp.FileSystemWriter):
         future.set_result(
             [
                 ChecksummedWrite(
-                    each.index, each.size_in_bytes, each.storage_data, file_sum(each.storage_data.relative_path)
+                    result.index, result.size_in_bytes, result.storage_data, file_sum(result.storage_data.relative_path)
                 )
-                for each in results
+                for result in results
             ]
         )
         return future

@@ -1,1 +1,1 @@
-"""What every package uses: errors, units, files, hardware, random states, phases."""
+"""What every package uses: errors, units, files, hardware, random states."""

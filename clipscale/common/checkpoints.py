@@ -33,7 +33,8 @@ def check_own(run: Path) -> None:
     Files below checkpoints/ count, those that LOG_SUFFIXES names do not.
     """
     lock = run / LOCK
-    ours = lock.is_file() and lock.read_bytes()[:8] in b"process "  # which RunLock writes, and empties at its end
+    # RunLock writes "process ..." into it, and empties it at its end.
+    ours = lock.is_file() and b"process ".startswith(lock.read_bytes()[:8])
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     inside = run / "checkpoints"
@@ -114,7 +115,7 @@ class Best:
         return [label for label in labels if f"/{name} (" in f"/{label} ("]
 
     def label(self, labels: Iterable[str]) -> str | None:
-        """The set that the goal means, among these; None: it is not there."""
+        """The set that the goal means, among these; None if there is no such set."""
         return min(self.labels(labels), key=len, default=None)
 
     def results(self, step: int) -> dict[str, dict[str, float]]:
@@ -140,12 +141,13 @@ class Best:
         to some, such as the whole set beside a part of it.
         """
         values = {step: self.values(step) for step in sorted(steps)}
-        counts = Counter(label for of_step in values.values() for label in of_step)
+        counts = Counter(label for values_of_step in values.values() for label in values_of_step)
         if not counts:
             return None
         label = min(counts, key=lambda label: (-counts[label], len(label)))
+        measured = {step: values_of_step[label] for step, values_of_step in values.items() if label in values_of_step}
         choose = min if self.goal.rpartition("/")[2] in LOWER_IS_BETTER else max
-        return choose((step for step in values if label in values[step]), key=lambda step: values[step][label])
+        return choose(measured, key=measured.__getitem__)
 
     def improves(self, step: int, pending: int | None) -> bool:
         """Whether `step`, just evaluated, is better than all checkpoints. Says so, or that it has no result.

@@ -136,7 +136,10 @@ def read_record(path: Path) -> Record:
         depth = 0
         # libyaml is fast, and refuses the surrogates that stand for bytes of names that are no UTF-8.
         for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), yaml.CSafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
         content = read_yaml(path)

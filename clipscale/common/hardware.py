@@ -73,7 +73,7 @@ HARDWARE = {
 
 
 def gpu_here() -> str | None:
-    """The driver's name of this machine's first GPU; None: there is none.
+    """The driver's name of this machine's first GPU; None without one.
 
     Asks the driver, not CUDA: a launcher that initialises CUDA keeps memory on the GPU.
     """

@@ -55,7 +55,8 @@ def within_time(
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    started_at = progressed_at = time.monotonic()
+    started_at = time.monotonic()
+    progressed_at = started_at
     last = progress()
     while not wait([future], LOOK_S).done:
         now = time.monotonic()

@@ -67,7 +67,10 @@ class DataConfig:
         None, "Texts of a sample that match no picture, hard negatives of all pictures: `json:FIELD`, one or a list."
     )
     negatives_per_step: int = setting(
-        1, "Of each sample in a step, drawn as captions are: fewer are repeated; without any it is left out.", least=1
+        1,
+        "Hard negatives of each sample in a step, drawn as captions are; repeated if there are fewer. A sample without "
+        "any is left out.",
+        least=1,
     )
     same: str | None = setting(
         None, "Samples with the same `caption`, or the same json field (`url`, ...), are no negatives of each other."

@@ -53,7 +53,9 @@ def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
     not need; none if the description is not known, or open_clip is imported already. `fetches`: its weights may be
     fetched."""
     needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
-    return [] if needed else ["transformers"] if fetches else ["transformers", "huggingface_hub"]
+    if needed:
+        return []
+    return ["transformers"] if fetches else ["transformers", "huggingface_hub"]
 
 
 @cache

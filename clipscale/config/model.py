@@ -10,7 +10,7 @@ from clipscale.common.units import nearest, parse_count
 from clipscale.config.libraries import architectures, model_description
 from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import group_options
-from clipscale.config.setting import setting
+from clipscale.config.setting import setting, validate
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class ModelConfig:
     init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
     correct_cls_mask: bool | None = setting(
         None,
-        "Of a captioner: open_clip's `correct_cls_mask` of its text tower, without which the class token sees a pad in "
-        "its own place; null: as the weights were trained, true without weights.",
+        "open_clip's `correct_cls_mask` of a captioner's text tower, without which the class token sees a pad in its "
+        "own place; null: as the weights were trained, true without weights.",
     )
     preprocess: dict[str, object] = setting(
         {},
@@ -140,7 +140,7 @@ class ModelConfig:
     def check(self) -> None:
         """Raises UserError for another `preprocess`, for half an `architecture`, and for a name that open_clip does not
         know."""
-        _ = self.pixels
+        validate(self, "pixels")
         self.check_parts()
         if self.name and not self.weights and not self.description:
             preset = self.name.lower().replace("_", "-").replace("/", "-")

@@ -89,9 +89,10 @@ def accepted_value(setting: Setting, value: object) -> object:
         meant = ALIASES.get(f"{key}={result}", str(result))
         gone = removal_message(f"{key}={result}")
         raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
+    values = result if isinstance(result, tuple | list) else [result]
+    numbers = cast("list[float]", values)
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
-        numbers = cast("list[float]", result if isinstance(result, tuple | list) else [result])
         if not all(holds(number, bound) for number in numbers):  # nor is NaN
             raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
     return setting.kind(result) if issubclass(setting.kind, Enum) else result
@@ -113,7 +114,8 @@ def converted_value(setting: Setting, value: object) -> object:
             raise UserError(f"{key}={as_typed(value)}: give {len(wanted_types)} numbers, '{key}=[...]'{meaning}")
         return tuple(scalar(wanted, key, item) for wanted, item in zip(wanted_types, value))
     if setting.kind is list and value is not None:
-        return [scalar(wanted_types[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
+        given = value if isinstance(value, list | tuple) else [value]
+        return [scalar(wanted_types[0], key, item) for item in given]
     return scalar(str if issubclass(setting.kind, Enum) else setting.kind, key, value)
 
 

@@ -13,7 +13,7 @@ from clipscale.common.keep import KeepBudget
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
-from clipscale.config.setting import setting
+from clipscale.config.setting import setting, validate
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,7 +76,7 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raises UserError for another form of `every`, and of `best`."""
-        _ = self.interval
+        validate(self, "interval")
         if self.best and not all(self.best.rpartition("/")[::2]):
             raise UserError(f"checkpoint.best={self.best}: give SET/METRIC, as imagenet1k/top1")
 
@@ -184,7 +184,7 @@ class CacheConfig:
 
     def check(self) -> None:
         """Raises UserError for other forms of sizes and bytes."""
-        _ = self.sizes, self.keep_budget
+        validate(self, "sizes", "keep_budget")
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ class CaptionConfig:
 
     weight: float = setting(
         2.0,
-        "Of a captioner's mean cross entropy over the tokens of the batch's captions; the contrast has a weight of 1. "
-        "0: contrast alone, and its decoder is frozen. Other models have no decoder.",
+        "Weight of a captioner's mean cross entropy over the tokens of the batch's captions; the contrast has a weight "
+        "of 1. 0: contrast alone, and its decoder is frozen. Other models have no decoder.",
         least=0,
     )
 
@@ -227,7 +227,9 @@ class DistillConfig:
 
     teachers: list[str] = setting([], "Names of the teachers: a sample's member NAME.npy has its features.")
     scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.", above=0)
-    weights: tuple[float, float] = setting((0.0, 1.0), "Of the contrastive loss, and of the distillation.", least=0)
+    weights: tuple[float, float] = setting(
+        (0.0, 1.0), "Weights of the contrastive loss, and of the distillation.", least=0
+    )
 
     def check(self) -> None:
         """Raises UserError for teachers that are named twice, scales that are not theirs, and weights of 0."""
@@ -265,7 +267,7 @@ class SinkConfig:
 
     def check(self) -> None:
         """Raises UserError for another word of the environment."""
-        _ = self.wandb_mode
+        validate(self, "wandb_mode")
 
 
 @dataclass(frozen=True)

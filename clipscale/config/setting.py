@@ -12,7 +12,7 @@ from clipscale.common.units import one_of
 
 
 class Unset(Enum):
-    """Stands for a setting of a part of a run that is as in the whole run."""
+    """Sentinel of a stage's setting: the stage inherits the run's value."""
 
     UNSET = "unset"
 
@@ -24,6 +24,12 @@ class Section(Protocol):
     """Any dataclass of settings."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def validate(section: Section, *properties: str) -> None:
+    """Compute these properties of a section, which raise UserError for what the section cannot mean."""
+    for name in properties:
+        getattr(section, name)
 
 
 def setting(default: object, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:

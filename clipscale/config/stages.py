@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from clipscale.common.errors import UserError
-from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.setting import UNSET, Section, Unset, setting
 
 # A setting of a stage -> the run's setting that it replaces.
@@ -44,7 +44,7 @@ class StageConfig:
 
     @property
     def length(self) -> int | None:
-        """The stage's samples; None: it has none of its own."""
+        """The stage's samples; None if it has no length of its own."""
         return None if self.samples is UNSET else self.samples
 
     @property
@@ -84,7 +84,9 @@ def stages_of(config: Run) -> list[Run]:
 def changed(config: Settings, name: str, value: object) -> Settings:
     """The settings with this value for the setting `name`."""
     head, _, rest = name.partition(".")
-    return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
+    if rest:
+        value = changed(getattr(config, head), rest, value)
+    return replace(config, **{head: value})
 
 
 def total_samples(config: Staged) -> int | None:

@@ -1,8 +1,7 @@
-"""A tower under FSDP2: the type in which its weights are gathered, and when they are sharded again."""
+"""A tower under FSDP2: how it is sharded, and when its weights are gathered and sharded again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-# Whether this torch (2.15 or later) gathers each parameter in a type of its own.
-PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
-# Layers whose weights autocast rounds.
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+from clipscale.distributed.tower_blocks import blocks
+from clipscale.distributed.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
 
 
 class ShardedTower(nn.Module):
@@ -80,44 +77,6 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     options: dict[str, Any] = {"param_dtype_override_fn": gathered_type(tower, dtype)}
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
-
-
-def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
-    """A function from a weight to the type in which it is gathered, under autocast to `dtype`."""
-    layers = [module for module in tower.modules() if isinstance(module, CAST)]
-    cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
-    cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
-    return lambda p: dtype if id(p) in cast else p.dtype
-
-
-def cast_gathered_(tower: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a tower's weights in place to the types in which they are gathered."""
-    pin_cast_dtype(tower)
-    type_of = gathered_type(tower, dtype)
-    for p in tower.parameters():
-        p.data = p.data.to(type_of(p))
-
-
-def pin_cast_dtype(tower: nn.Module) -> None:
-    """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
-
-    Sharded, that weight is float32 before the first chunk and `dtype` after, so the type would change.
-    """
-    module: Any
-    for module in tower.modules():
-        if hasattr(module, "get_cast_dtype"):
-            dtype = module.get_cast_dtype()
-            module.get_cast_dtype = lambda dtype=dtype: dtype
-
-
-def blocks(tower: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer or convolutional network, and its stages. FSDP2 gathers one at a time.
-
-    Inner blocks come first: `fully_shard` takes those parameters of a module that no earlier call has taken.
-    """
-    modules = reversed(list(tower.modules()))
-    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
-    return [block for items in lists if len(items) > 1 for block in items if list(block.parameters())]
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

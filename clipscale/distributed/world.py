@@ -42,7 +42,7 @@ class AsyncReduction:
     """A reduction that runs in the background."""
 
     tensor: Tensor
-    # The reduction; None: it has ended, and `tensor` is the result.
+    # The reduction; None if it has ended, and `tensor` is the result.
     work: dist.Work | None = None
 
     def values(self) -> list[int]:
@@ -61,7 +61,7 @@ class World:
     device: torch.device
     # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
-    # The store in which ranks leave each other signals; None: there is none. It has a connection of its own, since a
+    # The store in which ranks leave each other signals; None with one process. Its connection is its own, since a
     # rank that waits may be using the others.
     signals: dist.Store | None = field(default=None, compare=False, repr=False)
 
@@ -83,7 +83,9 @@ class World:
 
     def one_hot(self, value: int) -> list[int]:
         """Zeros, with the value at this rank's place. `all_reduce_max` makes of them the values of all ranks."""
-        return [value * (rank == self.rank) for rank in range(self.size)]
+        values = [0] * self.size
+        values[self.rank] = value
+        return values
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks, in place."""

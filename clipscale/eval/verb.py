@@ -45,7 +45,7 @@ def work(config: EvalRunConfig) -> Results:
         sets = world.raise_together(
             lambda: chosen_sets(config.eval)
         )  # before a model is loaded: a mistyped path is reported
-        precision = Precision.of(config.precision, world.device)
+        precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)

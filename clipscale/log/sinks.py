@@ -26,7 +26,11 @@ class Sinks:
 
     def open(self, name: str, opened: Callable[[], Sink]) -> None:
         """Add the sink that the function opens."""
-        self._call(name, lambda: self._sinks.update({name: opened()}))
+
+        def add() -> None:
+            self._sinks[name] = opened()
+
+        self._call(name, add)
 
     def write(self, step: int, record: Mapping[str, object]) -> None:
         """Give the numbers of a record to every sink, under their names."""

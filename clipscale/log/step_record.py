@@ -7,12 +7,12 @@ from typing import cast
 import psutil
 from torch import Tensor
 
-from clipscale.common.phases import CLOCK_STEP_S, Readback
 from clipscale.common.record import Results
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
+from clipscale.step.phases import CLOCK_STEP_S, Readback
 from clipscale.step.train_step import StepResult
 
 
@@ -34,7 +34,7 @@ class StepRecords:
     """Completes the records of a run's steps, one by one."""
 
     def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
-        """`log` takes each complete record; None: this rank logs none."""
+        """`log` takes each complete record; None on a rank that does not log."""
         self._log = log
         self._ranks = ranks
         self._flops = flops

@@ -84,7 +84,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
     tables: list[TextTable] = []
     for metrics, names in groups.items():
         # The count of samples that are left out: no column if all are 0.
-        columns = [each for each in metrics if each != "broken" or any(results[name][each] for name in names)]
+        columns = [metric for metric in metrics if metric != "broken" or any(results[name][metric] for name in names)]
         rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
         heads = ["set", *(TITLES.get(column, column) for column in columns)]
         tables.append(TextTable(heads, rows, "" if tables else title))

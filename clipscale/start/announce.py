@@ -53,8 +53,12 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
     config = settled.config
     if step:
         changes = changes_of(settled, schedule)
-        changed = "; changed: " + ", ".join(changes) if changes else ""
-        state = " is complete at" if step >= schedule.end else ": going on after"
+        changed = ""
+        if changes:
+            changed = "; changed: " + ", ".join(changes)
+        state = ": going on after"
+        if step >= schedule.end:
+            state = " is complete at"
         log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")
     else:
         log_line(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {settled.folder}")

@@ -67,7 +67,7 @@ class ReadyRun:
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
     """Begin or resume a run, or its next stage. A collective. If it raises UserError, it leaves no process behind.
 
-    `copies`: the run's, from its earlier stages; None: this is the first one of this process.
+    `copies`: the run's, from its earlier stages; None in the first stage of this process.
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = evaluation_of(config, world)

@@ -14,9 +14,9 @@ from clipscale import checkpoint
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.keep import KeepBudget
-from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_line, show_task
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.train import TrainConfig, samples_of
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.position import merge_positions
@@ -86,7 +86,7 @@ def build(settled: SettledRun, world: World) -> Components:
         show_task("building the model")
         torch.manual_seed(config.seed)
         model = build_model(config.model, tokenizer=tokenizer).to(world.device)
-        precision = Precision.of(config.precision, world.device)
+        precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
         train_step = build_step(
@@ -141,7 +141,7 @@ def batch_loss(
 ) -> BatchLoss:
     """The loss of the run's batches.
 
-    `repeats`: whether a sample may be in a batch twice. `machine`: where it runs; None: this machine.
+    `repeats`: whether a sample may be in a batch twice. `machine`: where it runs; None for this machine.
     """
     return BatchLoss(
         model,
@@ -264,7 +264,10 @@ def least_saved_bytes(config: TrainConfig) -> int:
     model = config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
     size = sum(p.nbytes for tower, settings in towers if settings.groups is None for p in tower.parameters())
-    return size if model.lora else size * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
+    if model.lora:
+        return size
+    copies_in_average = 1 if config.ema else 0
+    return size * (1 + copies_in_average + MOMENTS.get(config.optim.name, 0))
 
 
 def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> None:

@@ -10,8 +10,8 @@ from clipscale.checkpoint import CheckpointState
 from clipscale.common import ranks
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
-from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config.model import ModelConfig
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
@@ -129,7 +129,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
 def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path | None:
     """The checkpoint to resume. After a restart by torchrun or Slurm it is the run's own newest one, if there is any.
 
-    `copy`: the address of the run's copy; empty: there is none, or it is not read.
+    `copy`: the address of the run's copy; empty if there is none, or it is not read.
     """
     folder = Path(config.run)
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
@@ -153,7 +153,7 @@ def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -
         stage = Stage(settings.batch, step, samples, is_last, policy)
         stages.append(stage)
         if config.stages:
-            architecture(settings.model)
+            architecture(settings.model)  # raises UserError for one that cannot be built
             step += samples_of(settings, None) // settings.batch
             samples = stage.samples_before(step)
     return stages
@@ -197,9 +197,9 @@ def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stag
         )
 
 
-def pixel_notices(typed: ModelConfig, completed: ModelConfig) -> list[str]:
+def pixel_notices(requested: ModelConfig, completed: ModelConfig) -> list[str]:
     """A line if the weights bring another normalisation of pixels than the settings had."""
     pixels = completed.pixels
-    if pixels == typed.pixels:
+    if pixels == requested.pixels:
         return []
     return [f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}"]

@@ -39,7 +39,7 @@ class BatchLoss:
     captions: int = 1
     # Whether samples with equal keys are no negatives of each other.
     uses_keys: bool = False
-    # Where the loss runs; None: this machine.
+    # Where the loss runs; None for this machine.
     machine: LossRuntime | None = None
     # The logit scale of each teacher. Without teachers the loss is the pairs' alone.
     teacher_scales: tuple[float, ...] = ()
@@ -63,7 +63,8 @@ class BatchLoss:
         with self.autocast():
             value = self._value(image_features, text_features, keys, scaled_teachers)
             for size in self.sizes:
-                images, texts = (unit_rows(rows[:, :size], MIN_LENGTH) for rows in (image_features, text_features))
+                images = unit_rows(image_features[:, :size], MIN_LENGTH)
+                texts = unit_rows(text_features[:, :size], MIN_LENGTH)
                 value = value + self._value(images, texts, keys, scaled_teachers)
             return value
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from clipscale.checkpoint.state import CheckpointState, OptimizerState
 from clipscale.common.errors import UserError
-from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.common.rng import RandomState
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.fsdp import replicate_state, sharded_as

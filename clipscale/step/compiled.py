@@ -8,7 +8,7 @@ from torch import nn
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import one_line
 from clipscale.common.rng import RandomState
-from clipscale.distributed.fsdp import blocks
+from clipscale.distributed.tower_blocks import blocks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
 from clipscale.step.cache.cast_weights import CastWeights

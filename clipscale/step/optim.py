@@ -73,7 +73,8 @@ class FastMuon(torch.optim.Optimizer):
         self.adamw.param_groups = [
             self.adamw.defaults | group | {"lr": group["lr"] * group["fallback_lr_scale"]} for group in fused
         ]
-        self.muon.state = self.adamw.state = self.state
+        self.muon.state = self.state
+        self.adamw.state = self.state
         with Float32OnCpu():
             self.muon.step()
         self.adamw.step()

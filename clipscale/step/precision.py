@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clipscale.distributed import fsdp
+from clipscale.distributed.weight_types import cast_gathered_
 from clipscale.step.cache.pass_contexts import trains
 
 # Type of autocast.
@@ -25,8 +25,8 @@ class Precision:
     scaler: torch.amp.GradScaler | None = None
 
     @classmethod
-    def of(cls, name: str, device: torch.device) -> "Precision":
-        """The precision of this name. Allows TF32 on CUDA, in the whole process."""
+    def set_up(cls, name: str, device: torch.device) -> "Precision":
+        """Allow TF32 on CUDA, in the whole process, and return the precision of this name."""
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
@@ -49,4 +49,4 @@ class Precision:
         """
         for tower in towers:
             if not trains(tower):
-                fsdp.cast_gathered_(tower, self.dtype)
+                cast_gathered_(tower, self.dtype)

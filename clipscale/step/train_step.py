@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.phases import Readback, StepTimer
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
@@ -24,6 +23,7 @@ from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.next_step_info import NextStepInfo
+from clipscale.step.phases import Readback, StepTimer
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepInputs
 

@@ -48,7 +48,7 @@ def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.Mo
     gradient (6) and a sum (12); else the gradient that a product adds to, read and written (8)."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     chunks = importlib.import_module("chunks")
-    bf16 = Precision.of("bf16", torch.device("cpu"))
+    bf16 = Precision.set_up("bf16", torch.device("cpu"))
     with without_memory():
         layers = nn.Sequential(nn.GELU(), nn.Linear(W, W, bias=False))
         replace_linear_layers(layers)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
-from clipscale.checkpoint.loading import size_and_crc32
+from clipscale.checkpoint.format import size_and_crc32
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -176,7 +176,7 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
 def test_damage_anywhere_in_a_file_of_several_blocks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
 ) -> None:
-    monkeypatch.setattr("clipscale.checkpoint.loading.READ_BYTES", 4096)
+    monkeypatch.setattr("clipscale.checkpoint.format.READ_BYTES", 4096)
     path = save(tmp_path, 1, {"model": {"w": torch.zeros(5000)}}, keep=0)
     checkpoint.verify(path)
     data = bytearray((path / FILES[0]).read_bytes())

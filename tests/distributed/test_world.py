@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipscale.common.phases import Readback
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, init_world
+from clipscale.step.phases import Readback
 from tests.support.ranks import run_ranks
 from tests.support.runs import small, train_loop
 

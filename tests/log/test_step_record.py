@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from clipscale.common.phases import StepTimer
 from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
+from clipscale.step.phases import StepTimer
 from clipscale.step.train_step import StepResult
 from tests.log.test_metrics import open_log
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.checkpoint import CheckpointState
-from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
+from clipscale.checkpoint.format import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.sources import find

@@ -13,8 +13,8 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
-from clipscale.common.optimizer_policy import OptimizerPolicy
 from clipscale.config.model import TowerConfig
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig

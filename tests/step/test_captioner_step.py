@@ -105,7 +105,7 @@ def step_of(case: Case, world: World) -> TrainStep:
         precision="fp32",
         offload=case.offload,
     )
-    model, precision = model_of(case), Precision.of("fp32", CPU)
+    model, precision = model_of(case), Precision.set_up("fp32", CPU)
     loss = batch_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
     return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)

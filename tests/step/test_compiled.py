@@ -63,7 +63,7 @@ def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
         required = model.image(pixels).detach()
     state = torch.get_rng_state()
     towers = compile_towers(model, lengths_vary=False)
-    problem = try_compiled(model, towers, ChunkSizes(3, 3, "cpu"), 5, Precision.of("fp32", CPU), ALONE)
+    problem = try_compiled(model, towers, ChunkSizes(3, 3, "cpu"), 5, Precision.set_up("fp32", CPU), ALONE)
     assert ("no compiler here" in problem) is bool(fails_at)
     if not fails_at:
         assert sorted(sizes) == [2, 2, 2, 2, 3, 3, 3, 3], (

@@ -30,7 +30,7 @@ def test_a_frozen_tower_gives_the_same_bits_from_less_memory(frozen: str) -> Non
     config = ModelConfig(name="test", architecture=ARCHITECTURE)
     whole = build_model(replace(config, **{frozen: TowerConfig(train="none")}))
     half = copy.deepcopy(whole)
-    precision = Precision.of("bf16", torch.device("cpu"))
+    precision = Precision.set_up("bf16", torch.device("cpu"))
     precision.cast_frozen_(half.image)
     precision.cast_frozen_(half.text)
     inputs = torch.randint(0, 256, (5, 3, 30, 30), dtype=torch.uint8), torch.randint(1, 60, (5, whole.context_length))

@@ -90,7 +90,7 @@ def layers_to_cast(
 
 
 def autocast_dtype(autocast: Callable[[], AbstractContextManager[object]], device: str) -> torch.dtype | None:
-    """The half-precision type of an autocast context; None: it casts nothing."""
+    """The half-precision type of an autocast context; None if it casts nothing."""
     with autocast():
         if not torch.is_autocast_enabled(device):
             return None

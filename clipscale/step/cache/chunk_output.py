@@ -16,6 +16,6 @@ class ChunkOutput(NamedTuple):
 
     # A tensor (samples, ...), or what `representation` takes.
     representations: Any
-    # The chunk's own loss, 0-d: a sum over its samples alone, so that the chunks' losses add up to the batch's. None:
-    # there is none.
+    # The chunk's own loss, 0-d: a sum over its samples alone, so that the chunks' losses add up to the batch's. None
+    # without one.
     loss: Tensor | None = None

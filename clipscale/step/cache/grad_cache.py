@@ -98,7 +98,7 @@ class GradCache:
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
-        # The sum of the chunks' own losses in the last step, detached and not scaled; None: there were none.
+        # The sum of the chunks' own losses in the last step, detached and not scaled; None if chunks had none.
         self.chunk_loss: Tensor | None = None
 
     def step(self, *inputs: object, **loss_options: object) -> Tensor:

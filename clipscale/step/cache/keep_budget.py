@@ -4,10 +4,10 @@ import torch
 
 from clipscale.common import ranks
 from clipscale.common.keep import KeepBudget
-from clipscale.common.phases import StepTimer
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.cache.kept_graphs import free_gpu_memory
+from clipscale.step.phases import StepTimer
 
 # Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
 MARGIN = {"cuda": 0.9, "cpu": 0.5}

@@ -24,7 +24,7 @@ class GraphMeter:
     # Bytes of a full chunk's graph, the largest of all ranks; 0: not measured.
     bytes_each: int = 0
     _rows: int = 0
-    # The graphs measured in this step; None: it measures none.
+    # The bytes of the graphs that this step has measured; None in a step that measures none.
     _measured: list[int] | None = None
 
     def start_step(self, rows: int, *, measure: bool) -> None:

@@ -99,4 +99,6 @@ def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
 def feature_encoder(model: ClipModel, device: torch.device, precision: str, data: DataConfig) -> FeatureEncoder:
     """An encoder with the model, which it moves to the device."""
     captions = source_names(data.captions)
-    return FeatureEncoder(model.to(device), device, Precision.of(precision, device), captions, model.eval_transform())
+    return FeatureEncoder(
+        model.to(device), device, Precision.set_up(precision, device), captions, model.eval_transform()
+    )

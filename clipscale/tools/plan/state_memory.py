@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.distributed import fsdp
+from clipscale.distributed.tower_blocks import blocks
+from clipscale.distributed.weight_types import cast_gathered_, gathered_type
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -30,14 +31,14 @@ class GatheredWeights:
     @classmethod
     def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
         """In stage 3 a block's weights are gathered while the one before computes."""
-        type_of = fsdp.gathered_type(tower, dtype)
+        type_of = gathered_type(tower, dtype)
 
         def size(parameters: set[nn.Parameter]) -> int:
             return sum(p.numel() * type_of(p).itemsize for p in parameters)
 
         rest = everything = set(tower.parameters())
         block = 0
-        for module in fsdp.blocks(tower):
+        for module in blocks(tower):
             block = max(block, size(rest & set(module.parameters())))
             rest = rest - set(module.parameters())
         if parallel == "zero2":
@@ -141,7 +142,7 @@ def divided_among_ranks(
     for i, tower in enumerate(towers):
         if any(p.requires_grad for p in tower.parameters()):
             gathered[i] = GatheredWeights.of(tower, parallel, dtype)
-            fsdp.cast_gathered_(tower, dtype)
+            cast_gathered_(tower, dtype)
         else:
             undivided += sum(p.nbytes for p in tower.parameters())
     share = [size // ranks for size in memory.gradients]

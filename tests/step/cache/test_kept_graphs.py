@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.keep import KeepBudget
-from clipscale.common.phases import StepTimer
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
@@ -19,6 +18,7 @@ from clipscale.step.cache import keep_budget
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.keep_budget import measured_budget
 from clipscale.step.cache.kept_graphs import measured_graph
+from clipscale.step.phases import StepTimer
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 

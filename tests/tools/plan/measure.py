@@ -35,7 +35,7 @@ ARCHITECTURE = {
 def measured_step(config: TrainConfig, world: World) -> TrainStep:
     """The trainer's step, around a model with random weights."""
     model = build_model(config.model)
-    precision = Precision.of(config.precision, world.device)
+    precision = Precision.set_up(config.precision, world.device)
     precision.cast_frozen_(model.image, model.text)
     with precision.autocast():
         sizes = agreed_chunk_sizes(

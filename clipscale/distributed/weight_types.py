@@ -1,0 +1,42 @@
+"""The type in which a tower's weights are used: what autocast would cast them to. Sharded or not."""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+# Whether this torch (2.15 or later) gathers each parameter in a type of its own.
+PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
+# Layers whose weights autocast rounds.
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
+    """A function from a weight to the type in which it is gathered, under autocast to `dtype`."""
+    layers = [module for module in tower.modules() if isinstance(module, CAST)]
+    cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
+    cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
+    return lambda p: dtype if id(p) in cast else p.dtype
+
+
+def cast_gathered_(tower: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a tower's weights in place to the types in which they are gathered."""
+    pin_cast_dtype(tower)
+    type_of = gathered_type(tower, dtype)
+    for p in tower.parameters():
+        p.data = p.data.to(type_of(p))
+
+
+def pin_cast_dtype(tower: nn.Module) -> None:
+    """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
+
+    Sharded, that weight is float32 before the first chunk and `dtype` after, so the type would change.
+    """
+    module: Any
+    for module in tower.modules():
+        if hasattr(module, "get_cast_dtype"):
+            dtype = module.get_cast_dtype()
+            module.get_cast_dtype = lambda dtype=dtype: dtype
