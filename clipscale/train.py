@@ -15,6 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.ending import log_end
@@ -107,7 +108,7 @@ class TrainLoop:
         return result
 
     def run_step(self) -> NextStepInfo:
-        """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
+        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
         number = self.step + 1
         train_step = self.train_step
         ready = self.ready
@@ -115,8 +116,7 @@ class TrainLoop:
         with rollback_on_error(train_step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
-                show_task("waiting for the first samples")
-                batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
+                wait_for_first_samples(batch)
             if self.step == ready.step:
                 show_task(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
@@ -133,8 +133,8 @@ class TrainLoop:
     def make_poll(self, local_batch: int) -> Callable[[], None]:
         """What a step calls before each chunk. It never waits for the device.
 
-        It ends the step at a signal (a collective; see `Stop.poll`), shows progress, and logs the previous step as soon
-        as the device has finished it.
+        It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous
+        step as soon as the device has finished it.
         """
         number = count()
         records = self.ready.records
@@ -191,3 +191,9 @@ class TrainLoop:
         """Whether every rank comes here after this error, with the weights of a completed step."""
         together = self.world.size == 1 or (isinstance(error, UserError) and error.on_all_ranks)
         return together and not self.train_step.is_updating
+
+
+def wait_for_first_samples(batch: HostBatch) -> None:
+    """Wait for the first captions of a run here, so that its first step does not seem slow."""
+    show_task("waiting for the first samples")
+    batch.tokens(0, 16)

@@ -49,14 +49,21 @@ class Saver:
     a checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run_dir: Path, world: World, retention: Retention, copies: Copies | None = None) -> None:
-        """`copies`: copies each checkpoint; None: nothing does."""
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        retention: Retention,
+        copies: Copies | None = None,
+        newest_step: int | None = None,
+    ) -> None:
+        """`copies`: copies each checkpoint. `newest_step`: of the newest checkpoint in the folder, if there is one."""
         self.run_dir = run_dir
         self.world = world
         self.retention = retention
         self.copies = copies
         # The step of the newest checkpoint that has been begun; None before the first.
-        self.newest_step: int | None = None
+        self.newest_step = newest_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
         self._stager = self._new_stager()

@@ -72,7 +72,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     # The sets first: a mistyped path is found in the first minute.
     evaluation = evaluation_of(config, world)
     for name, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
-        check_goal(name, goal, [each.label for each in evaluation.sets])
+        check_goal(name, goal, [eval_set.label for eval_set in evaluation.sets])
 
     # Which settings and which checkpoint.
     settled = settle(config, world, fetches=copies is None)
@@ -91,9 +91,9 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         # Checkpoints and their copies.
         if copies is None:
             copies = begin_copies(settled, world)
-        saver = checkpoint.Saver(settled.folder, world, copies.retention, copies)
-        if settled.checkpoint is None or settled.continues_own_folder:
-            saver.newest_step = settled.step
+        is_in_folder = settled.checkpoint is None or settled.continues_own_folder
+        newest_step = settled.step if is_in_folder else None
+        saver = checkpoint.Saver(settled.folder, world, copies.retention, copies, newest_step)
         undo.pop_all()
 
     intervals = Intervals(config.eval.every, *config.checkpoint.interval)

@@ -1,5 +1,6 @@
 """Towers under torch.compile, block by block: a tower's blocks are alike, so they share one compilation."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -52,7 +53,11 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = Fa
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer or convolutional network; of nested ones, the innermost."""
     repeated = blocks(encoder)
-    return [block for block in repeated if not any(m in repeated for m in block.modules() if m is not block)]
+
+    def has_inner(block: nn.Module) -> bool:
+        return any(module in repeated for module in block.modules() if module is not block)
+
+    return [block for block in repeated if not has_inner(block)]
 
 
 def try_compiled(
@@ -67,16 +72,7 @@ def try_compiled(
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
-                images = tower is model.image
-                chunk = sizes.image if images else sizes.text
-                weights = CastWeights()
-                weights.start_step(tower, precision.autocast, -(-batch // chunk))
-                weights.is_ddp = world.size > 1
-                for size in {chunk, batch % chunk or chunk}:
-                    inputs = (random_pixels if images else random_captions)(model, world.device, size)
-                    for sync in (False, True):
-                        with batch_norm_preserved(tower), precision.autocast(), weights.used(True, sync):
-                            both_passes(tower, inputs)
+                run_every_pass(model, tower, sizes, batch, precision, is_ddp=world.size > 1)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -86,6 +82,24 @@ def try_compiled(
     return problem
 
 
+def run_every_pass(
+    model: ClipModel, tower: Tower, sizes: ChunkSizes, batch: int, precision: Precision, *, is_ddp: bool
+) -> None:
+    """Run every kind of pass of a tower, on random inputs: full and last chunks, with and without DDP's sums."""
+    is_image = tower is model.image
+    chunk = sizes.image if is_image else sizes.text
+    draw = random_pixels if is_image else random_captions
+    weights = CastWeights()
+    weights.start_step(tower, precision.autocast, num_chunks=math.ceil(batch / chunk))
+    weights.is_ddp = is_ddp
+    last_chunk = batch % chunk or chunk
+    for size in {chunk, last_chunk}:
+        inputs = draw(model, precision.device, size)
+        for sync in (False, True):
+            with batch_norm_preserved(tower), precision.autocast(), weights.used(True, sync):
+                both_passes(tower, inputs)
+
+
 def no_compilation(is_compiled: bool) -> AbstractContextManager[object]:
-    """Around an evaluation: batches of sizes that are not compiled run without compiled code, and stay so."""
+    """Around an evaluation: batch sizes that are not compiled yet run without compiled code, now and later."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

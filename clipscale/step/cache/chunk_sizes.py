@@ -1,4 +1,8 @@
-"""Samples per chunk: from the settings, from the checkpoint, or from a measurement."""
+"""Samples per chunk: from the settings, from the checkpoint, or from a measurement.
+
+Captions that are sorted by length are cut by tokens: a chunk has at most those of so many captions of full length
+(`data/loader/captions.py`).
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +35,7 @@ Draw = Callable[[ClipModel, torch.device, int], Inputs]
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
     """Raise UserError for a chunk larger than the local batch.
 
-    `sizes`: as typed; None: to be measured. `texts`: captions and hard negatives of a sample.
+    `sizes`: of the settings; None to measure one. `texts`: captions and hard negatives of a sample.
     """
     for size, rows, noun in zip(sizes, (local_batch, local_batch * texts), ("samples", "captions")):
         if size is not None and size > rows:
@@ -55,7 +59,7 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 
 def agreed_chunk_sizes(
-    typed: Sequence[int | None],
+    requested: Sequence[int | None],
     model: ClipModel,
     local_batch: int,
     world: World,
@@ -65,11 +69,12 @@ def agreed_chunk_sizes(
     texts: int = 1,
     pairs: nn.Module | None = None,
 ) -> ChunkSizes:
-    """The chunk sizes of both towers, the same on all ranks. The first of these that exists counts:
+    """A collective: the chunk sizes of both towers, the same on all ranks. The first of these that exists counts:
 
-    1. the `typed` size,
-    2. the checkpoint's size, `earlier`, if it was found on the same kind of device,
-    3. a measurement; see `find_chunk` for `keeps_graphs`.
+    1. the local batch, for a tower that trains batch normalisation,
+    2. the `requested` size, by the settings,
+    3. the checkpoint's size, `earlier`, if it was found on the same kind of device,
+    4. a measurement; see `find_chunk` for `keeps_graphs`.
 
     Random numbers are drawn chunk by chunk. So a resumed run needs the checkpoint's size to draw the same ones.
 
@@ -78,26 +83,32 @@ def agreed_chunk_sizes(
     """
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(device_name))))
-    sizes = {}
-    towers: list[tuple[str, nn.Module, Draw, int]] = [
-        ("image", model.image, random_pixels, 1),
-        ("text", model.text, random_captions, texts),
-    ]
+
+    def choose(name: str, tower: nn.Module, draw: Draw, rows: int, size: int | None, earlier_size: int | None) -> int:
+        whole_batch = batch_norm_chunk(tower, name, size, rows)
+        if whole_batch is not None:
+            return whole_batch
+        if size is not None:
+            return size
+        if earlier_size is not None:
+            return earlier_size
+        return measured_chunk(tower, partial(draw, model, world.device), rows, world, keep=keeps_graphs)
+
+    image_size, text_size = requested
+    earlier_image = earlier_text = None
+    if earlier is not None and earlier.device == device:
+        earlier_image = earlier.image
+        earlier_text = earlier.text
     if pairs is not None:
-        towers = [("image", pairs, random_pairs, 1)]
-    for setting, (name, tower, draw, of_sample) in zip(typed, towers):
-        rows = local_batch * of_sample
-        size = batch_norm_chunk(tower, name, setting, rows) or setting
-        if size is None and earlier and earlier.device == device:
-            size = getattr(earlier, name)
-        if size is None:
-            size = measured_chunk(tower, partial(draw, model, world.device), rows, world, keep=keeps_graphs)
-        sizes[name] = size
-    return ChunkSizes(**{"text": sizes["image"], **sizes}, device=device)
+        size = choose("image", pairs, random_pairs, local_batch, image_size, earlier_image)
+        return ChunkSizes(size, size, device)
+    image = choose("image", model.image, random_pixels, local_batch, image_size, earlier_image)
+    text = choose("text", model.text, random_captions, local_batch * texts, text_size, earlier_text)
+    return ChunkSizes(image, text, device)
 
 
 def measured_chunk(tower: nn.Module, draw: Callable[[int], Inputs], rows: int, world: World, *, keep: bool) -> int:
-    """The chunk size of `find_chunk`, the smallest of all ranks. A collective. `draw(n)`: n samples of inputs."""
+    """A collective: the chunk size of `find_chunk`, the smallest of all ranks. `draw(n)`: n samples of inputs."""
 
     def rate(size: int) -> float:
         return samples_per_second(tower, draw(size))
@@ -145,10 +156,11 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    # The largest one that fits is left out: features, loss and the other tower's gradients need memory, too.
-    tried = {n: speed for n, speed in rates.items() if n < max(rates)} or rates
-    least = (GOOD_ENOUGH if keep and local_batch not in rates else 1) * max(tried.values())
-    return min(n for n, speed in tried.items() if speed >= least)
+    whole_batch_fits = local_batch in rates
+    if len(rates) > 1:  # features, loss and the other tower's gradients need memory, too
+        del rates[max(rates)]
+    share = GOOD_ENOUGH if keep and not whole_batch_fits else 1.0
+    return min(n for n, speed in rates.items() if speed >= share * max(rates.values()))
 
 
 def samples_per_second(tower: nn.Module, inputs: Inputs) -> float:
