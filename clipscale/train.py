@@ -67,7 +67,7 @@ class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
     def __init__(self, ready: ReadyRun, world: World, lock: RunLock | None = None) -> None:
-        """`lock`: of the run's folder, held by rank 0; None: nobody else uses the folder."""
+        """`lock`: of the run's folder, held by rank 0; None if nobody else uses the folder."""
         self.ready = ready
         self.world = world
         self.lock = lock
@@ -147,7 +147,7 @@ class TrainLoop:
         return poll
 
     def evaluate(self) -> Results:
-        """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
+        """Evaluate the current model, and write the results to RUN/eval/step_N.json. A collective."""
         train_step = self.train_step
         evaluation = self.ready.evaluation
         records = self.ready.records
@@ -169,7 +169,7 @@ class TrainLoop:
         return results
 
     def save(self, *, wait: bool) -> None:
-        """Begin to write a checkpoint; see `checkpoint.Saver`. `wait`: until it is complete."""
+        """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: until it is complete."""
         self.ready.records.finish()
         if wait:
             show_task(f"saving step {self.step}")
@@ -181,7 +181,7 @@ class TrainLoop:
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
-        """Save the completed steps, wait until the checkpoint is complete, and a minute for its copy."""
+        """Save the completed steps. A collective: waits until the checkpoint is complete, and a minute for its copy."""
         saver = self.ready.saver
         if self.step != saver.newest_step:
             self.save(wait=True)

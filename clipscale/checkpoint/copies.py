@@ -181,15 +181,17 @@ class Event(Enum):
 
 
 class Copies:
-    """A thread that copies a run's newest checkpoint and its records: once at the start, and once for each `request`.
+    """A thread that copies a run's newest checkpoint and its records, one copy at a time.
 
-    It completes a copy before it starts the next one, of what is then the newest checkpoint. It reads the copied files
-    back and compares them. After an error it tries again with the next checkpoint. It prints each type of error once,
-    until a copy succeeds. If the store has later checkpoints than the run, they stay.
+        start, request:   one copy of what is then the newest checkpoint; its files are read back and compared
+        an error:         printed once for its type; the next `request` tries again
+        close:            a last copy, waited for; what a complete run returns is written after it
+
+    If the store has later checkpoints than the run, they stay.
     """
 
     def __init__(self, run: Path, address: str, retention: Retention) -> None:
-        """`address`: the store's; empty: nothing is copied."""
+        """`address`: the store's; if empty, nothing is copied."""
         self.run = run
         self.address = address
         self.retention = retention

@@ -44,9 +44,12 @@ class UnwritableError(UserError):
 class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
-    `save` copies this rank's share into host memory, which is the pause that training sees, and returns. A thread then
-    writes its file. When all ranks have written, rank 0 gives the folder its name and deletes outdated checkpoints. So
-    a checkpoint appears whole or not at all, and a failed write changes no earlier one.
+        save:                   waits for the checkpoint before; copies this rank's share into host memory; returns
+        in a thread:            writes this rank's file into a temporary folder
+        all ranks have written: rank 0 writes meta.json, renames the folder, and deletes outdated checkpoints
+
+    The copy into host memory is the pause that training sees. A checkpoint appears whole or not at all, and a failed
+    write changes no earlier one.
     """
 
     def __init__(

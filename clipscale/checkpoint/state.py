@@ -63,13 +63,13 @@ class CheckpointState:
     # The loss scale of fp16.
     scaler: dict[str, Any] | None = None
     ema: AverageState | None = None
-    # The samples per chunk; None: not known.
+    # The samples per chunk; None if not known.
     chunks: ChunkSizes | None = None
     # The random states of each rank.
     random: list[RandomState] = field(default_factory=list)
-    # Where each shard stream stands in the data; None: not known.
+    # Where each shard stream stands in the data; None if not known.
     position: DataPosition | None = None
-    # The clipscale version that wrote it; empty: unknown.
+    # The clipscale version that wrote it; empty if not known.
     version: str = __version__
 
     def tree(self) -> dict[str, Any]:
@@ -82,8 +82,8 @@ class CheckpointState:
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "CheckpointState":
-        """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
-        field_names = {each.name for each in fields(CheckpointState)}
+        """The state from the tree in a checkpoint's files. Fields that only another version has are left out."""
+        field_names = {own.name for own in fields(CheckpointState)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
         chunks = values.get("chunks")
         position = values.get("position")

@@ -135,7 +135,7 @@ class Best:
         }
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """The step with the best value, and the first one of several; None: no step has a value.
+        """The step with the best value, and the first one of several; None if no step has a value.
 
         All steps are compared on one set, the one that most of them have. `clipscale eval` may have added another one
         to some, such as the whole set beside a part of it.

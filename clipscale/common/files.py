@@ -160,7 +160,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def settings_of_run(folder: Path) -> Record:
-    """The settings of a run; empty: it has none. Raises UserError where its file is damaged."""
+    """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
     path = folder / "config.yaml"
     with to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return read_record(path)

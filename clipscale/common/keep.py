@@ -59,7 +59,7 @@ class KeepBudget:
         return replace(self, bytes=self.bytes - used)
 
     def graphs(self, chunks: int, bytes_each: int) -> int:
-        """How many of the `chunks` keep their graphs. `bytes_each`: bytes of one graph; 0: not measured."""
+        """How many of the `chunks` keep their graphs. `bytes_each`: bytes of one graph; 0 before it is measured."""
         if self.bytes == math.inf:
             return chunks
         return min(chunks, max(0, int(self.bytes // bytes_each))) if bytes_each else 0

@@ -36,7 +36,7 @@ class RunResult(TypedDict):
 class EvalRecord(TypedDict):
     """The file of an evaluation, eval/step_N.json."""
 
-    # None: the weights belong to no step.
+    # None if the weights belong to no step.
     step: int | None
     results: Results
     # What each set's results belong to: its images, versions, the precision.

@@ -23,7 +23,7 @@ class RandomState:
     cpu: Tensor
     # None if no GPU is in use.
     cuda: Tensor | None
-    # The GPU; None: the current one.
+    # The GPU; None for the current one.
     device: torch.device | None = None
 
     @staticmethod

@@ -31,7 +31,7 @@ class TowerConfig:
 
     @property
     def groups(self) -> int | None:
-        """The layer groups that train, counted from the last; None: all."""
+        """The layer groups that train, counted from the last; None for all."""
         if self.train == "all":
             return None
         return 0 if self.train == "none" else parse_count(self.train)

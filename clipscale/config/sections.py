@@ -165,7 +165,7 @@ class CacheConfig:
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """Samples per chunk of images and of texts; None: by measurement. Raises UserError."""
+        """Samples per chunk of images and of texts; None to measure one. Raises UserError."""
         try:
             sizes = [None if size == "auto" else parse_count(size) for size in self.chunk]
         except ValueError:

@@ -95,7 +95,7 @@ def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> Non
 
 
 def samples_of(config: TrainConfig, epoch: int | None) -> int:
-    """The samples of a run, or of a stage. `epoch`: the samples of an epoch of the data; None: unknown.
+    """The samples of a run, or of a stage. `epoch`: the samples of an epoch of the data; None if unknown.
 
     Raises UserError for less than a batch, and for a length in epochs if `epoch` is unknown.
     """
@@ -121,7 +121,7 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
 
 
 def batch_exceeds_data(config: TrainConfig, epoch: int | None) -> str:
-    """The warning for a batch larger than the data, else empty. `epoch`: samples in the data; None: not known."""
+    """The warning for a batch larger than the data, else empty. `epoch`: samples in the data; None if unknown."""
     batch = config.batch
     if not epoch or batch <= epoch or config.data.same is not None:
         return ""

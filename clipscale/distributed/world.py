@@ -150,7 +150,7 @@ class World:
                 self.signals.set(SIGNAL, str(number))
 
     def left_signal(self) -> int:
-        """The signal that a rank has left; 0: none."""
+        """The signal that a rank has left; 0 without one."""
         if self.signals:
             with suppress(RuntimeError):  # as in `leave_signal`
                 return int(self.signals.get(SIGNAL)) if self.signals.check([SIGNAL]) else 0

@@ -67,7 +67,7 @@ def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
 
 
 def rate_of_step(run_dir: Path, step: int) -> float | None:
-    """The learning rate of a step, by the run's records; None: they do not say."""
+    """The learning rate of a step, by the run's records; None if they do not say."""
     records, _ = parsed_lines(run_dir / "metrics.jsonl")
     rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]
     return rates[0] if rates else None

@@ -172,7 +172,7 @@ def check_machine(config: TrainConfig, world: World) -> None:
 def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stage) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
-    `saved`: the checkpoint's values; None: the run begins. `trained`: the stage that the checkpoint has trained last.
+    `saved`: the checkpoint's values; None for a new run. `trained`: the stage that the checkpoint has trained last.
     """
     if saved is None:
         if checkpoints_of(Path(config.run)):

@@ -93,7 +93,7 @@ class PairBatchEncoder:
     # Makes the context in which a frozen image tower runs.
     autocast: Callable[[], AbstractContextManager[object]]
     caption_weight: float
-    # Bytes of one image's output of a frozen tower, as an earlier step measured; 0: not yet.
+    # Bytes of one image's output of a frozen tower, measured in an earlier step; 0 before.
     image_bytes: int = 0
     # Labels in the captions of the global batch of this step.
     num_tokens: int = 1

@@ -39,7 +39,7 @@ class WeightAverage:
         return {"updates": self.updates, "weights": dict(self.values)}
 
     def load(self, saved: AverageState | None) -> None:
-        """Continue a checkpoint's average; None: start again at the current weights."""
+        """Continue a checkpoint's average; with None start again at the current weights."""
         self.updates = saved["updates"] if saved else 0
         for name, value in self.values.items():
             local_shard(value).copy_(local_shard(saved["weights"][name] if saved else self.weights[name].detach()))

@@ -23,7 +23,7 @@ class Readback:
 
     # On the host.
     values: Tensor
-    # The event after which the values are there; None: they are there now.
+    # The event after which the values are there; None if they are there already.
     arrival: torch.cuda.Event | None = None
 
     @classmethod

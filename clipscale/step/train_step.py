@@ -61,7 +61,7 @@ class StepResult:
     loss: float
     # Empty: the loss has one term alone.
     loss_terms: LossTerms
-    # None: the loss or the norm is not finite, and the weights are unchanged.
+    # None if the loss or the norm is not finite; then the weights are unchanged.
     grad_norm: float | None
     next_step: NextStepInfo
     phases: StepTimer

@@ -204,7 +204,7 @@ class GradCache:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of a chunk's graph of the first tower that has a second pass; 0: not measured."""
+        """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
         return next((tower.graphs.meter.bytes_each for tower in self.towers if tower.graphs.meter.bytes_each), 0)
 
     def num_chunks(self, samples: int) -> int:

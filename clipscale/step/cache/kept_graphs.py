@@ -21,7 +21,7 @@ HEADROOM = 1.1
 class GraphMeter:
     """The bytes of one chunk's graph. The first step at a batch size measures them."""
 
-    # Bytes of a full chunk's graph, the largest of all ranks; 0: not measured.
+    # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
     bytes_each: int = 0
     _rows: int = 0
     # The bytes of the graphs that this step has measured; None in a step that measures none.
