@@ -25,7 +25,7 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.start.begin import ReadyRun, begin
-from clipscale.start.shared import check_shared
+from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import no_compilation
 from clipscale.step.next_step_info import NextStepInfo
@@ -80,15 +80,15 @@ class TrainLoop:
         self.total = ready.components.schedule.end
         # The last completed step's loss.
         self.loss = ready.loss
-        self.stop = SignalPoller(world)
+        self.signals = SignalPoller(world)
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
         ready = self.ready
-        self.stream.poll_while_waiting(self.stop.poll_while_waiting)
-        with closing(ready.records), self.stop, closing(self.stream, ready.saver), saving_completed_steps(self):
+        self.stream.poll_while_waiting(self.signals.poll_while_waiting)
+        with closing(ready.records), self.signals, closing(self.stream, ready.saver), saving_completed_steps(self):
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
@@ -140,7 +140,7 @@ class TrainLoop:
         records = self.ready.records
 
         def poll() -> None:
-            self.stop.poll()
+            self.signals.poll()
             records.poll()
             records.progress(f"step {self.step + 1}", next(number), self.train_step.cache.num_chunks(local_batch))
 
@@ -160,8 +160,8 @@ class TrainLoop:
                 self.world,
                 autocast=train_step.precision.autocast,
                 file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
-                poll=partial(self.stop.poll, every_call=True),
-                poll_while_waiting=self.stop.poll_while_waiting,
+                poll=partial(self.signals.poll, every_call=True),
+                poll_while_waiting=self.signals.poll_while_waiting,
                 progress=records.progress,
             )
         reshard(train_step.model)

@@ -140,7 +140,9 @@ class Saver:
     def would_be_best(self, step: int) -> bool:
         """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
         best = self.retention.best
-        return best is not None and self.world.run_on_rank0(lambda: best.improves(step, self.newest_step or None))
+        return best is not None and self.world.run_on_rank0(
+            lambda: best.report_improvement(step, self.newest_step or None)
+        )
 
     def close(self) -> None:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""

@@ -149,8 +149,8 @@ class Best:
         choose = min if self.goal.rpartition("/")[2] in LOWER_IS_BETTER else max
         return choose(measured, key=measured.__getitem__)
 
-    def improves(self, step: int, pending: int | None) -> bool:
-        """Whether `step`, just evaluated, is better than all checkpoints. Says so, or that it has no result.
+    def report_improvement(self, step: int, pending: int | None) -> bool:
+        """Print whether `step`, just evaluated, is better than all checkpoints, or that it has no result; return it.
 
         `pending`: the step of a checkpoint that is perhaps not complete yet.
         """

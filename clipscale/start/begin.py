@@ -96,7 +96,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         saver = checkpoint.Saver(settled.folder, world, copies.retention, copies, newest_step)
         undo.pop_all()
 
-    intervals = Intervals(config.eval.every, *config.checkpoint.interval)
+    save_steps, save_seconds = config.checkpoint.interval
     return ReadyRun(
         folder=settled.folder,
         stage=settled.stage,
@@ -106,7 +106,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
         evaluates_start=bool(config.model.weights and evaluation.sets),
-        intervals=intervals,
+        intervals=Intervals(config.eval.every, save_steps, save_seconds),
         records=records,
         saver=saver,
         description=checkpoint.CheckpointState(

@@ -1,1 +1,1 @@
-"""One optimizer step: the gradient cache, chunk sizes, precision, optimizers, moving average."""
+"""One optimizer step: encoders and their inputs, loss, precision, optimizers, moving average; `cache/` is a library."""

@@ -291,7 +291,7 @@ def test_a_goal_without_a_result_names_the_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], goal: str, line: str
 ) -> None:
     result(tmp_path, 1, 0.3)
-    assert not checkpoint.Best(tmp_path, goal).improves(1, None)
+    assert not checkpoint.Best(tmp_path, goal).report_improvement(1, None)
     assert line in caplog.text + "".join(capsys.readouterr())
 
 

@@ -6,16 +6,16 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
-from clipscale.start import shared
+from clipscale.start import shared_storage
 from tests.support.ranks import run_ranks
 
 
 def look(rank: int, world: int, *folders: Path) -> str:
     """What a rank of one folder each is told."""
-    shared.NOTICE_S = shared.APPEARS_WITHIN_S = 0.1
-    shared.socket.gethostname = lambda: f"host{rank}"
+    shared_storage.NOTICE_S = shared_storage.APPEARS_WITHIN_S = 0.1
+    shared_storage.socket.gethostname = lambda: f"host{rank}"
     try:
-        shared.check_shared(folders[rank], World(rank, world, torch.device("cpu")))
+        shared_storage.check_shared(folders[rank], World(rank, world, torch.device("cpu")))
     except UserError as error:
         return str(error)
     return ""
