@@ -17,7 +17,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.step.cache import keep_budget
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.keep_budget import measured_budget
-from clipscale.step.cache.kept_graphs import measured_graph
+from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, measured_graph
 from clipscale.step.phases import StepTimer
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
@@ -191,3 +191,34 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert cache.kept == [0, 0], "no tower takes the room of another's graphs"
     assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1
+
+
+KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "num_planned", "is_collective", "is_measuring", "policies"),
+    [
+        (2, 2, False, False, [KEEP, KEEP, NO_GRAPH]),
+        (0, 0, False, True, [MEASURE, MEASURE, MEASURE]),
+        (1, 2, True, False, [KEEP, DISCARD, NO_GRAPH]),
+        (1, 2, False, False, [KEEP, NO_GRAPH, NO_GRAPH]),
+    ],
+    ids=["two fit", "first step", "one does not fit, and other ranks build it", "one does not fit"],
+)
+def test_the_policy_of_each_chunks_graph(
+    num_kept: int, num_planned: int, is_collective: bool, is_measuring: bool, policies: list[GraphPolicy]
+) -> None:
+    graphs = KeptGraphs(num_kept=num_kept, num_planned=num_planned)
+    graphs.meter.start_step(3, measure=is_measuring)
+    assert [graphs.policy(i, is_collective=is_collective) for i in range(3)] == policies
+
+
+@pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6)])
+def test_the_first_of_three_graphs_does_not_count_and_that_of_two_does(sizes: list[int], agreed: int) -> None:
+    """It also holds what later ones reuse. Of two chunks the second one may be shorter."""
+    meter = GraphMeter()
+    meter.start_step(3, measure=True)
+    meter._measured = sizes
+    meter.agree_on_size(torch.device("cpu"))
+    assert meter.bytes_each == agreed
