@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from clipscale.common.record import Metrics
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
-from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.sets.item import EvalSet, Measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +31,14 @@ class ClassificationSet(EvalSet):
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
-    def measure(self, encoder: Encoder) -> list[Metrics]:
+    def measure(self, encoder: Encoder) -> Measurement:
         """Accuracies, and the mean recall of the classes that have images."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
         classes = encoder.at_sizes(classes_UD)
         ranks = []
-        for span, features_nD, usable_n in self.pictures(encoder):
+        pictures = self.pictures(encoder)
+        for span, features_nD, usable_n in pictures:
             scores = [
                 (rows @ embeddings.T)[:, rows_C] for rows, embeddings in zip(encoder.at_sizes(features_nD), classes)
             ]
@@ -49,4 +49,5 @@ class ClassificationSet(EvalSet):
         usable_N = ranks_NS[:, 0] != MISSED
         right_N = target_N[usable_N]
         counts = {"images": len(right_N)}
-        return [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]
+        metrics = [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]
+        return Measurement(metrics, pictures.broken)

@@ -8,11 +8,11 @@ N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.pool import MapResult, ThreadPool
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Written
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
@@ -53,7 +52,62 @@ def gather_batches(batches: Sequence[Tensor], count: int, batch: int, world: Wor
     return ordered.reshape(-1, *rows.shape[2:])[:count]
 
 
-@dataclass
+class ImageBatch(NamedTuple):
+    """A batch of encoded images of this rank."""
+
+    # Their indices in the set. Empty: this rank had no work left, and has encoded a substitute.
+    span: range
+    # Unit rows (n, D).
+    features: Tensor
+    # Whether each image could be decoded (n,).
+    usable: Tensor
+
+
+class EncodedImages:
+    """One pass over images: iterate over its batches once; `broken` is complete after the last one."""
+
+    def __init__(self, batches: Generator[ImageBatch, None, Counter[str]]) -> None:
+        """`batches`: returns what is `broken`."""
+        self._batches = batches
+        # Images of all ranks that are not usable, by reason.
+        self.broken: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[ImageBatch]:
+        self.broken = yield from self._batches
+
+
+class PictureWaits:
+    """Waits for decoded pictures. An error of `poll_while_waiting` on one of several ranks is deferred.
+
+    - The poll fails: this rank goes on with substitutes, so that the other ranks find it in their collectives.
+    - The others learn of it in a later `poll`, which raises on all ranks, or at the end of the pass.
+    - At the end: `check` raises the error.
+    """
+
+    def __init__(self, world: World, poll_while_waiting: Callable[[], None]) -> None:
+        self._world = world
+        self._poll = poll_while_waiting
+        self._deferred: UserError | None = None
+
+    def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
+        """The results of `pending`, or the substitutes if an error is deferred."""
+        while not (self._deferred or pending.ready()):
+            pending.wait(POLL_S)
+            try:
+                self._poll()
+            except UserError as error:
+                if self._world.size == 1:
+                    raise
+                self._deferred = error
+        return substitutes if self._deferred else pending.get()
+
+    def check(self) -> None:
+        """Raise the deferred error, if there is one."""
+        if self._deferred:
+            raise self._deferred
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Unit features of images, texts and classes, by all ranks together."""
 
@@ -71,12 +125,6 @@ class Encoder:
     objective: str = ""
     # The first so many numbers of the features were trained as features of their own (Matryoshka).
     sizes: Sequence[int] = ()
-    # Captions that a captioner has written of the last set's first pictures.
-    written: list[Written] = field(default_factory=list)
-    # Images of the last set that were left out, by reason.
-    broken: Counter[str] = field(default_factory=Counter)
-    # The error that has ended a wait of this rank. The other ranks do not know of it yet.
-    failure: UserError | None = None
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
         """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
@@ -132,11 +180,10 @@ class Encoder:
         read: Callable[[int], bytes],
         label: str,
         take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
-    ) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,).
+    ) -> Generator[ImageBatch, None, Counter[str]]:
+        """This rank's batches. Returns, by reason, how many images of all ranks are not usable.
 
-        Threads decode the next batch while the device encodes this one. At the end `broken` counts the images that are
-        not usable.
+        Threads decode the next batch while the device encodes this one.
 
         read: returns the bytes of image 0..count-1, or raises BrokenSampleError, OSError or ValueError. label: the
         set's, for the progress. take_tokens: gets each batch's indices, its pixels, and a captioner's tokens of them
@@ -154,11 +201,12 @@ class Encoder:
                 return blank, "unreadable_file"
 
         reasons: Counter[str] = Counter()
+        waits = PictureWaits(self.world, self.poll_while_waiting)
         batches = spans(count, self.batch, self.world)
         with ThreadPool(self.threads) as pool:
             shown = self.with_progress(batches, f"{label}'s pictures")
             for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):
-                decoded = self.wait_for(pending, [(blank, "")] * len(span))
+                decoded = waits.wait_for(pending, [(blank, "")] * len(span))
                 self.poll()
                 reasons.update(reason for _, reason in decoded if reason)
                 usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
@@ -169,27 +217,6 @@ class Encoder:
                         take_tokens(span, pixels, tokens)
                     else:
                         features = self.model.image(pixels)
-                yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
-        self.world.raise_together(self.check)
-        self.broken = sum(self.world.all_gather_object(reasons), Counter())
-
-    def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
-        """The results of `pending`, waited for in slices.
-
-        If `poll_while_waiting` fails on one of several ranks, that rank goes on with `substitutes`. The other ranks
-        learn of the failure in a later `poll`, or at the end.
-        """
-        while not (self.failure or pending.ready()):
-            pending.wait(POLL_S)
-            try:
-                self.poll_while_waiting()
-            except UserError as error:
-                if self.world.size == 1:
-                    raise
-                self.failure = error
-        return substitutes if self.failure else pending.get()
-
-    def check(self) -> None:
-        """Raise the `failure`, if there is one."""
-        if self.failure:
-            raise self.failure
+                yield ImageBatch(span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device))
+        self.world.raise_together(waits.check)
+        return sum(self.world.all_gather_object(reasons), Counter())

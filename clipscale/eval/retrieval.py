@@ -16,7 +16,7 @@ from clipscale.data.filters import comparable_caption, same_key
 from clipscale.data.hashing import hash64
 from clipscale.eval.captions import CaptionMeter
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
-from clipscale.eval.sets.item import EvalSet, warn_once
+from clipscale.eval.sets.item import EvalSet, Measurement, warn_once
 from clipscale.loss.reference import dense_contrastive_loss
 
 # Pairs of a batch of the loss on held-out pairs.
@@ -62,7 +62,7 @@ class RetrievalSet(EvalSet):
 
     answers: Sequence[Sequence[str]]
 
-    def measure(self, encoder: Encoder) -> list[Metrics]:
+    def measure(self, encoder: Encoder) -> Measurement:
         """Recalls; for a captioner also how well it predicts each picture's first caption.
 
         Every rank ranks the whole set.
@@ -79,11 +79,12 @@ class RetrievalSet(EvalSet):
 
         device = encoder.world.device
         meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
-        batches = list(self.pictures(encoder, read, meter.add if meter else None))
+        pictures = self.pictures(encoder, read, meter.add if meter else None)
+        batches = list(pictures)
         hash_N = gathered(
             [
                 torch.tensor([hashes.get(index, 0) for index in span], dtype=torch.int64, device=device)
-                for span, *_ in batches
+                for span, _, _ in batches
             ]
         )
         usable_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
@@ -97,11 +98,11 @@ class RetrievalSet(EvalSet):
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
         if meter:
             counts |= meter.metrics(usable_N)
-            encoder.written = meter.written
         if encoder.world.is_rank0:
             self.warn_of_equal(relevance)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
-        return [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
+        metrics = [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
+        return Measurement(metrics, pictures.broken, meter.written if meter else [])
 
     def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""

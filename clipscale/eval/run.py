@@ -115,24 +115,27 @@ def evaluate(
         model.train(False)
         for eval_set in evaluation.sets:
             started = time.perf_counter()
-            encoder.written = []
-            of_sizes = [
-                eval_set,
-                *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in evaluation.sizes),
-            ]
-            for sized_set, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
-                metrics["broken"] = encoder.broken.total()
+            measurement = eval_set.measure(encoder)
+            for sized_set, metrics in zip(sized_sets(eval_set, evaluation.sizes), measurement.metrics, strict=True):
+                metrics["broken"] = measurement.broken.total()
                 if sized_set.metric:
                     metrics["main"] = sum(metrics[name] for name in sized_set.metric) / len(sized_set.metric)
                 results[sized_set.label] = metrics
-                if file is not None and world.is_rank0:
-                    facts = measured(sized_set) | {"batch": evaluation.batch, "broken": dict(encoder.broken)}
-                    facts |= {"written": encoder.written} if encoder.written and sized_set is eval_set else {}
-                    try:
-                        file.add(sized_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
-                    except OSError as error:  # the other ranks go on
-                        log_line(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
+                if file is None or not world.is_rank0:
+                    continue
+                facts = measured(sized_set) | {"batch": evaluation.batch, "broken": dict(measurement.broken)}
+                if measurement.written and sized_set is eval_set:
+                    facts["written"] = measurement.written
+                try:
+                    file.add(sized_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
+                except OSError as error:  # the other ranks go on
+                    log_line(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
     return results
+
+
+def sized_sets(eval_set: EvalSet, sizes: Sequence[int]) -> list[EvalSet]:
+    """The set itself, and for each of the `sizes` of features one whose results have a name of their own."""
+    return [eval_set, *(replace(eval_set, marks=(*eval_set.marks, f"size {size}")) for size in sizes)]
 
 
 def measured(eval_set: EvalSet) -> dict[str, object]:

@@ -4,8 +4,8 @@ import io
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -14,10 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Metrics
+from clipscale.common.record import Metrics, Written
 from clipscale.data.picture import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
-from clipscale.eval.encode import Encoder
+from clipscale.eval.encode import EncodedImages, Encoder, ImageBatch
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,18 @@ def without_frame(data: bytes, width: int) -> bytes:
         return inside.getvalue()
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What a model is measured to do on a set."""
+
+    # The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank.
+    metrics: Sequence[Metrics]
+    # Images of all ranks that were left out, by reason.
+    broken: Counter[str]
+    # Captions that a captioner has written of this rank's first pictures.
+    written: Sequence[Written] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalSet(ABC):
     """Images in reading order, each with its answer."""
@@ -102,8 +114,8 @@ class EvalSet(ABC):
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     @abstractmethod
-    def measure(self, encoder: Encoder) -> list[Metrics]:
-        """The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank. A collective."""
+    def measure(self, encoder: Encoder) -> Measurement:
+        """Measure the encoder's model. A collective."""
 
     def read(self, index: int) -> bytes:
         """An image's bytes, as `ImageRef.read`."""
@@ -114,18 +126,25 @@ class EvalSet(ABC):
         encoder: Encoder,
         read: Callable[[int], bytes] | None = None,
         take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
-    ) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """As `Encoder.images`. `read`: used instead of the set's own.
+    ) -> EncodedImages:
+        """The set's images, by `Encoder.images`. `read`: used instead of the set's own.
 
-        A line counts the pictures that are not usable. Raises UserError on every rank if none is usable.
+        At the end a line counts the pictures that are not usable. Raises UserError on every rank if none is usable.
         """
-        yield from encoder.images(len(self), read or self.read, self.label, take_tokens)
-        total = encoder.broken.total()
-        counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
+        batches = encoder.images(len(self), read or self.read, self.label, take_tokens)
+        return EncodedImages(self._with_warning(batches, encoder))
+
+    def _with_warning(
+        self, batches: Generator[ImageBatch, None, Counter[str]], encoder: Encoder
+    ) -> Generator[ImageBatch, None, Counter[str]]:
+        broken = yield from batches
+        total = broken.total()
+        counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(broken)}"
         if total == len(self):
             raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again").of_all_ranks()
         if total and encoder.world.is_rank0:
             warn_once(counts)
+        return broken
 
     def facts(self) -> dict[str, object]:
         """What the metrics depend on, other than the images."""
