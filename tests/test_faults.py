@@ -23,9 +23,9 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
-from clipscale.models.towers import load_model
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
+from clipscale.trained_model import load_model
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
 from tests.support.refused import refused

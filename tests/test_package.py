@@ -8,8 +8,9 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
+from pkgutil import resolve_name, walk_packages
 
 import pytest
 
@@ -102,7 +103,7 @@ READS_SETTINGS = {
     "clipscale.config.train": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "tools/*"],
-    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*"],
+    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
     "clipscale.config.sections": ["config/*", "tools/*", "launch/local.py", "eval/suites.py", "step/optim.py"],
 }
 
@@ -170,26 +171,49 @@ def test_only_the_command_line_names_tools() -> None:
 
 
 def test_models_know_nothing_of_distribution() -> None:
-    for path in (PACKAGE / "models").glob("*.py"):
+    for path in (PACKAGE / "models").rglob("*.py"):
         found = re.search(
             r"import.*\bdist\b|torch\.distributed|clipscale\.(distributed|step|start|loss)\b", path.read_text()
         )
         assert found is None, f"{path.name}: {found}"
 
 
-def loaded(*_: int) -> list[set[str]]:
-    """The package's parts that a process has which has used the gradient cache, and then the loss, too."""
+def forget_the_package() -> None:
+    """Let the next import of each module be its first."""
     for name in [name for name in sys.modules if re.match(r"clipscale\b", name)]:
         del sys.modules[name]
+
+
+def loaded_parts() -> set[str]:
+    """The package's parts that this process has."""
+    return {name.split(".")[1] for name in sys.modules if name.startswith("clipscale.")}
+
+
+def parts_of_models(*_: int) -> set[str]:
+    """The parts of a process that has imported every module of the models."""
+    forget_the_package()
+    for module in walk_packages([str(PACKAGE / "models")], "clipscale.models."):
+        import_module(module.name)
+    return loaded_parts()
+
+
+def test_a_process_with_the_models_has_no_ranks() -> None:
+    (parts,) = run_ranks(parts_of_models, 1)
+    assert parts == {"common", "config", "data", "models"}
+
+
+def parts_of_the_public_names(*_: int) -> list[set[str]]:
+    """The parts of a process that has used the gradient cache, and then the loss, too."""
+    forget_the_package()
     parts = []
     for name in ("GradCache", "contrastive_loss"):
         resolve_name(f"clipscale:{name}")
-        parts.append({name.split(".")[1] for name in sys.modules if name.startswith("clipscale.")})
+        parts.append(loaded_parts())
     return parts
 
 
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
-    ((cache, both),) = run_ranks(loaded, 1)
+    ((cache, both),) = run_ranks(parts_of_the_public_names, 1)
     assert cache == {"common", "step"} and not both & {"data", "config", "distributed"}
 
 

@@ -30,9 +30,9 @@ from clipscale.data.loader.workers import InProcess
 from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.launch import local
-from clipscale.models.towers import load_model
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
+from clipscale.trained_model import load_model
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused

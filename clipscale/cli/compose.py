@@ -30,7 +30,7 @@ from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
-from clipscale.models.sources import resolve_architecture
+from clipscale.models.weights.sources import resolve_architecture
 
 QUOTES = "'\""
 # The version of Hydra whose behaviour is meant.

@@ -65,8 +65,8 @@ def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> No
 
     May ask a server, so it comes after the other checks.
     """
-    from clipscale.models.hub import check_connection
-    from clipscale.models.sources import check_tags
+    from clipscale.models.weights.hub import check_connection
+    from clipscale.models.weights.sources import check_tags
 
     check_tags(config.model)
     if fetched and not (ranks.under_launcher() or (isinstance(config, TrainConfig) and has_checkpoint(config))):

@@ -15,8 +15,8 @@ from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
-from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
+from clipscale.trained_model import load_any
 
 
 def main(config: EvalRunConfig) -> Results:

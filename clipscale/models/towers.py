@@ -1,4 +1,4 @@
-"""Builds open_clip's models as two towers and a logit scale, and loads trained ones.
+"""Builds open_clip's models as two towers and a logit scale.
 
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
@@ -7,12 +7,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import open_clip
@@ -26,20 +23,18 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.models import adapters, lora
+from clipscale.models import lora
 from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
 from clipscale.models.tokenizer import Tokenizer, length_of, tokenizer_of
-from clipscale.models.weights import completed_by_weights, without_weights
-from clipscale.models.weights import load as load_weights
+from clipscale.models.weights.loading import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOWERS = ("image", "text")
@@ -361,34 +356,3 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
             lock(tower.encoder, name, settings.groups)
         replace_linear_layers(tower)
     return model.train()
-
-
-def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
-    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
-
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
-    merged. Raises UserError where there is no such checkpoint or average.
-    """
-    path = checkpoint.locate(run, which)
-    with to_user_error(f"checkpoint {path} holds no model"):
-        state = checkpoint.load(path, entries=("model", "ema"))
-        if weights == "ema" and not state.ema:
-            raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-        config = replace(without_weights(ModelConfig.of(state.model_config)), lora=0)
-        model = build_model(config)
-        trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
-        model.load_state_dict(adapters.merged_run(trained))
-        return model.eval(), config, int(state.step)
-
-
-def load_any(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., ModelConfig]
-) -> tuple[ClipModel, ModelConfig, int | None]:
-    """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
-
-    Raises UserError.
-    """
-    if run is not None:
-        return load_model(run, which, weights)
-    config = on_rank0(lambda: completed_by_weights(config))
-    return build_model(config).eval(), config, None

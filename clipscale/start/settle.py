@@ -17,7 +17,7 @@ from clipscale.config.train import TrainConfig, check_captioner, check_divisible
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.step.cache.chunk_sizes import check_sizes
 
 

@@ -11,7 +11,7 @@ from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import architecture, build_model, inputs_of
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo import is_missing
 

@@ -17,11 +17,12 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models import lora
-from clipscale.models.adapters import merged_run
-from clipscale.models.towers import ClipModel, build_model, load_any, load_model
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.adapters import merged_run
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
+from clipscale.trained_model import load_any, load_model
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
 from tests.support.kills import command, whole_and_killed

@@ -14,8 +14,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.log.records import read_metrics
-from clipscale.models.towers import build_model, load_model
+from clipscale.models.towers import build_model
 from clipscale.train import train
+from clipscale.trained_model import load_model
 from tests.support.kills import whole_and_killed
 from tests.support.runs import ARCHITECTURE, small
 

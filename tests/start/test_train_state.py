@@ -25,7 +25,7 @@ from clipscale.models.towers import build_model
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
 from tests.conftest import Cap
-from tests.models.test_weights import open_clip_folder
+from tests.models.weights.test_loading import open_clip_folder
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small, train_loop

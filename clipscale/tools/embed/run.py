@@ -33,10 +33,11 @@ from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel, load_any
+from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import SHARDS, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import SIDES, EmbedConfig, check_embed
+from clipscale.trained_model import load_any
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import init_world
-from clipscale.models.towers import load_any
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
+from clipscale.trained_model import load_any
 
 SIDE = 320  # pixels of the longer side of a picture on the page
 

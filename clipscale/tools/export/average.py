@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.sources import find
-from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import Weights, without_weights
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.loading import Weights, without_weights
+from clipscale.models.weights.sources import find
+from clipscale.trained_model import load_model
 
 
 def average(

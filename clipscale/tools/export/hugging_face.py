@@ -13,9 +13,9 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
 from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
-from clipscale.models import hugging_face
-from clipscale.models.renamed import Weights, of_transformers, to_transformers
 from clipscale.models.towers import ClipModel, encoders_of, unit_rows
+from clipscale.models.weights import hugging_face
+from clipscale.models.weights.renamed import Weights, of_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights
 
 START, END = "<|startoftext|>", "<|endoftext|>"

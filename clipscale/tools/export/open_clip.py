@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of, has_own_trunk
-from clipscale.models.weights import Weights
+from clipscale.models.weights.loading import Weights
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:

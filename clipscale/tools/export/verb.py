@@ -19,10 +19,11 @@ from clipscale.config.setting import flat
 from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
-from clipscale.models.towers import ClipModel, load_model
+from clipscale.models.towers import ClipModel
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
+from clipscale.trained_model import load_model
 
 # Settings of the run in the card, as far as they are set.
 CARD_SETTINGS = (

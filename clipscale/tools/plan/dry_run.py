@@ -23,7 +23,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_of
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import without_weights
+from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.cast_weights import CastWeights

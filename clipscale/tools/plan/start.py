@@ -9,7 +9,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.launch.local import workers
-from clipscale.models.sources import with_hub_architecture
+from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
-from clipscale.models.hugging_face import TANH
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.weights.hugging_face import TANH
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.embed.run import main as embed
 from clipscale.tools.embed.settings import EmbedConfig
 from clipscale.tools.export.hugging_face import write_tokenizer

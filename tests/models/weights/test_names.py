@@ -13,14 +13,14 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.models.hugging_face import TABLES
-from clipscale.models.names import generic, known_names
-from clipscale.models.renamed import to_transformers
-from clipscale.models.shapes import shapes_of
-from clipscale.models.sources import find, local_source, resolve_architecture
 from clipscale.models.towers import build_model
-from clipscale.models.weights import converted, read
-from tests.models.test_weights import SMALL, config, random_model, state_of
+from clipscale.models.weights.hugging_face import TABLES
+from clipscale.models.weights.loading import converted, read
+from clipscale.models.weights.names import key_pattern, known_names
+from clipscale.models.weights.renamed import to_transformers
+from clipscale.models.weights.shapes import shapes_of
+from clipscale.models.weights.sources import find, local_source, resolve_architecture
+from tests.models.weights.test_loading import SMALL, config, random_model, state_of
 from tests.support.checkpoints import save
 
 State = dict[str, Any]
@@ -278,5 +278,5 @@ def test_folders_that_are_nearly_weights_are_named_as_what_they_are(tmp_path: Pa
 
 
 def test_the_table_has_the_names_that_open_clip_gives(weights: State) -> None:
-    assert {generic(name) for name in weights} <= {*known_names()}
+    assert {key_pattern(name) for name in weights} <= {*known_names()}
     assert TABLES.keys() == {"clip", "siglip"}

@@ -11,8 +11,8 @@ from typing import TypedDict
 from safetensors import safe_open
 
 from clipscale.common import files
-from clipscale.models import adapters
-from clipscale.models.names import listed, weight_set
+from clipscale.models.weights import adapters
+from clipscale.models.weights.names import choose_weight_set, listed
 
 
 class NamesTable(TypedDict):
@@ -34,14 +34,14 @@ TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml
 def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     """The shapes of the weights in files of safetensors or torch, by the files' own names.
 
-    `key`: of the set of weights; see `names.weight_set`.
+    `key`: of the set of weights; see `names.choose_weight_set`.
 
     Raises UserError, and what their readers raise.
     """
     shapes: Shapes = {}
     for path in paths:
         content = _of_safetensors(path) if path.suffix == ".safetensors" else saved_by_torch(path)
-        shapes |= {name: tuple(value.shape) for name, value in weight_set(content, key, setting).tensors.items()}
+        shapes |= {name: tuple(value.shape) for name, value in choose_weight_set(content, key, setting).tensors.items()}
         adapters.factor(shapes, path.parent, setting)
     return {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)}
 
@@ -73,14 +73,14 @@ def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
     return content
 
 
-def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], beside: Sequence[str] = ()) -> str:
+def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], unmatched: Sequence[str] = ()) -> str:
     """How weights differ from a model or its tower, and the remedy; empty if the table shows no difference.
 
     shapes: by the names of a whole model. values: the model's description, by `vision_cfg.width` and the like.
-    sections: `vision_cfg`, `text_cfg` or both. beside: names of what else the file has.
+    sections: `vision_cfg`, `text_cfg` or both. unmatched: the file's other keys.
     """
     for section in sections:
-        if problem := _misfit_of(shapes, values, section, beside or sorted(shapes)):
+        if problem := _misfit_of(shapes, values, section, unmatched or sorted(shapes)):
             return problem
     return ""
 

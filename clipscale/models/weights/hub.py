@@ -10,7 +10,7 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import pretrained
 from clipscale.config.model import ModelConfig
-from clipscale.models.sources import HUB, local_source
+from clipscale.models.weights.sources import HUB, local_source
 
 PATIENCE_S = 3.0
 

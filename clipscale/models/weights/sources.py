@@ -18,8 +18,8 @@ from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
-from clipscale.models import adapters
-from clipscale.models.descriptions import (
+from clipscale.models.weights import adapters
+from clipscale.models.weights.descriptions import (
     COMPARED,
     UNKNOWN_MODEL,
     checked_pixels,
@@ -29,8 +29,8 @@ from clipscale.models.descriptions import (
     difference,
     least_parameters,
 )
-from clipscale.models.names import TEXT, TOWERS, VISUAL, known_names, match_names, namings, tower_alone
-from clipscale.models.shapes import misfit, shapes_of
+from clipscale.models.weights.names import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
+from clipscale.models.weights.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.
@@ -183,16 +183,16 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
     prefix = PREFIXES[sections[0]] if len(sections) == 1 else ""
-    match = match_names(shapes, namings(known_names(), prefix), source.setting)
-    ours = {match.names[name]: shape for name, shape in shapes.items() if name in match.names}
+    match = match_names(shapes, key_styles(known_names(), prefix), source.setting)
+    ours = {match.model_keys[key]: shape for key, shape in shapes.items() if key in match.model_keys}
     tower = tower_alone(shapes, source.setting)
     wrong = ""
     if tower and tower != prefix:
         wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
-    elif match.of_model:  # else open_clip may know the names
+    elif match.matched:  # else open_clip may know the names
         if config.is_captioner:
             ours.pop("visual.proj", None)  # of CLIP's, another width
-        wrong = misfit(ours, comparable(description), sections, match.beside)
+        wrong = misfit(ours, comparable(description), sections, match.unmatched)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
 

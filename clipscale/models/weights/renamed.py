@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from clipscale.models.hugging_face import TABLES
+from clipscale.models.weights.hugging_face import TABLES
 
 # Name -> weight.
 Weights = dict[str, Tensor]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
-from clipscale.models import adapters
-from clipscale.models.names import SHARED, listed, match_names, namings, weight_set
-from clipscale.models.renamed import Weights, of_transformers
-from clipscale.models.shapes import names_differ, saved_by_torch, shapes_of
-from clipscale.models.sources import SET, Source, find, with_architecture_of
+from clipscale.models.weights import adapters
+from clipscale.models.weights.names import SHARED, choose_weight_set, key_styles, listed, match_names
+from clipscale.models.weights.renamed import Weights, of_transformers
+from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes_of
+from clipscale.models.weights.sources import SET, Source, find, with_architecture_of
+
+if TYPE_CHECKING:
+    from clipscale.checkpoint import CheckpointState
 
 log = logging.getLogger(__name__)
 # The key of a run's moving average, after `::`.
@@ -43,7 +45,7 @@ NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
-def completed_by_weights(config: ModelConfig, saved: checkpoint.CheckpointState | None = None) -> ModelConfig:
+def completed_by_weights(config: ModelConfig, saved: "CheckpointState | None" = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
     If `config` has no name, the architecture is that of the weights. How pictures are prepared comes from the first of
@@ -124,15 +126,15 @@ def read(source: Source) -> Weights:
     if not source.shards:
         return _of_run(source)
     state: Weights = {}
-    others: tuple[str, ...] = ()
+    other_paths: tuple[str, ...] = ()
     for path in source.shards:
         with source.to_user_error():
-            found_set = weight_set(_loaded(path), source.key, source.setting)
+            found_set = choose_weight_set(_loaded(path), source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
-        others += found_set.others
-    if others:
-        also = listed([f"{SET}{key}" for key in others])
-        log.warning(f"{source.setting}: takes the weights {found_set.key or 'at the top'}; others are {also}")
+        other_paths += found_set.other_paths
+    if other_paths:
+        also = listed([f"{SET}{path}" for path in other_paths])
+        log.warning(f"{source.setting}: takes the weights {found_set.path or 'at the top'}; others are {also}")
     sparse = [
         name
         for name, weight in state.items()
@@ -150,6 +152,8 @@ def read(source: Source) -> Weights:
 
 def _of_run(source: Source) -> Weights:
     """A run's weights, or their moving average with the key `ema`."""
+    from clipscale import checkpoint  # knows the ranks of a run, of which models know nothing
+
     saved = checkpoint.load(source.path, entries=("model", source.key))
     state = saved.model
     if source.key:
@@ -199,12 +203,12 @@ def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: 
     """
     for older, newer in OLDER.items():
         state = {name.replace(older, newer): value for name, value in state.items()}
-    match = match_names(state.keys(), namings(ours, prefix), source.setting)
-    if match.wrappers or match.beside:
-        taken_off = f" without {listed(match.wrappers)}" if match.wrappers else ""
-        rest = f"; left over: {listed(match.beside)}" if match.beside else ""
-        log.warning(f"{source.setting}: {len(match.of_model)} weights by their names{taken_off}{rest}")
-    return {match.names[name]: value for name, value in state.items() if name in match.names}
+    match = match_names(state.keys(), key_styles(ours, prefix), source.setting)
+    if match.wrappings or match.unmatched:
+        taken_off = f" without {listed(match.wrappings)}" if match.wrappings else ""
+        rest = f"; left over: {listed(match.unmatched)}" if match.unmatched else ""
+        log.warning(f"{source.setting}: {len(match.matched)} weights by their names{taken_off}{rest}")
+    return {match.model_keys[key]: value for key, value in state.items() if key in match.model_keys}
 
 
 def resized(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:

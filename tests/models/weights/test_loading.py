@@ -22,9 +22,9 @@ from clipscale.checkpoint import CheckpointState
 from clipscale.checkpoint.format import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.sources import find
 from clipscale.tools.export.open_clip import description, weights
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture

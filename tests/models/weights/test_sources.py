@@ -21,9 +21,9 @@ from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
-from clipscale.models.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
 from clipscale.models.towers import ClipModel, build_model
-from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
+from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
+from tests.models.weights.test_loading import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
 from tests.support.interpreter import interpreted
 

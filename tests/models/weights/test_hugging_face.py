@@ -16,9 +16,9 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, Preprocess, TowerConfig
-from clipscale.models.sources import local_source
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.sources import local_source
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main, started

@@ -13,7 +13,7 @@ from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig, Preprocess
 from clipscale.config.parse import dataclass_from
 from clipscale.config.setting import settings_of
-from clipscale.models import hugging_face
+from clipscale.models.weights import hugging_face
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 CONFIG = "config.json"

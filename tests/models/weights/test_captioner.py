@@ -12,11 +12,12 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import completed_by_weights
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.export.open_clip import weights
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
+from clipscale.trained_model import load_model
 from tests.support.checkpoints import save_model
 from tests.support.towers import PIXELS, TOKENS, architecture, captioned, captioner_architecture
 

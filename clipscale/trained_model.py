@@ -1,0 +1,43 @@
+"""Loads the trained model of a run, or the one that any weights are of. Above `models/`, which knows no run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from clipscale import checkpoint
+from clipscale.common.errors import UserError, to_user_error
+from clipscale.config.model import ModelConfig
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights import adapters
+from clipscale.models.weights.loading import completed_by_weights, without_weights
+
+
+def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
+    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
+
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
+    merged. Raises UserError where there is no such checkpoint or average.
+    """
+    path = checkpoint.locate(run, which)
+    with to_user_error(f"checkpoint {path} holds no model"):
+        state = checkpoint.load(path, entries=("model", "ema"))
+        if weights == "ema" and not state.ema:
+            raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
+        config = replace(without_weights(ModelConfig.of(state.model_config)), lora=0)
+        model = build_model(config)
+        trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
+        model.load_state_dict(adapters.merged_run(trained))
+        return model.eval(), config, int(state.step)
+
+
+def load_any(
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., ModelConfig]
+) -> tuple[ClipModel, ModelConfig, int | None]:
+    """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
+
+    Raises UserError.
+    """
+    if run is not None:
+        return load_model(run, which, weights)
+    config = on_rank0(lambda: completed_by_weights(config))
+    return build_model(config).eval(), config, None
