@@ -36,9 +36,9 @@ from PIL import Image
 
 from clipscale.common.errors import UserError
 from clipscale.config.setting import flat
-from clipscale.tools.data.pack import held_out
-from clipscale.tools.data.pairs import pairs_of, tables_of
-from clipscale.tools.data.places import read
+from clipscale.tools.data.pack.pairs import pairs_of, tables_of
+from clipscale.tools.data.pack.places import read
+from clipscale.tools.data.pack.verb import held_out
 
 DEFAULTS = {
     "fashion": "",  # the folder of its files; empty: not measured

@@ -122,7 +122,7 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
     "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo"),
     "data pack": Verb(
         data.PackSettings,
-        "clipscale.tools.data.pack:main",
+        "clipscale.tools.data.pack.verb:main",
         """\
 clipscale data pack captions.csv out=/data/mine holdout=1%
 clipscale data pack /data/pictures out=/data/small resize=512

@@ -1,1 +1,1 @@
-"""Tools for data sets: check, stats, index, the demo set."""
+"""`clipscale data`: pack, select, check, index, and the demo set."""

@@ -39,30 +39,45 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
     """For each sample, by its number: its largest cosine with an earlier kept sample, and that sample's number.
 
     The cosine is 0 if no earlier kept sample is in its clusters. A sample with a cosine of at least `cosine` is a
-    duplicate, and not kept. Of samples that are all near each other the first stays.
+    duplicate, and not kept. Among samples that are all near each other the first stays.
 
     samples: numbers, the preferred ones first. clusters: their `nearest_clusters`.
+    G: samples of a cluster, in their order. b: those of a block of them. S: those of the blocks up to this one.
     """
     largest = torch.zeros(int(samples.max()) + 1)
     nearest = torch.arange(len(largest))
-    ordered = samples[clusters.flatten().argsort(stable=True) // clusters.shape[1]]
-    groups = ordered.split(clusters.flatten().bincount().tolist())
+    clusters_in_a_row = clusters.flatten()
+    ordered = samples[clusters_in_a_row.argsort(stable=True) // clusters.shape[1]]
+    groups = ordered.split(clusters_in_a_row.bincount().tolist())
     for group in tracked(groups, "comparing inside clusters", len(groups)):
-        group = group[largest[group] < cosine]
-        features = load(group)
-        kept = torch.ones(len(group), dtype=torch.bool, device=features.device)
-        step = max(1, CELLS // max(1, len(group)))
-        for first in range(0, len(group), step):
-            stop = first + step
-            cosines = (features[first:stop] @ features[:stop].T).tril(first - 1)
-            settled = False
-            while not settled:  # each round settles at least one more sample of the block, usually all
-                stays = ((cosines < cosine) | ~kept[:stop]).all(1)
-                settled = torch.equal(stays, kept[first:stop])
-                kept[first:stop] = stays
-            values, indices = (tensor.cpu() for tensor in (cosines * kept[:stop]).max(1))
-            nearer = values > largest[group[first:stop]]
-            changed = group[first:stop][nearer]
-            largest[changed] = values[nearer]
-            nearest[changed] = group[indices[nearer]]
+        sample_G = group[largest[group] < cosine]
+        features_GD = load(sample_G)
+        kept_G = torch.ones(len(sample_G), dtype=torch.bool, device=features_GD.device)
+        step = max(1, CELLS // max(1, len(sample_G)))
+        for first in range(0, len(sample_G), step):
+            block = slice(first, first + step)
+            up_to_block = slice(first + step)
+            # cosines with earlier samples; 0 for the sample itself and for later ones
+            cosines_bS = (features_GD[block] @ features_GD[up_to_block].T).tril(first - 1)
+            kept_G[block] = keep_greedily(cosines_bS, kept_G[up_to_block], cosine)
+            values_b, indices_b = (tensor.cpu() for tensor in (cosines_bS * kept_G[up_to_block]).max(1))
+            sample_b = sample_G[block]
+            nearer_b = values_b > largest[sample_b]
+            largest[sample_b[nearer_b]] = values_b[nearer_b]
+            nearest[sample_b[nearer_b]] = sample_G[indices_b[nearer_b]]
     return largest, nearest
+
+
+def keep_greedily(cosines_bS: Tensor, kept_S: Tensor, cosine: float) -> Tensor:
+    """Which samples of a block stay (b,): those whose cosine with each earlier kept sample is below `cosine`.
+
+    cosines_bS: 0 for later samples. kept_S: which of the earlier blocks' samples are kept; the last b are not read.
+    """
+    b = len(cosines_bS)
+    kept_S = kept_S.clone()
+    kept_S[-b:] = True
+    while True:  # each round settles at least one more sample of the block, usually all
+        stays_b = ((cosines_bS < cosine) | ~kept_S).all(1)
+        if torch.equal(stays_b, kept_S[-b:]):
+            return stays_b
+        kept_S[-b:] = stays_b

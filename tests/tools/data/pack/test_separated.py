@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipscale.common import files
-from clipscale.tools.data.separated import Separated
-from clipscale.tools.data.tables import open_table
+from clipscale.tools.data.pack.separated import Separated
+from clipscale.tools.data.pack.tables import open_table
 
 CASES = files.read_yaml(Path(__file__).with_name("quotes.yaml"))
 CAPTIONS = st.lists(st.sampled_from(["a dog", '"', '""', ", ", "\n", "\r\n", "\t", ";", "5'", " "]), max_size=8)

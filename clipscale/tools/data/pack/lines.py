@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -36,4 +35,7 @@ def lines_of(file: Path) -> Iterator[str]:
     with file.open(encoding=encoding, errors=errors, newline="") as text:
         rest = iter(partial(text.readline, MAX_LINE_LENGTH), "")
         first = next(rest, "")
-        yield from rest if re.fullmatch(r"\ufeff?sep=.\s*", first) else chain([first], rest)  # Excel's
+        names_separator = re.fullmatch(r"\ufeff?sep=.\s*", first)  # Excel's
+        if not names_separator:
+            yield first
+        yield from rest

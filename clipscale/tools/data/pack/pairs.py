@@ -8,10 +8,10 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.data.sample import IMAGE_TYPES
-from clipscale.tools.data.objects import json_object
-from clipscale.tools.data.places import Cell, Place
-from clipscale.tools.data.separated import Row
-from clipscale.tools.data.tables import TABLES, Table, conversion, open_table
+from clipscale.tools.data.pack.objects import json_object
+from clipscale.tools.data.pack.places import Cell, Place
+from clipscale.tools.data.pack.separated import Row
+from clipscale.tools.data.pack.tables import TABLES, Table, conversion, open_table
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from clipscale.data.captions import json_fields
 from clipscale.data.sample import BrokenSampleError
-from clipscale.tools.data.lines import lines_of
-from clipscale.tools.data.separated import PICTURE, Row
+from clipscale.tools.data.pack.lines import lines_of
+from clipscale.tools.data.pack.separated import PICTURE, Row
 
 # Columns of nested rows, and how Python gets from there to the caption: the last answer of LLaVA's and of OpenAI's
 # conversations, the first of Karpathy's sentences.
@@ -77,21 +77,29 @@ def rows_of(document: Row) -> Sequence[object]:
 
 def nested(rows: Sequence[Row], name: str) -> bool:
     """Whether a column holds lists or objects, and no text in any of these rows."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return any(isinstance(item, dict | list) for item in flat) and not any(isinstance(item, str) for item in flat)
+    items: list[object] = []
+    for row in rows:
+        value = row.get(name)
+        if isinstance(value, list):
+            items += value
+        elif value is not None:
+            items.append(value)
+    has_objects = any(isinstance(item, dict | list) for item in items)
+    has_texts = any(isinstance(item, str) for item in items)
+    return has_objects and not has_texts
 
 
 def flattening(file: Path, names: Sequence[str]) -> str:
     """The line of shell that makes a table of a file whose rows are of a known nested form; empty for others."""
-    captions = [path for name, path in CAPTIONS.items() if name in names]
-    images = [path for name, path in IMAGES.items() if name in names]
+    captions = [name for name in CAPTIONS if name in names]
+    images = [name for name in IMAGES if name in names]
     if not (captions and images):
         return ""
+    image, caption = images[0], captions[0]
     with file.open("rb") as start:
-        listed = start.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    rows = "json.load(sys.stdin)" if listed else "map(json.loads, sys.stdin)"
-    pair = f'{{"image": r{images[0]}, "caption": r{captions[0]}}}'
-    program = f"import json, sys; [print(json.dumps({pair})) for r in {rows} if r.get({images[0].split(']')[0][1:]})]"
+        is_list = start.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    rows = "json.load(sys.stdin)" if is_list else "map(json.loads, sys.stdin)"
+    pair = f'{{"image": r{IMAGES[image]}, "caption": r{CAPTIONS[caption]}}}'
+    program = f'import json, sys; [print(json.dumps({pair})) for r in {rows} if r.get("{image}")]'
     table = file.with_name(f"{file.stem}-pairs.jsonl")
     return f"python3 -c '{program}' < {shlex.quote(str(file))} > {shlex.quote(str(table))}"

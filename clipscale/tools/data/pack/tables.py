@@ -15,10 +15,10 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.data.shards.subset import parquet_file
-from clipscale.tools.data.lines import lines_of
-from clipscale.tools.data.objects import flattening, json_rows, nested
-from clipscale.tools.data.parquet import parquet_rows, unread_columns
-from clipscale.tools.data.separated import PICTURE, Row, Separated, header_values
+from clipscale.tools.data.pack.lines import lines_of
+from clipscale.tools.data.pack.objects import flattening, json_rows, nested
+from clipscale.tools.data.pack.parquet import parquet_rows, unread_columns
+from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_values
 
 # The usual names of the pictures' column, and of the captions' column.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
@@ -72,8 +72,8 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     check_columns(file, names, chosen, by, shown)
     remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated(names)]
     if suffix == ".parquet":
-        wanted = [*chosen, *([by] if by else [])]
-        remarks += [f"not read: {each}" for each in unread_columns(file, wanted)]
+        wanted = [*chosen, by] if by else chosen
+        remarks += [f"not read: {column}" for column in unread_columns(file, wanted)]
         rows: Callable[[], Rows] = partial(parquet_rows, file, wanted)
     elif suffix in SEPARATED:
         rows = partial(separated_rows, file, Separated(separator, names, chosen[0]), headed=names == first)
@@ -84,19 +84,23 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
 
 def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
     """Raises UserError where a column is not there, or holds no texts in the rows that are `shown`, of JSON."""
-    missing = next((name for name in [*chosen, *([by] if by else [])] if name not in names), None)
-    nests = next((name for name in chosen[1:] if nested(shown, name)), None)
-    line = flattening(file, names) if nests or (missing and missing != by) else ""
-    if line:
-        raise UserError(f"{file.name}: its captions are nested; this makes a table of it, to be packed: {line}")
-    if nests:
+    wanted = [*chosen, by] if by else chosen
+    missing = [name for name in wanted if name not in names]
+    with_objects = [name for name in chosen[1:] if nested(shown, name)]
+    if with_objects or (missing and missing[0] != by):
+        line = flattening(file, names)
+        if line:
+            raise UserError(f"{file.name}: its captions are nested; this makes a table of it, to be packed: {line}")
+    if with_objects:
         raise UserError(
-            f"{file.name}: column {nests!r} holds objects, and no captions; write a table with one of texts"
+            f"{file.name}: column {with_objects[0]!r} holds objects, and no captions; write a table with one of texts"
         )
     if missing:
-        there = ", ".join(names[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES) or "none"
-        remedy = "give one of them, holdout.by=COLUMN" if missing == by else "give 'columns=[IMAGE,CAPTION]'"
-        raise UserError(f"{file.name} has no column {missing!r}; it has {there}: {remedy}")
+        there = ", ".join(names[:MAX_NAMES]) or "none"
+        if len(names) > MAX_NAMES:
+            there += ", ..."
+        remedy = "give one of them, holdout.by=COLUMN" if missing[0] == by else "give 'columns=[IMAGE,CAPTION]'"
+        raise UserError(f"{file.name} has no column {missing[0]!r}; it has {there}: {remedy}")
 
 
 def check_content(file: Path) -> None:
@@ -121,8 +125,14 @@ def repeated(names: Sequence[str]) -> list[str]:
 
 def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
     """The picture's column and the captions'; of usual names those that are there, or else the first."""
-    plain = {name.lower().replace(" ", "_"): name for name in reversed(names)}
-    return columns or [next((plain[name] for name in usual if name in plain), usual[0]) for usual in USUAL.values()]
+    if columns:
+        return columns
+    by_plain_name = {name.lower().replace(" ", "_"): name for name in reversed(names)}
+    chosen = []
+    for usual in USUAL.values():
+        there = [by_plain_name[name] for name in usual if name in by_plain_name]
+        chosen.append(there[0] if there else usual[0])
+    return chosen
 
 
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
@@ -138,7 +148,7 @@ def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
         names = named_columns(values)
         return len({*names}.intersection(chosen_columns(names, columns))), names != values, len(values)
 
-    return max(split, key=lambda each: score(each[1]))
+    return max(split, key=lambda pair: score(pair[1]))
 
 
 def named_columns(first: list[str]) -> list[str]:
@@ -152,10 +162,11 @@ def named_columns(first: list[str]) -> list[str]:
 
 
 def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
+    """The rows of separated values. `headed`: the first line names the columns; without it pictures may have `#N`."""
     lines = lines_of(file)
     if headed:
         next(lines)
     for number, row in form.rows(lines):
         if row and not headed:
             row["image"] = re.sub(r"#\d+$", "", str(row["image"]))
-        yield number + headed, row
+        yield number + 1 if headed else number, row

@@ -14,8 +14,8 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
-from clipscale.tools.data.pairs import pairs_of, tables_of
-from clipscale.tools.data.places import Place
+from clipscale.tools.data.pack.pairs import pairs_of, tables_of
+from clipscale.tools.data.pack.places import Place
 from tests.conftest import Cap
 from tests.eval.sets import picture
 

@@ -32,11 +32,11 @@ from clipscale.data.picture import Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.kinds import OTHER_PICTURES, kind_of
-from clipscale.tools.data.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
-from clipscale.tools.data.places import read, resolved
+from clipscale.tools.data.pack.kinds import OTHER_PICTURES, kind_of
+from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
+from clipscale.tools.data.pack.places import read, resolved
+from clipscale.tools.data.pack.tables import TABLES, conversion
 from clipscale.tools.data.settings import PackSettings
-from clipscale.tools.data.tables import TABLES, conversion
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
@@ -143,7 +143,7 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
     if reason in TEXTS:
         return gathering(left_out[reason], left_out.get("no_caption", []), source)
     helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
-    return helps and f"; {helps}"
+    return f"; {helps}" if helps else ""
 
 
 def for_classes(pictures: Sequence[str], folder: Path) -> str:
@@ -186,8 +186,9 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
                 raise UserError(
                     f"out={out}: was packed of another source, or with other settings ({others}); choose a new folder"
                 )
-            for note_of_part in out.glob("parts/*.json") if empty else ():  # the files of the source may be others now
-                note_of_part.unlink()
+            if empty:
+                for note_of_part in out.glob("parts/*.json"):  # the files of the source may be others now
+                    note_of_part.unlink()
         elif any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
@@ -226,7 +227,8 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
     left_out: dict[str, list[str]] = {}
     out = file.parent.parent
     with ExitStack() as stack:
-        kept, held = (stack.enter_context(Shards(out / folder, file.stem)) for folder in PARTS.values())
+        kept = stack.enter_context(Shards(out / PARTS["pairs"], file.stem))
+        held = stack.enter_context(Shards(out / PARTS["held-out pairs"], file.stem))
         for number, pair in enumerate(pairs, first):
             try:
                 captions = captions_of(pair)
@@ -235,9 +237,10 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
             except BrokenSampleError as error:
                 left_out.setdefault(error.reason, []).append(pair.name)
                 continue
-            (held if held_out(pair, data, settings.holdout.fraction) else kept).write(sample)
-    sizes = dict(zip(PARTS, (kept.sizes, held.sizes)))
-    files.write_json(file, {"read": len(pairs), "left_out": left_out} | sizes)
+            shards = held if held_out(pair, data, settings.holdout.fraction) else kept
+            shards.write(sample)
+    note: PartNote = {"read": len(pairs), "left_out": left_out, "pairs": kept.sizes, "held-out pairs": held.sizes}
+    files.write_json(file, note)
 
 
 def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
@@ -320,4 +323,5 @@ class Shards:
         self._open.close()
         self._shard = f"{self._name}_{len(self.sizes)}.tar" if self.sizes else f"{self._name}.tar"
         self._writer = self._open.enter_context(shard_writer(self._folder / self._shard))
-        self.sizes[self._shard] = self._bytes = 0
+        self.sizes[self._shard] = 0
+        self._bytes = 0

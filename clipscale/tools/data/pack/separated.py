@@ -9,7 +9,8 @@ import csv
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
+from typing import NamedTuple
 
 from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES
 
@@ -40,25 +41,37 @@ class Lines:
         self.number += 1
         return line
 
-    def until(self, is_end: Callable[[str], bool], passed: list[str]) -> Iterator[str]:
-        """The following lines, at most MAX_LINES, up to the first that `is_end` accepts; `passed` gets them, too."""
+    def take_until(self, is_end: Callable[[str], bool]) -> list[str]:
+        """The following lines, at most MAX_LINES, up to the first that `is_end` accepts, with that one."""
+        taken: list[str] = []
         for line in self:
-            passed.append(line)
-            yield line
-            if is_end(line) or len(passed) == MAX_LINES:
-                return
+            taken.append(line)
+            if is_end(line) or len(taken) == MAX_LINES:
+                break
+        return taken
 
     def put_back(self, lines: list[str]) -> None:
+        """Read these lines again, as the next ones."""
         self._again.extendleft(reversed(lines))
         self.number -= len(lines)
 
 
-def quoted(lines: Iterable[str], separator: str) -> list[str] | None:
-    """The values of the row that these lines begin with, by the rules of quotes; None if they are broken."""
+class QuotedRow(NamedTuple):
+    """A row by the rules of quotes."""
+
+    values: list[str]
+    # The lines that it has; several if a value in quotes has.
+    num_lines: int
+
+
+def quoted(lines: Iterable[str], separator: str) -> QuotedRow | None:
+    """The row that these lines begin with, by the rules of quotes; None if they are broken."""
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     try:
-        return [value.strip() for value in next(csv.reader(lines, delimiter=separator, strict=True), [])]
+        values = next(reader, [])
     except csv.Error:
         return None
+    return QuotedRow([value.strip() for value in values], reader.line_num)
 
 
 def literal(line: str, separator: str) -> list[str]:
@@ -79,8 +92,10 @@ def tolerant(line: str, separator: str) -> list[str]:
 
 
 def header_values(line: str, separator: str) -> list[str]:
+    """The values of a table's first line. Sets the limit of csv for a value."""
     csv.field_size_limit(MAX_TEXT_BYTES)
-    return quoted([line], separator) or literal(line, separator)
+    row = quoted([line], separator)
+    return row.values if row and row.values else literal(line, separator)
 
 
 class Separated:
@@ -102,25 +117,38 @@ class Separated:
         self.suffixed = any(PICTURE.fullmatch(value) for line in first for value in literal(line, self.separator))
         for line in source:
             number = source.number
-            values = quoted([line], self.separator) if '"' in line else literal(line, self.separator)
-            if values is None:
-                values = self.repaired(line, source)
+            values = self.values_of(line, source)
             if any(values):
                 yield number, dict(zip(self.names, values)) if self.fits(values) else None
 
-    def repaired(self, line: str, source: Lines) -> list[str]:
-        """The values of a row with broken quotes, which may go on in the next lines.
+    def values_of(self, line: str, source: Lines) -> list[str]:
+        """The values of the row that the line begins; takes its other lines from the source.
 
         There are fewer values than names, or more, if the row cannot be understood.
         """
-        more: list[str] = []
-        values = quoted(chain([line], source.until(self.is_row, more)), self.separator)
-        swallows = self.is_row(line) and any(map(self.is_row, more[-1:]))
-        if values is not None and self.fits(values) and not swallows:
-            return values
-        source.put_back(more)
+        if '"' not in line:
+            return literal(line, self.separator)
+        row = quoted([line], self.separator) or self.row_of_several_lines(line, source)
+        if row:
+            return row.values
         alone = literal(line, self.separator)
         return alone if self.fits(alone) else tolerant(line, self.separator) or [line]
+
+    def row_of_several_lines(self, line: str, source: Lines) -> QuotedRow | None:
+        """The row of a line with an open quote and of the next lines, which are taken from the source.
+
+        None, and no line is taken, if the quote does not close before another row begins.
+        """
+        following = source.take_until(self.is_row)
+        row = quoted([line, *following], self.separator)
+        if row and self.fits(row.values):
+            last = following[row.num_lines - 2]
+            swallows_a_row = self.is_row(line) and self.is_row(last)
+            if not swallows_a_row:
+                source.put_back(following[row.num_lines - 1 :])
+                return row
+        source.put_back(following)
+        return None
 
     def fits(self, values: list[str]) -> bool:
         """Whether there is a value for each name."""

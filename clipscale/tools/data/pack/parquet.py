@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from clipscale.common.errors import UserError
 from clipscale.data.shards.subset import parquet_file
-from clipscale.tools.data.places import BATCH, Cell
-from clipscale.tools.data.separated import Row
+from clipscale.tools.data.pack.places import BATCH, Cell
+from clipscale.tools.data.pack.separated import Row
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch

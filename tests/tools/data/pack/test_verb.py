@@ -17,8 +17,8 @@ from clipscale.common import files
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.eval.sets.load import load_set
-from clipscale.tools.data import pack
-from clipscale.tools.data.places import Cell, Place, read, resolved
+from clipscale.tools.data.pack import verb
+from clipscale.tools.data.pack.places import Cell, Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Cap
 from tests.data.shards.web import Web, serving
@@ -27,7 +27,7 @@ from tests.support.refused import refused
 
 Write = Callable[[Path], Path]
 SOURCES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
-MISTAKES = files.read_yaml(Path(__file__).with_name("pack_mistakes.yaml"))
+MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
 SUFFIXES = ["png", "jfif", "webp", "JPG", "jpe", "mpo"]
 
 
@@ -372,24 +372,24 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
 
 def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are complete are not made again, and one that was being made is. What a kill has left of it goes."""
-    monkeypatch.setattr(pack, "SHARD_SAMPLES", 2)
+    monkeypatch.setattr(verb, "SHARD_SAMPLES", 2)
     source, out = as_csv(pictures), tmp_path / "out"
-    pack.main([str(source)], PackSettings(out=str(out)))
+    verb.main([str(source)], PackSettings(out=str(out)))
     expected = samples(out)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert len(before) == 3
     (out / "parts/00001.json").unlink()
     (out / ".00001.tar-0123456789abcdef.tmp").write_bytes(b"half of it")
-    pack.main([str(source)], PackSettings(out=str(out)))
+    verb.main([str(source)], PackSettings(out=str(out)))
     assert not [*out.rglob("*.tmp")]
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert [name for name in before if before[name] != after[name]] == ["00001.tar"]
     assert samples(out) == expected
     with refused(r"or with other settings \(resize\);"):
-        pack.main([str(source)], PackSettings(out=str(out), resize=9))
+        verb.main([str(source)], PackSettings(out=str(out), resize=9))
     os.utime(source, (1, 1))
     with refused(r"packed of another source, or with other settings \(the source's date\);"):
-        pack.main([str(source)], PackSettings(out=str(out)))
+        verb.main([str(source)], PackSettings(out=str(out)))
 
 
 def test_shards_may_lie_in_the_source(pictures: Path) -> None:
@@ -398,8 +398,8 @@ def test_shards_may_lie_in_the_source(pictures: Path) -> None:
 
 
 def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "SHARD_BYTES", 250)
-    with pack.Shards(tmp_path, "00000") as shards:
+    monkeypatch.setattr(verb, "SHARD_BYTES", 250)
+    with verb.Shards(tmp_path, "00000") as shards:
         for number in range(5):
             shards.write({"__key__": f"{number}", "txt": b"x" * 100})
     assert shards.sizes == {"00000.tar": 3, "00000_1.tar": 2}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.tools.data.pairs import pairs_of, tables_of
+from clipscale.tools.data.pack.pairs import pairs_of, tables_of
 
 PIECES = st.sampled_from(
     [b"image,caption\n", b"image\tcaption\n", b'{"image": "a.jpg", "caption": "b"}\n', b"[", b"]", b",", b'"', b"\n"]

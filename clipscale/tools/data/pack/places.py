@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_NAME_BYTES, BrokenSampleError
 from clipscale.data.shards.store import first_bytes
 from clipscale.data.shards.subset import parquet_file
-from clipscale.tools.data.separated import PICTURE
+from clipscale.tools.data.pack.separated import PICTURE
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")
