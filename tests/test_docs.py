@@ -199,7 +199,7 @@ def test_every_command_composes(
         line = compose.parse(name, rest)
         try:
             if any(map(compose.is_hydra_setting, line.words)):
-                plugins.composed_runs(line)
+                plugins.compose_sweep(line.words, line.config_dir)
             elif line.multirun:
                 compose.combinations(line.words, line.config_dir)
             elif name != "completion":
