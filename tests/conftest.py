@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.forks import share_one_server, start_the_server
+from tests.support.forked_processes import share_one_server, start_the_server
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment has it already
     # Indexes know shards by their path: neither the user's nor an earlier session's.

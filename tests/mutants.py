@@ -33,7 +33,7 @@ import pytest
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
-from tests.support import ran
+from tests.support import line_notes
 
 CHECKOUT = Path(__file__).parents[1]
 # What is broken, below clipscale/.
@@ -54,7 +54,7 @@ INTERPRETER = "loss/triton/test_interpreter.py"
 NOTES = """
 import json
 from pathlib import Path
-from tests.support.ran import note_lines
+from tests.support.line_notes import note_lines
 folder = Path(__file__).parent
 note_lines(json.loads((folder / "wanted.json").read_text()), folder / "notes.jsonl")
 """
@@ -231,11 +231,11 @@ class Noting:
         began = time.monotonic()
         for name in item.fixturenames:
             self.sharing[f"fixture {name}"].append(item.nodeid)
-        os.environ[ran.TEST] = item.nodeid
+        os.environ[line_notes.TEST] = item.nodeid
         try:
             return (yield)
         finally:
-            del os.environ[ran.TEST]
+            del os.environ[line_notes.TEST]
             self.seconds[item.nodeid] = time.monotonic() - began
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -244,13 +244,13 @@ class Noting:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef) -> Iterator[None]:
-        before = os.environ[ran.TEST]
+        before = os.environ[line_notes.TEST]
         if fixturedef.scope != "function":
-            os.environ[ran.TEST] = f"fixture {fixturedef.argname}"
+            os.environ[line_notes.TEST] = f"fixture {fixturedef.argname}"
         try:
             return (yield)
         finally:
-            os.environ[ran.TEST] = before
+            os.environ[line_notes.TEST] = before
 
     def pytest_sessionfinish(self) -> None:
         Path("noted.json").write_text(json.dumps(vars(self)))

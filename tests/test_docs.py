@@ -30,7 +30,7 @@ from clipscale.config.setting import setting
 from clipscale.config.train import MAX_SAMPLES, check
 from clipscale.tools.data.demo import user_folder
 from tests.conftest import shared
-from tests.support.laid import SHELLS, lay, programs, within
+from tests.support.docs_machine import SHELLS, lay, programs, within
 
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -227,7 +227,7 @@ def test_every_command_finds_what_it_names(
     (tmp_path / "cache/clipscale").mkdir(parents=True)
     (tmp_path / "cache/clipscale" / user_folder().name).symlink_to(demo)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "-m", "tests.support.laid"]
+    program = [sys.executable, "-m", "tests.support.docs_machine"]
     done = within(laid, program, cwd=tmp_path, input=json.dumps([*typed]), env=environment | cache)
     assert done.returncode == 0, done.stderr
     wrong = []

@@ -28,8 +28,8 @@ from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
-from tests.support.refused import refused
 from tests.support.runs import curve, records, small
+from tests.support.user_errors import refused
 
 
 def between_steps(work: Callable[[int], Any]) -> Any:

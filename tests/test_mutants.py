@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("mutmut", reason="mutmut is not installed (clipscale[dev])")
 
 from tests import mutants
-from tests.support import ran
+from tests.support import line_notes
 
 SOURCE = '''
 """A docstring, 1."""
@@ -84,14 +84,14 @@ def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatc
     """They are noted in any thread, and not on import."""
     path, before = tmp_path / "a.py", sys.gettrace()
     path.write_text(RUN)
-    ran.note_lines({str(path): {2, 6, 8}}, tmp_path / "notes")
+    line_notes.note_lines({str(path): {2, 6, 8}}, tmp_path / "notes")
     try:
         spec = importlib.util.spec_from_file_location("a", path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         for test, x in (("one", 0), ("two", 1), ("two", 1)):
-            monkeypatch.setenv(ran.TEST, test)
+            monkeypatch.setenv(line_notes.TEST, test)
             thread = threading.Thread(target=module.f, args=(x,))
             thread.start()
             thread.join()

@@ -22,7 +22,7 @@ from tests.conftest import TINY
 from tests.support.ranks import run_ranks
 
 CHECKOUT = PACKAGE.parent
-ARCHITECTURE = CHECKOUT / "docs/contributing/architecture.md"
+PAGES = [CHECKOUT / f"docs/contributing/{name}.md" for name in ("architecture", "glossary")]
 # Nothing but the environment's own packages.
 ALONE = {"PYTHONPATH": ""}
 
@@ -136,9 +136,9 @@ def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
 
 
 def definitions() -> set[str]:
-    """Classes, functions, constants, methods and attributes as `Class.name`, of all modules."""
+    """Classes, functions, constants, methods and attributes as `Class.name`, of all modules and of this one."""
     names = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), Path(__file__)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -149,12 +149,13 @@ def definitions() -> set[str]:
     return names
 
 
-def test_every_name_on_the_architecture_page_exists() -> None:
-    text = re.sub(r"^```.*?^```$", "", ARCHITECTURE.read_text(), flags=re.M | re.S)
+def test_every_name_on_the_architecture_page_and_in_the_glossary_exists() -> None:
+    text = re.sub(r"^```.*?^```$", "", "\n".join(page.read_text() for page in PAGES), flags=re.M | re.S)
     words = set(re.findall(r"`([\w./]+)`", text))
     places = [PACKAGE, CHECKOUT, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
     known = definitions() | settings_of(TrainConfig).keys() | VERBS.keys()
     known |= {"async_save", "clipscale.GradCache", "torch.optim.Optimizer", "metrics.jsonl"}
+    known |= {"sys.modules", "module.", "_orig_mod"}
     missing = {word for word in words - known if not any((place / word).exists() for place in places)}
     assert missing == set()
 

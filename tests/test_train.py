@@ -35,8 +35,8 @@ from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
-from tests.support.refused import refused
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
+from tests.support.user_errors import refused
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",

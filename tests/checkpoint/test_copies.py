@@ -27,8 +27,8 @@ from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
-from tests.support.refused import refused
 from tests.support.runs import curve, on_a_rank, small
+from tests.support.user_errors import refused
 
 Request = pytest.FixtureRequest
 

@@ -29,7 +29,7 @@ from clipscale.distributed.world import World
 from clipscale.own_machine.set_aside import set_outdated_aside
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
 

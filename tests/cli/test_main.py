@@ -23,7 +23,7 @@ from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY
 from tests.eval.sets import classification_set
-from tests.support.forks import forks
+from tests.support.forked_processes import forks
 from tests.support.interpreter import interpreted
 from tests.support.terminals import on_terminal, screen
 

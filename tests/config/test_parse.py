@@ -14,7 +14,7 @@ from clipscale.config.eval import existing_run
 from clipscale.config.parse import dataclass_from
 from clipscale.config.setting import nested, settings_of, summary
 from clipscale.config.train import TrainConfig
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 VALUES = files.read_yaml(Path(__file__).with_name("values.yaml"))
 

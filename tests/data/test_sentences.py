@@ -11,7 +11,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sentences import part_of, sentences
 from tests.data.files import picture, write_tar
 from tests.data.streams import contents, open_stream
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 WORDS = st.lists(st.text("abcé", min_size=1, max_size=5), min_size=1, max_size=4).map(" ".join)
 TEXT = "A cat. Is it on 3.5 mats? It is! 一只猫。两只狗。\nThe end"

@@ -7,7 +7,7 @@ import pytest
 from clipscale.common.record import Results
 from clipscale.config.expected import bands_of
 from clipscale.eval.expected import Expected
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 EXPECTED = Expected({"imagenet1k.top1": (18.5, 20), "mscoco_captions.text_to_image_r5": (36.2, 38.2)}, "a paper")
 

@@ -30,7 +30,7 @@ from tests.eval.sets import (
     write_shards,
     write_tar,
 )
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 
 @pytest.fixture(autouse=True)

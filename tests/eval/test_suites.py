@@ -24,7 +24,7 @@ from tests.eval.sets import (
     write_shards,
 )
 from tests.support.checkpoints import ALONE
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 
 def infcl(root: Path) -> Path:

@@ -29,7 +29,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from tests.conftest import TINY
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 LONG = [word for word in TINY if not word.startswith(("samples", "data"))]
 LONG += ["samples=1M", "data.workers=1", "launch.procs=2", "run=long"]

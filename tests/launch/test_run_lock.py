@@ -16,8 +16,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.train import train
-from tests.support.forks import forks
-from tests.support.refused import refused
+from tests.support.forked_processes import forks
+from tests.support.user_errors import refused
 
 
 def hold(folder: Path, test: Connection) -> None:

@@ -41,7 +41,7 @@ from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation
 from tests.support.checkpoints import ALONE, save, steps
-from tests.support.forks import forks
+from tests.support.forked_processes import forks
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, on_a_rank, small
 

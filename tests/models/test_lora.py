@@ -25,10 +25,10 @@ from clipscale.train import train
 from clipscale.trained_model import load_any, load_model
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
-from tests.support.kills import command, whole_and_killed
-from tests.support.refused import refused
+from tests.support.killed_runs import command, whole_and_killed
 from tests.support.runs import ARCHITECTURE, curve, records, small
 from tests.support.towers import samples, small_model
+from tests.support.user_errors import refused
 
 # Not imported here: each of pytest's workers reads this file, and most run none of it.
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (clipscale[lora])")

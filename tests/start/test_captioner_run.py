@@ -17,7 +17,7 @@ from clipscale.log.records import read_metrics
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from clipscale.trained_model import load_model
-from tests.support.kills import whole_and_killed
+from tests.support.killed_runs import whole_and_killed
 from tests.support.runs import ARCHITECTURE, small
 
 DECODER = {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}

@@ -24,8 +24,8 @@ from clipscale.train import train
 from tests.support import runs
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.refused import refused
 from tests.support.runs import curve, records, small, train_loop
+from tests.support.user_errors import refused
 
 # Three steps and four: the first does not use the last two of its samples.
 STAGES = [

@@ -30,8 +30,8 @@ from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.refused import refused
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
+from tests.support.user_errors import refused
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:

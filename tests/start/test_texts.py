@@ -22,7 +22,7 @@ from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_
 from clipscale.models.towers import ClipModel, build_model, unit_rows
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
-from tests.support.kills import whole_and_killed
+from tests.support.killed_runs import whole_and_killed
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, small, train_loop
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.step.optim import Schedule, build_optimizer, parameter_groups, parse_steps
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 
 def small_model() -> nn.Module:

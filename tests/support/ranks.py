@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forks import forks
+from tests.support.forked_processes import forks
 
 TIMEOUT_S = 600.0
 

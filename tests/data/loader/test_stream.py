@@ -23,7 +23,7 @@ from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 TABLES = files.read_yaml(Path(__file__).with_name("stream.yaml"))
 

@@ -22,7 +22,7 @@ from clipscale.data.loader.workers import Workers
 from clipscale.data.sample import RawSample
 from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
-from tests.support.forks import forks
+from tests.support.forked_processes import forks
 
 HERE = {"PYTHONPATH": str(Path(__file__).parents[3])}
 

@@ -11,7 +11,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.features import TeacherFeatures, encoded_array, find_teachers
 from tests.data.files import write_shards
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 
 def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:

@@ -10,7 +10,7 @@ from clipscale.data.addresses import is_local
 from clipscale.data.shards.listing import expand, local_shards
 from tests.data.files import write_shards
 from tests.data.streams import open_stream
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 
 def test_braces_globs_folders_and_lists_name_the_same_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from tests.conftest import Cap
 from tests.data.files import link, picture, sample, write_shards, write_tar
 from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

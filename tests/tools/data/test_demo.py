@@ -15,8 +15,8 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.tools.data import demo, scenes
 from tests.conftest import Cap
-from tests.support.refused import refused
 from tests.support.runs import settings
+from tests.support.user_errors import refused
 
 
 @pytest.fixture

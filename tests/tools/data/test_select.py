@@ -15,7 +15,7 @@ from clipscale.tools.data.select import write_weights
 from clipscale.tools.embed.arrays import open_embedded_set
 from tests.conftest import Cap
 from tests.data.files import picture, write_tar
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 parquet = pytest.importorskip("pyarrow.parquet")
 CAPTION = "</p><script>alert(1)</script>"

@@ -22,7 +22,7 @@ from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 SHARDS = {"teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]

@@ -22,7 +22,7 @@ from clipscale.common import files
 from clipscale.tools.explore.search import nearest, open_explorer
 from clipscale.tools.explore.settings import check_explore
 from tests.support.browser import CHROMIUM, browser
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 from tests.tools.explore.conftest import config
 
 TABLES = files.read_yaml(Path(__file__).with_name("explore.yaml"))

@@ -21,7 +21,7 @@ from clipscale.tools.plan.planner import plan, predicted
 from clipscale.tools.plan.settings import on_machine
 from tests.conftest import TINIEST, Cap
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 

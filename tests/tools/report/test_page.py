@@ -19,7 +19,7 @@ from clipscale.cli.main import main
 from clipscale.tools.report.page import bin_means, short_paths, thinned_rows, write_report
 from tests.conftest import Cap
 from tests.support.browser import CHROMIUM, Page, browser
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 HOSTILE = "<img src=x onerror=alert(1)> costs $5"
 

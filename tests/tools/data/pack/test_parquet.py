@@ -12,7 +12,7 @@ from clipscale.tools.data.pack.pairs import pairs_of, tables_of
 from clipscale.tools.data.pack.places import read
 from clipscale.tools.data.pack.verb import captions_of
 from tests.eval.sets import picture
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")

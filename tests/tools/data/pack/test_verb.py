@@ -23,7 +23,7 @@ from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Cap
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import COLOURS, NAMES, picture
-from tests.support.refused import refused
+from tests.support.user_errors import refused
 
 Write = Callable[[Path], Path]
 SOURCES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
