@@ -41,7 +41,7 @@ def verbs() -> str:
     ]
     for name, verb in VERBS.items():
         own = [setting for setting in settings_of(verb.settings).values() if setting.name not in SHARED]
-        usage = " ".join(word for word in ("clipscale", name, verb.words, "[KEY=VALUE ...]") if word)
+        usage = " ".join(word for word in ("clipscale", name, verb.plain_words, "[KEY=VALUE ...]") if word)
         parts += [f"## {name}", f"{sentence(summary(verb.settings))} `{usage}`"]
         parts += [f"```sh\n{verb.examples}\n```", *([" ".join(verb.notes.split())] if verb.notes else [])]
         parts += [table(own)] if own else []

@@ -36,7 +36,8 @@ def main(words: Sequence[str]) -> int:
     if not line:
         print(SCRIPTS[shell], end="")
         return 0
-    *before, typed = re.split(r"(?<!\\) +", line[0])[1:] or [""]  # a blank of a name has a backslash
+    words_of_line = re.split(r"(?<!\\) +", line[0])[1:]  # after the program's name; a blank of a name has a backslash
+    *before, typed = words_of_line or [""]
     word = re.sub(r"\\(.)", r"\1", typed)
     for candidate in dict.fromkeys(candidates(before, word)):
         if candidate.startswith(word):
@@ -63,7 +64,8 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
     runs = [file.parent.name for file in sorted(Path("runs").glob("*/config.yaml"))]
     key, equals, _ = word.partition("=")
     if equals:
-        typed = word[: max(map(word.rfind, "=,[")) + 1]  # several values are completed one by one
+        end_of_others = max(word.rfind(mark) for mark in "=,[")  # several values are completed one by one
+        typed = word[: end_of_others + 1]
         values = presets.get(key, [])
         if key in declared:
             if key in NAMES:
@@ -72,10 +74,11 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
                 values = runs
             values = [*values, *declared[key].choices]
         return [typed + value for value in values]
-    if "RUN" in verb.words and runs:
+    if "RUN" in verb.plain_words and runs:
         return runs
-    if verb.words and not word:
+    if verb.plain_words and not word:
         return []
     end = "" if "--help" in before else "="
-    keys = (re.match(rf"{re.escape(word)}[^.]*\.?", key + end) for key in (*presets, *declared))
-    return [*FLAGS, "--help", *(key[0] for key in keys if key)]
+    up_to_dot = re.compile(rf"{re.escape(word)}[^.]*\.?")
+    matches = [up_to_dot.match(key + end) for key in (*presets, *declared)]
+    return [*FLAGS, "--help", *(match[0] for match in matches if match)]

@@ -39,8 +39,8 @@ VERSION = "1.3"
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 # Sections that are typed as their first setting, too.
 SECTION_ALIASES = {"holdout": "holdout.share"}
-# A text inside a value that Hydra reads. It is quoted, or it ends at a comma or a bracket. These do not end it inside
-# braces, quotes, or brackets within a word (`/data/[0-9].tar`). The lists and sweeps around it are Hydra's.
+# A text inside a value that Hydra reads: quoted, or up to the next comma or bracket that is not inside braces, quotes,
+# or brackets within a word (`/data/[0-9].tar`). The lists and sweeps around it are Hydra's.
 TEXT = re.compile(
     r"""(["'])(?:\\.|(?!\1).)*\1
     | (?:\{(?:[^{}]|\{[^{}]*\})*\} | \[[^][]*\](?=[^],\s]) | [^][,\s])
@@ -107,7 +107,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     before = ""
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
-        if verb.words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
+        if verb.plain_words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
         check_word(name, word)
@@ -136,7 +136,7 @@ def is_hydra_setting(word: str) -> bool:
 def check_word(name: str, word: str) -> None:
     """Raise UserError for a word that is no setting of this verb's."""
     key, equals, value = word.lstrip("+").partition("=")
-    words = VERBS[name].words
+    words = VERBS[name].plain_words
     if not (key and equals):
         raise UserError(
             f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
@@ -250,7 +250,10 @@ def with_lists(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
     """The values of the presets of optimizer and loss that are typed beside an experiment. They count more than its
     own."""
-    typed_words = {key: value.strip(QUOTES) for key, _, value in (word.partition("=") for word in words)}
+    typed_words = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        typed_words[key] = value.strip(QUOTES)
     if "experiment" not in typed_words:
         return []
     values: dict[str, object] = {}
@@ -269,17 +272,19 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
     """
     try:
         parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
-        if interval := next((each for each in parsed if each.is_interval_sweep()), None):
-            raise UserError(
-                f"{interval.input_line}: only a sweeper chooses between two numbers; add hydra/sweeper=optuna, or give "
-                f"values, {interval.get_key_element()}=A,B"
-            )
-        choices = [
-            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-            if each.is_discrete_sweep()
-            else [f"{each.get_key_element()}={each.get_value_element_as_str()}"]
-            for each in parsed
-        ]
+        choices = []
+        for override in parsed:
+            key = override.get_key_element()
+            if override.is_interval_sweep():
+                raise UserError(
+                    f"{override.input_line}: only a sweeper chooses between two numbers; add hydra/sweeper=optuna, or "
+                    f"give values, {key}=A,B"
+                )
+            if override.is_discrete_sweep():
+                values = [*override.sweep_string_iterator()]
+            else:
+                values = [override.get_value_element_as_str()]
+            choices.append([f"{key}={value}" for value in values])
     except HydraException as error:
         raise one_line_error(error) from error
     jobs = [*product(*choices)]

@@ -52,10 +52,10 @@ def show_verb(name: str) -> None:
     """Print a verb's top-level keys, and the often used ones of its sections."""
     verb = VERBS[name]
     print(f"clipscale {name}: {summary(verb.settings)}\n")
-    print(f"Usage: clipscale {name} {verb.words} [KEY=VALUE ...]\n".replace("  ", " "))
+    print(f"Usage: clipscale {name} {verb.plain_words} [KEY=VALUE ...]\n".replace("  ", " "))
     declared = settings_of(verb.settings)
     top = [setting for key, setting in declared.items() if "." not in key]
-    describe([*top, *(declared[key] for key in verb.often.split())])
+    describe([*top, *(declared[key] for key in verb.common_keys.split())])
     if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys, `--help KEY` explains one")
         columns((f"{section}.", summary(config)) for section, config in sections.items())

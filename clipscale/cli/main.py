@@ -67,7 +67,8 @@ def run(argv: list[str]) -> int:
     words = [word for word in asked if word not in ("-h", "--help")]
     if "help" in words[1:3]:
         words.remove("help")
-    if not words or words != argv or help.begins_several(words):
+    asks_for_help = words != argv  # a word was taken out
+    if asks_for_help or not words or help.begins_several(words):
         help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
@@ -91,12 +92,12 @@ def run(argv: list[str]) -> int:
         if verb.conf == "train":
             print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
-    arguments = (plain, settings) if verb.words else (settings,)
+    arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
         train.check_weights(settings, fetched=name in FETCH and not line.cfg)
-    if line.check and verb.trial:
-        resolve_name(verb.trial)(settings)
+    if line.check and verb.check_work:
+        resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
     show_task(f"loading clipscale {name}")

@@ -78,7 +78,7 @@ def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
 
 
 def warn_of_metric(config: TrainConfig) -> None:
-    """Say that nobody asks for `sweep.metric` in a sweep of all combinations."""
+    """Warn of a `sweep.metric`, which a sweep of all combinations does not use."""
     if config.sweep.metric:
         print_line(
             f"warning: sweep.metric={config.sweep.metric}: only a sweeper such as hydra/sweeper=optuna asks for it",
@@ -109,7 +109,9 @@ def folder_of(run: str) -> Path:
 
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     """The run, with its own folder in the sweep's, and its own address of a copy."""
-    copy = config.checkpoint.copy and f"{config.checkpoint.copy.rstrip('/')}/{name}"
+    copy = config.checkpoint.copy
+    if copy:
+        copy = f"{copy.rstrip('/')}/{name}"
     return replace(config, run=str(folder / name), checkpoint=replace(config.checkpoint, copy=copy))
 
 

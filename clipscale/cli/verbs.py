@@ -30,15 +30,15 @@ class Verb:
     main: str
     examples: str
     # The plain words before the settings, as the usage line shows them; `main` then takes the list of them first.
-    words: str = ""
+    plain_words: str = ""
     # Keys inside sections that help lists with the top-level ones, because most people set them.
-    often: str = ""
+    common_keys: str = ""
     # The last lines of the help.
     notes: str = ""
     # Takes what `main` takes. Raises UserError for wrong settings, before `main` is imported. Writes nothing.
     check: Callable[..., object] = lambda *settings: None
     # MODULE:FUNCTION of `--check`, which reads what `main` would begin with; empty: `check` alone.
-    trial: str = ""
+    check_work: str = ""
     # The file of conf/ with the verb's presets, NAME.yaml; empty: none.
     conf: str = ""
 
@@ -64,10 +64,10 @@ clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.
 clipscale train experiment=demo run=demo samples=20k
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=sizes
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion""",
-        often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
+        common_keys="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=train.check,
-        trial="clipscale.tools.check_start:main",
+        check_work="clipscale.tools.check_start:main",
         notes="""\
 -m runs every combination of the comma-separated values. With it hydra/launcher=submitit_slurm makes each a Slurm job, \
 and hydra/sweeper=optuna chooses the values (pip install 'clipscale[sweeps]'). --cfg job prints the settings. \
@@ -84,7 +84,7 @@ clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
 clipscale eval run=b32 checkpoint=latest log=tensorboard
 clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/imagenet1k""",
-        often="model.weights eval.sets eval.root",
+        common_keys="model.weights eval.sets eval.root",
         check=check_eval,
         conf="eval",
     ),
@@ -94,7 +94,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/image
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32""",
-        often="model.weights data.train launch.procs",
+        common_keys="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=embed.check_embed,
         conf="embed",
@@ -103,7 +103,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         explore.ExploreConfig,
         "clipscale.tools.explore.verb:main",
         "clipscale explore run=b32 data=/data/laion-b32",
-        often="model.weights data.train",
+        common_keys="model.weights data.train",
         notes="data= takes a folder of `clipscale embed`.",
         check=explore.check_explore,
         conf="explore",
@@ -114,7 +114,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true""",
-        often="cache.chunk",
+        common_keys="cache.chunk",
         notes="All settings of `clipscale train` are accepted. Exit status 1: the run does not fit.",
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
@@ -127,27 +127,27 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
 clipscale data pack captions.csv out=/data/mine holdout=1%
 clipscale data pack /data/pictures out=/data/small resize=512
 clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop""",
-        often="holdout.share holdout.by",
-        words="SOURCE",
+        common_keys="holdout.share holdout.by",
+        plain_words="SOURCE",
     ),
     "data index": Verb(
         data.IndexSettings,
         "clipscale.tools.data.make_index:main",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
-        words="SHARD...",
+        plain_words="SHARD...",
     ),
     "data check": Verb(
         data.CheckSettings,
         "clipscale.tools.data.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' data.captions=json:caption",
-        words="SHARD...",
+        plain_words="SHARD...",
     ),
     "data select": Verb(
         data.SelectSettings,
         "clipscale.tools.data.select:main",
         "clipscale data select /data/laion-b32 best=0.8 duplicates=0.95 power=0.5 out=weights.parquet",
         check=data.check_select,
-        words="FOLDER",
+        plain_words="FOLDER",
     ),
     "report": Verb(
         ReportSettings,
@@ -155,7 +155,7 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         """\
 clipscale report demo
 clipscale report b32 b16 out=both.html""",
-        words="RUN...",
+        plain_words="RUN...",
     ),
     "export": Verb(
         ExportSettings,
@@ -174,7 +174,7 @@ clipscale export run=tuned average=runs/start 'shares=[0.5,0.5]'""",
         """\
 eval "$(clipscale completion bash)"
 clipscale completion fish | source""",
-        words="bash|zsh|fish",
+        plain_words="bash|zsh|fish",
         notes="Add the line to ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish.",
     ),
 }

@@ -83,10 +83,11 @@ def evaluate(
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
-    Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
-    captions. The metric `broken` counts the others, as in training, and the file has their reasons. Results with
-    averaged weights, which the caller puts into the model, are named `SET (ema)`, those of parts of sets
-    `SET (limit N)`. The model is in evaluation mode meanwhile.
+    Puts the model into evaluation mode meanwhile.
+
+    - Metrics cover the usable images of a set: those that can be decoded, and have a caption where the set has any.
+    - `broken` counts the other images; the file has their reasons.
+    - Names: `SET (ema)` with averaged weights, which the caller puts into the model; `SET (limit N)` of a part.
 
     Args:
         file: rank 0 writes into it after each set.

@@ -14,6 +14,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol, cast
@@ -79,6 +80,17 @@ class WorkerError(Exception):
         self.details = details
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What a worker leaves for its launcher when it fails."""
+
+    # Whether it failed only because it lost another worker.
+    lost_peer: bool
+    # Seconds since the epoch.
+    time: float
+    error: UserError | WorkerError
+
+
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
     check_launcher()
@@ -124,7 +136,9 @@ def workers(config: Launched) -> int:
     """Processes of the run on this machine. Raises UserError if they cannot share a training batch evenly."""
     import torch
 
-    count = config.launch.procs or (1 if config.device == "cpu" else max(1, torch.cuda.device_count()))
+    count = config.launch.procs
+    if not count:
+        count = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
     if isinstance(config, TrainConfig):
         check_divisible(config.batch, count, f"{count} processes", ", or fewer processes with launch.procs=N")
     return count
@@ -178,7 +192,7 @@ def start(config: Launched, main: str, count: int) -> object:
         )
         with blocked():  # starts the resource tracker that the workers share
             pass
-        terminal.show_task(f"starting {count} process{'es' if count > 1 else ''}")
+        terminal.show_task("starting 1 process" if count == 1 else f"starting {count} processes")
         before = tempfile.tempdir
         tempfile.tempdir = folder  # torch leaves its error files there
         try:
@@ -188,8 +202,8 @@ def start(config: Launched, main: str, count: int) -> object:
             raise cause_of(error, Path(folder)) from None
         except SignalException as error:
             first = first_failure(Path(folder))
-            if first and isinstance(first[2], UserError):  # stopped, or the last save failed
-                raise first[2] from None
+            if first and isinstance(first.error, UserError):  # stopped, or the last save failed
+                raise first.error from None
             number = effective_signal(error.sigval)
             raise StoppedError(stop_message(number), number) from None
         finally:
@@ -236,22 +250,18 @@ def worker(config: Launched, main: str, folder: Path) -> object:
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
+    lost_peer = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
     error = as_user_error(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))
         error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {one_line(error)}", details)
-    (folder / f"{rank}.failure").write_bytes(pickle.dumps((lost, time.time(), error)))
+    (folder / f"{rank}.failure").write_bytes(pickle.dumps(Failure(lost_peer, time.time(), error)))
 
 
-def first_failure(folder: Path) -> tuple[bool, float, UserError | WorkerError] | None:
-    """The earliest failure that a worker has written; None: there is none.
-
-    A worker that failed only because it lost another one counts after all others. A failure is that fact, the time, and
-    the error.
-    """
-    failures = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
-    return min(failures, key=lambda failure: failure[:2], default=None)
+def first_failure(folder: Path) -> Failure | None:
+    """The earliest failure that a worker has written, if any. Failures caused by losing a peer sort last."""
+    failures: list[Failure] = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.time), default=None)
 
 
 def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
@@ -263,12 +273,12 @@ def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError
     4. a worker's exit status.
     """
     first = first_failure(folder)
-    if first and not first[0]:
-        return first[2]
+    if first and not first.lost_peer:
+        return first.error
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:
             name = failure.signal_name()
             memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
             return WorkerError(f"worker {rank} failed: killed by {name}{memory}")
     rank, failure = next(iter(error.failures.items()))
-    return first[2] if first else WorkerError(f"worker {rank} failed: ended with status {failure.exitcode}")
+    return first.error if first else WorkerError(f"worker {rank} failed: ended with status {failure.exitcode}")

@@ -215,7 +215,7 @@ class SignalPoller:
         self.number = 0
         self._world = world
         self._came_at = 0.0
-        # The vote that was begun last, and when. None: none was.
+        # The vote that was begun last, if any, and when.
         self._vote: AsyncReduction | None = None
         self._voted_at = time.monotonic()
         # Calls of `poll` from the last vote to the next, and those that are left.

@@ -23,8 +23,8 @@ class LayerGroups(TypedDict):
     blocks: list[tuple[str, tuple[int, ...] | None]]
 
 
-# Patterns of parameters' names by layer group, in timm's form: 99999 joins the group before. What none matches is a
-# head. Towers of timm have patterns of their own.
+# Patterns of parameters' names by layer group, in timm's form, where 99999 means: in the group before. Parameters that
+# no pattern matches are the head. Towers of timm have patterns of their own.
 GROUPS: LayerGroups = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
     "blocks": [
@@ -38,6 +38,8 @@ GROUPS: LayerGroups = {
 
 @dataclass(frozen=True)
 class Family:
+    """Encoders whose parameters have the same names, and what can be done with them."""
+
     # open_clip's class of the encoders.
     encoder: type[nn.Module] = nn.Module
     # Whether a caption's feature stays the same without its padding, so that a run may order captions by length and cut

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,8 @@ def _count(
     counter = ProductCounter()
     with two_blocks(encoder) as (block, times), ExitStack() as hooks:
         if block:
-            hooks.enter_context(block.register_forward_pre_hook(lambda *_: setattr(counter, "times", times)))
-            hooks.enter_context(block.register_forward_hook(lambda *_: setattr(counter, "times", 1)))
+            hooks.enter_context(block.register_forward_pre_hook(partial(counter.count_each, times)))
+            hooks.enter_context(block.register_forward_hook(partial(counter.count_each, 1)))
         with counter, torch.enable_grad():
             functional_call(encoder, dict(buffers), inputs if isinstance(inputs, tuple) else (inputs,))
     return PassFlops(counter.forward, counter.backward)
@@ -134,9 +134,14 @@ class ProductCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward = self.backward = 0
+        self.forward = 0
+        self.backward = 0
         # How often each product counts.
         self.times = 1
+
+    def count_each(self, times: int, *_: object) -> None:
+        """Count each product so often from here on. A hook of a module."""
+        self.times = times
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # a tower of transformers asks whether there is padding

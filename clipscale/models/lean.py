@@ -65,7 +65,7 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
 
 
 def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
-    """The class with the shorter forward pass of an encoder with its settings; None: there is none."""
+    """The class with the shorter forward pass of an encoder with its settings; None if it has no such class."""
     if type(encoder) is VisionTransformer:
         if encoder.attn_pool is None:
             return None if encoder.output_tokens else LeanVision
@@ -119,8 +119,9 @@ class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
     def project_from(self, token: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The query of one token (N, 1, W), and keys and values of every token (N, T, 2 W)."""
         width = y.shape[-1]
-        weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
-        return F.linear(token, weights[0], biases[0]), F.linear(y, weights[1], biases[1])
+        query_weight, other_weights = self.attn.in_proj_weight.split([width, 2 * width])
+        query_bias, other_biases = self.attn.in_proj_bias.split([width, 2 * width])
+        return F.linear(token, query_weight, query_bias), F.linear(y, other_weights, other_biases)
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """The packed projection's. `project_from` uses parts of them, as autograd and autocast do by themselves."""
@@ -142,7 +143,10 @@ class LeanNorm(Replacement, LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16):
             return super().forward(x)
-        gain, bias = (p if p is None or x.device.type == "cpu" else p.to(x.dtype) for p in (self.weight, self.bias))
+        gain, bias = self.weight, self.bias
+        if x.device.type != "cpu":
+            gain = None if gain is None else gain.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
 
@@ -155,8 +159,10 @@ class LeanPatches(Replacement, nn.Conv2d):
 
     def product(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, W, H / P, W / P), the transposed rows of one matrix product."""
-        rows, columns = (size // side for size, side in zip(x.shape[2:], self.kernel_size, strict=True))
-        x = x[:, :, : rows * self.kernel_size[0], : columns * self.kernel_size[1]]
+        side_h, side_w = self.kernel_size
+        rows = x.shape[2] // side_h
+        columns = x.shape[3] // side_w
+        x = x[:, :, : rows * side_h, : columns * side_w]
         x = x.unflatten(3, (columns, -1)).unflatten(2, (rows, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -304,7 +310,7 @@ def run_blocks(
     last_block = transformer.resblocks[-1]
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Of a checkpointed block's forward pass and of its recomputation."""
+        """The contexts of a checkpointed block's forward pass and of its recomputation."""
         return nullcontext(), backend()
 
     with backend():

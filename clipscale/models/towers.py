@@ -252,20 +252,23 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     text = description["text_cfg"]
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
-    of_others = "timm_model_name" in vision, bool(text.get("hf_model_name"))
-    read: list[Tensor] = []  # by a captioner's decoder
-    for name, tower, inputs, skipped in zip(TOWERS, (encoders.visual, encoders.text), (pixels, tokens), of_others):
-        if not skipped:
-            with to_user_error(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
-                rows = on_meta(tower.eval(), inputs)
-                if isinstance(encoders, CoCa):
-                    rows, tokens_NTW = rows
-                    read.append(tokens_NTW)
-                if getattr(rows, "shape", None) != (1, description["embed_dim"]):
-                    raise ValueError("its output is no row of features of width embed_dim")
+    towers = []  # those of open_clip's own
+    if "timm_model_name" not in vision:
+        towers.append(("image", encoders.visual, pixels))
+    if not text.get("hf_model_name"):
+        towers.append(("text", encoders.text, tokens))
+    decoder_inputs: list[Tensor] = []
+    for name, tower, inputs in towers:
+        with to_user_error(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
+            rows = on_meta(tower.eval(), inputs)
+            if isinstance(encoders, CoCa):
+                rows, tokens_NTW = rows
+                decoder_inputs.append(tokens_NTW)
+            if getattr(rows, "shape", None) != (1, description["embed_dim"]):
+                raise ValueError("its output is no row of features of width embed_dim")
     if isinstance(encoders, CoCa):
         with to_user_error(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
-            on_meta(encoders.text_decoder, *read)
+            on_meta(encoders.text_decoder, *decoder_inputs)
     USABLE_DESCRIPTIONS.add(described)
 
 

@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -15,11 +14,11 @@ from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
 
-# The captions of each image, by its name.
-Captions = Mapping[str, Sequence[str]]
+# Name of an image -> its captions.
+CaptionsByImage = Mapping[str, Sequence[str]]
 
 
-class Entry(NamedTuple):
+class CaptionedImage(NamedTuple):
     """What a caption file says of an image."""
 
     name: str
@@ -33,12 +32,12 @@ def load(file: Path) -> RetrievalSet:
     return with_images(file, read(file))
 
 
-def read(file: Path) -> Captions:
+def read(file: Path) -> CaptionsByImage:
     """What a caption file says of the images to evaluate on. Raises UserError for another JSON."""
     return {entry.name: entry.captions for entry in entries(file) if entry.split in ("", "test")}
 
 
-def entries(file: Path) -> list[Entry]:
+def entries(file: Path) -> list[CaptionedImage]:
     """What a caption file says of every image. Raises UserError for another JSON."""
     try:
         record = files.read_json(file)
@@ -48,7 +47,7 @@ def entries(file: Path) -> list[Entry]:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
 
 
-def caption_files(folder: Path) -> dict[Path, Captions]:
+def caption_files(folder: Path) -> dict[Path, CaptionsByImage]:
     """The caption files of a folder, among its JSON files."""
     captions = {}
     for file in files.visible_entries(folder):
@@ -58,7 +57,7 @@ def caption_files(folder: Path) -> dict[Path, Captions]:
     return captions
 
 
-def with_images(file: Path, captions: Captions, folder: Path | None = None) -> RetrievalSet:
+def with_images(file: Path, captions: CaptionsByImage, folder: Path | None = None) -> RetrievalSet:
     """The set of a caption file, with the images of `folder`, or of the one where they are. Raises UserError."""
     if not any(captions.values()):
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
@@ -73,18 +72,18 @@ def with_images(file: Path, captions: Captions, folder: Path | None = None) -> R
     )
 
 
-def _karpathy(record: Record) -> Iterator[Entry]:
+def _karpathy(record: Record) -> Iterator[CaptionedImage]:
     for image in record["images"]:
         name = PurePosixPath(image.get("filepath", "")) / image["filename"]
-        yield Entry(str(name), [sentence["raw"] for sentence in image["sentences"]], str(image["split"]))
+        yield CaptionedImage(str(name), [sentence["raw"] for sentence in image["sentences"]], str(image["split"]))
 
 
-def _coco(record: Record) -> Iterator[Entry]:
+def _coco(record: Record) -> Iterator[CaptionedImage]:
     texts: dict[object, list[str]] = {image["id"]: [] for image in record["images"]}
     for annotation in record["annotations"]:
         texts[annotation["image_id"]].append(annotation["caption"])
     for image in record["images"]:
-        yield Entry(image["file_name"], texts[image["id"]])
+        yield CaptionedImage(image["file_name"], texts[image["id"]])
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
@@ -104,9 +103,12 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
     near = file.parent
-    for folders in [[folder]] if folder else [[near], files.folders(near), [near.parent], files.folders(near.parent)]:
-        counted = {each: _present(each, names) for each in folders}
-        most = max((count for count, _ in counted.values()), default=0)
+    where = [[near], files.folders(near), [near.parent], files.folders(near.parent)]
+    if folder:
+        where = [[folder]]
+    for folders in where:
+        candidates = [_located(each, names) for each in folders]
+        most = max((candidate.found for candidate in candidates), default=0)
         if most:
             break
     else:
@@ -114,17 +116,28 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
             f"eval.sets: none of the {len(names)} images of {file} is there, such as {names[0]}; put them into one "
             "folder beside it"
         )
-    (one, (_, paths)), *others = [entry for entry in counted.items() if entry[1][0] == most]
+    best, *others = [candidate for candidate in candidates if candidate.found == most]
     if others:
         raise UserError(
-            f"eval.sets: the images of {file} are in {one} and in {others[0][0]}; give one of the two, as "
-            f"eval.sets={shlex.quote(str(one))}"
+            f"eval.sets: the images of {file} are in {best.folder} and in {others[0].folder}; give one of the two, as "
+            f"eval.sets={shlex.quote(str(best.folder))}"
         )
-    return paths
+    return best.paths
 
 
-def _present(folder: Path, names: Sequence[str]) -> tuple[int, list[Path]]:
-    """How many of the images a folder has, and their places: by their names, or by the names' last segments."""
+class LocatedImages(NamedTuple):
+    """The places of a file's images if they are in this folder."""
+
+    folder: Path
+    paths: list[Path]
+    # How many of them are there.
+    found: int
+
+
+def _located(folder: Path, names: Sequence[str]) -> LocatedImages:
+    """The images by their names, or by the names' last segments: whichever finds more; of equal ones the names."""
     full_paths = [folder / name for name in names]
     leaves = [folder / path.name for path in full_paths]
-    return max(((sum(map(os.path.isfile, paths)), paths) for paths in (full_paths, leaves)), key=itemgetter(0))
+    by_name = LocatedImages(folder, full_paths, sum(map(os.path.isfile, full_paths)))
+    by_leaf = LocatedImages(folder, leaves, sum(map(os.path.isfile, leaves)))
+    return by_leaf if by_leaf.found > by_name.found else by_name

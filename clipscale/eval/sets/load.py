@@ -53,7 +53,8 @@ def load_set(path: Path) -> EvalSet:
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         loaded = captions.load(path) if path.is_file() else _load_folder(path)
-    if frame := frame_of(path):
+    frame = frame_of(path)
+    if frame:
         loaded = replace(loaded, images=[image._replace(frame=frame) for image in loaded.images])
     faults = Counter(image.fault for image in loaded.images)
     if faults.total() and not faults[""]:
@@ -81,7 +82,8 @@ def _load_folder(path: Path) -> EvalSet:
         )
     if captioned:
         return captions.with_images(*captioned.popitem())
-    if "train" in below and below <= NO_NAMES and (held_out := [name for name in HELD_OUT if name in below]):
+    held_out = [name for name in HELD_OUT if name in below]
+    if held_out and "train" in below and below <= NO_NAMES:
         return _load_folder(path / held_out[0])
     if folders.has_class_folders(path):
         return folders.load(path)

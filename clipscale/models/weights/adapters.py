@@ -15,9 +15,14 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 # Files of weights in a folder that has only adapters.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Segments that PEFT puts into names: for an adapter, for a module that is saved whole, and for a wrapped module.
-ADAPTER, KEPT, BASE = "lora_", "modules_to_save", "base_layer"
-A, B = ".lora_A.", ".lora_B."
+# Segments that PEFT puts into names: of an adapter, and of a wrapped module.
+ADAPTER = "lora_"
+BASE = "base_layer"
+# Of a module that is saved as a whole beside adapters.
+WHOLE_MODULE = "modules_to_save"
+# Of the two factors of an adapter: the change of a weight is B A alpha / r.
+FACTOR_A = ".lora_A."
+FACTOR_B = ".lora_B."
 MERGE_REMEDY = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
 # Settings of PEFT under which an adapter is not alpha / r * B A, unless they are empty.
 UNKNOWN_SETTINGS = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
@@ -28,20 +33,22 @@ def is_adapter(name: str) -> bool:
 
 
 def factor(names: Iterable[str], folder: Path, setting: str) -> float:
-    """alpha / r of the adapters among these weights, by the configuration beside them; 0: there are none.
+    """alpha / r of the adapters among these weights, by the configuration beside them; 0 without any.
 
     Raises UserError for adapters that cannot be merged here.
     """
     every = [*names]
-    adapters = [name for name in every if is_adapter(name) or f".{KEPT}." in name]
+    adapters = [name for name in every if is_adapter(name) or f".{WHOLE_MODULE}." in name]
     if not adapters:
         return 0.0
     with files.to_user_error(f"{setting}: damaged", folder / CONFIG, "download it again"):
         path = folder / CONFIG
         has_config = path.is_file() and path.stat().st_size < MAX_CONFIG_BYTES
         config: dict[str, object] = files.read_json(path) if has_config else {}
-    alpha, rank = config.get("lora_alpha"), config.get("r")
-    plain = all(A in name or B in name for name in adapters) and not any(config.get(word) for word in UNKNOWN_SETTINGS)
+    alpha = config.get("lora_alpha")
+    rank = config.get("r")
+    has_products_alone = all(FACTOR_A in name or FACTOR_B in name for name in adapters)
+    plain = has_products_alone and not any(config.get(word) for word in UNKNOWN_SETTINGS)
     bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
     targets = {_target(name) for name in adapters}
     if not (plain and isinstance(alpha, int | float) and isinstance(rank, int) and rank > 0 and targets <= bases):
@@ -51,7 +58,7 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
 
 def _target(name: str) -> str:
     """The weight that an adapter's part changes: MODULE.lora_A.NAME.weight -> MODULE.weight."""
-    module = name.partition(A)[0].partition(B)[0]
+    module = name.partition(FACTOR_A)[0].partition(FACTOR_B)[0]
     return f"{module}.weight"
 
 
@@ -75,7 +82,7 @@ def merged(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:
     """
     new = {name.replace(f".{BASE}.", "."): value for name, value in state.items() if not is_adapter(name)}
     for name, down in state.items():
-        if A in name:
-            up = state[name.replace(A, B)]
+        if FACTOR_A in name:
+            up = state[name.replace(FACTOR_A, FACTOR_B)]
             new[_target(name)] = new[_target(name)] + scale * (up.float() @ down.float()).to(up.dtype)
     return new

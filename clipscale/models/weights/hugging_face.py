@@ -27,7 +27,8 @@ def description(config: Record) -> Record:
     Raises ValueError for a model that cannot be built so, and what a value of another type raises.
     """
     table = TABLES[config["model_type"]]
-    vision, text = (table[tower] | (config.get(f"{tower}_config") or {}) for tower in ("vision", "text"))
+    vision = table["vision"] | (config.get("vision_config") or {})
+    text = table["text"] | (config.get("text_config") or {})
     activation = text["hidden_act"]
     if vision["hidden_act"] != activation or activation not in table["activations"]:
         raise ValueError(

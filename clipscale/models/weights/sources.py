@@ -117,16 +117,18 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default.
     Raises UserError.
     """
-    if weights_of_model := config.weights:
-        source = local_source(weights_of_model)
-        if not chosen and (weights_of_model.startswith(HUB) or (source and source.model.name)):
+    if config.weights:
+        source = local_source(config.weights)
+        names_its_model = config.weights.startswith(HUB) or bool(source and source.model.name)
+        if names_its_model and not chosen:
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
     for tower, section, weights in towers:
         setting = f"model.{tower}.weights"
-        if weights and (source := local_source(weights, setting)):
+        source = local_source(weights, setting) if weights else None
+        if source:
             _check_fit(config, source, section)
     return config
 
@@ -146,10 +148,12 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
     """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
     theirs = source.model
     if config.name:
-        if theirs.name and (differs := difference(config, theirs)):
-            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; leave model= out")
         if not theirs.name:
             _check_fit(config, source, *COMPARED)
+            return config
+        differs = difference(config, theirs)
+        if differs:
+            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; leave model= out")
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")

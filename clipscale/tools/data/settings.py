@@ -67,7 +67,7 @@ class PackSettings:
         least=1,
     )
     splits: list[str] = setting(
-        ["train", "restval"], "Of Karpathy's `dataset_coco.json` and `dataset_flickr30k.json` what is packed."
+        ["train", "restval"], "Splits of Karpathy's `dataset_coco.json` and `dataset_flickr30k.json` that are packed."
     )
     holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 

@@ -61,11 +61,11 @@ class FeatureEncoder:
     def encode(self, tower: nn.Module, prepare: Callable[[list[Any]], Tensor], inputs: Sequence[Any]) -> np.ndarray:
         """A float32 feature row (n, D) for each picture's pixels, or each text; NaN for None."""
         rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
-        usable = [each for each in inputs if each is not None]
+        usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():
                 features = tower(prepare(usable).to(self.device))
-            rows[[each is not None for each in inputs]] = features.float().cpu().numpy()
+            rows[[x is not None for x in inputs]] = features.float().cpu().numpy()
         return rows
 
     def pixels(self, raw: RawSample) -> np.ndarray | None:
@@ -75,7 +75,7 @@ class FeatureEncoder:
         return None
 
     def caption(self, raw: RawSample) -> str | None:
-        """The first of the sample's texts that can be used; None if there is none."""
+        """The first of the sample's texts that can be used, if any."""
         with suppress(BrokenSampleError):
             return first_caption(raw.members, self.captions)
         return None

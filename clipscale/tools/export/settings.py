@@ -24,7 +24,7 @@ class ExportSettings(RunModel):
         [],
         "Averaged with the run: values of `model.weights`, such as a run or RUN/checkpoints/step_N (WiSE-FT, soups).",
     )
-    shares: list[float] = setting([], "Of the run and of each in `average`, adding up to 1; empty: equal ones.")
+    shares: list[float] = setting([], "Shares of the run and of each in `average`, adding up to 1; empty: equal ones.")
     out: str | None = setting(None, "Folder to write; null: RUN/export, with -average and -hf where they apply.")
 
     def check(self) -> None:

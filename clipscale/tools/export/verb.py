@@ -42,12 +42,14 @@ def main(settings: ExportSettings) -> Path:
     """
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.which, settings.weights)
-    name, origin = "export", settings.weights
+    name = "export"
+    origin = settings.weights
     if settings.average:
         shares = average(model, config, settings.average, settings.shares, settings.weights)
         names = [run.name, *map(started, settings.average)]
         parts = [f"{share:g} {source}" for share, source in zip(shares, names, strict=True)]
-        name, origin = f"{name}-average", f"{' + '.join(parts)} ({settings.weights})"
+        name += "-average"
+        origin = f"{' + '.join(parts)} ({settings.weights})"
     if settings.format == "hf":
         name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name

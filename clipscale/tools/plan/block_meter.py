@@ -1,6 +1,6 @@
-"""Measures the passes of a tower of which two blocks are run: what the first one adds counts for all that are left out.
+"""Runs two of a tower's identical blocks, and extrapolates memory and operations to the omitted ones.
 
-The blocks of a tower are alike. All sizes in bytes.
+All sizes in bytes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class BlockMeter:
     peak: float = 0.0
     # Bytes that the blocks that are left out would add.
     added: float = 0.0
-    # Live bytes when the first block was entered; None: outside of it.
+    # Live bytes when the first block was entered; None outside of it.
     entered: int | None = None
     # Operations at the pass's start.
     operations_before: int = 0

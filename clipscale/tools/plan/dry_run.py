@@ -53,16 +53,16 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """How many numbers a model's weights are."""
 
     all: int
     trained: int
 
     @staticmethod
-    def of(model: nn.Module) -> "Parameters":
+    def of(model: nn.Module) -> "ParameterCounts":
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        return Parameters(sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
+        return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DryRun:
     # The meter of each tower's passes.
     meters: list[BlockMeter]
     # The model's parameters, with those of blocks that are left out.
-    parameters: Parameters
+    parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
 
@@ -311,7 +311,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
         step = build_dry_step(config, model, DryRunRuntime(capability, min(ranks, simulated_ranks), ranks_of_node))
-        parameters = Parameters.of(model)
+        parameters = ParameterCounts.of(model)
         towers = towers_of(step)
         memory = state_memory(step, towers, tracker, before)
         if ranks > 1:

@@ -72,23 +72,17 @@ class StepModel:
     def operations(self, replayed_share: Sequence[float]) -> float:
         """Operations of all passes. `replayed_share`: the share of each tower's chunks that are encoded twice."""
         return sum(
-            count * (share * each.encode_operations + (each.replay_operations or each.encode_operations))
-            for count, share, each in zip(self.counts, replayed_share, self.passes)
+            count * (share * chunk.encode_operations + (chunk.replay_operations or chunk.encode_operations))
+            for count, share, chunk in zip(self.counts, replayed_share, self.passes)
         )
 
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
         dry_run = self.dry_run
-        features = [rows * dry_run.model.width * FEATURE * (1 + dry_run.is_captioner) for rows in self.rows]
-        gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
-        stays = [
-            features[i]
-            + self.resident * self.rows[i] * dry_run.row_bytes[i]
-            + dry_run.memory.gathered[i].held
-            + dry_run.memory.casts[i] * (not self.only_chunk[i])
-            + kept[i] * self.passes[i].graph
-            for i in (0, 1)
-        ]
+        features_per_row = 2 if dry_run.is_captioner else 1
+        features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
+        gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
+        stays = [self.stays(i, features[i], kept[i]) for i in (0, 1)]
         live = float(dry_run.memory.state)
         before = {"encode": live}
         peak = {}
@@ -102,26 +96,41 @@ class StepModel:
         for i, name in enumerate(TOWERS):
             if dry_run.trained[i]:
                 added = dry_run.memory.single_chunk if self.only_chunk[i] else dry_run.memory.gradients
-                # Kept graphs are used up before the first chunk is encoded again.
-                replay = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
+                replay = self.passes[i].replay
+                if kept[i]:  # kept graphs are used up before the first chunk is encoded again
+                    replay -= self.passes[i].graph
                 peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay
             live += dry_run.memory.summed[i] - stays[i] - gradients[i]
         before["optim"] = live
         peak["optim"] = live + dry_run.memory.update
         return StepMemory(before, peak, kept)
 
+    def stays(self, tower: int, features: float, kept: int) -> float:
+        """Bytes that stay from a tower's first pass to its second one: its features, its kept graphs, and others."""
+        memory = self.dry_run.memory
+        size = features
+        if self.resident:
+            size += self.rows[tower] * self.dry_run.row_bytes[tower]
+        size += memory.gathered[tower].held
+        if not self.only_chunk[tower]:
+            size += memory.casts[tower]
+        return size + kept * self.passes[tower].graph
+
     def budget(self, most: float) -> float:
         """The bytes for kept graphs with which the step takes at most `most`."""
-        graphs = {f"replay {name}": each.graph for name, each in zip(TOWERS, self.passes)}
-        return max(0.0, most - max(size - graphs.get(stage, 0) for stage, size in self.memory().peak.items()))
+        graphs = {f"replay {name}": chunk.graph for name, chunk in zip(TOWERS, self.passes)}
+        highest = max(size - graphs.get(stage, 0) for stage, size in self.memory().peak.items())
+        return max(0.0, most - highest)
 
     def kept(self, budget: float) -> PerTower:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
-        image, text = (each.graph for each in self.passes)
-        first = min(self.counts[0], int(budget // image)) if image else 0
+        image_graph = self.passes[0].graph
+        text_graph = self.passes[1].graph
+        images = min(self.counts[0], int(budget // image_graph)) if image_graph else 0
         # A tower that keeps no graph still builds one at a time, beside the other tower's kept graphs.
-        rest = max(0, budget - max(1, first) * image)
-        return first, min(self.counts[1], int(rest // text)) if text else 0
+        rest = max(0, budget - max(1, images) * image_graph)
+        texts = min(self.counts[1], int(rest // text_graph)) if text_graph else 0
+        return images, texts
 
 
 class HostMemory(TypedDict):

@@ -51,17 +51,18 @@ class Prediction:
     @cached_property
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
-        fixed = [
-            ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local * of_sample) else size
-            for name, tower, size, of_sample in zip(
-                TOWERS, self.dry_run.towers, self.config.cache.sizes, (1, self.dry_run.texts)
-            )
-        ]
+        fixed = [*self.config.cache.sizes]
+        rows = (self.local, self.local * self.dry_run.texts)
+        for i, name in enumerate(TOWERS):
+            if batch_norm_chunk(self.dry_run.towers[i], name, fixed[i], rows[i]):
+                fixed[i] = ASSUMED.largest_batch
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
-            sizes = fixed[0] or size, fixed[1] or size
+            sizes = (fixed[0] or size, fixed[1] or size)
+            if all(fixed) or size == 1:
+                return sizes
             memory = StepModel(self.dry_run, self.local, sizes).memory()
-            if all(fixed) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
+            if max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return sizes
             size //= 2
 
@@ -91,9 +92,10 @@ class Prediction:
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
         known = sizes.index(self.local)
-        within = (known + 1, None) if self.fits(self.local) else (0, known)
-        count = bisect(sizes, False, *within, key=lambda size: not self.fits(size))
-        return sizes[count - 1] * self.config.ranks if count else 0
+        first, end = (known + 1, len(sizes)) if self.fits(self.local) else (0, known)
+        # False, for sizes that fit, sorts before True
+        num_fitting = bisect(sizes, False, first, end, key=lambda size: not self.fits(size))
+        return sizes[num_fitting - 1] * self.config.ranks if num_fitting else 0
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
@@ -117,7 +119,8 @@ class Prediction:
         peak = memory.highest + self.workspace
         kept = memory.kept
         if dry_run.is_captioner:  # chunks of pairs
-            kept, replayed_share = (kept[0], kept[0]), [replayed_share[0]] * 2
+            kept = (kept[0], kept[0])
+            replayed_share = [replayed_share[0], replayed_share[0]]
         return {
             "fits": self.fits(self.local),
             "peak_bytes": peak,

@@ -36,7 +36,8 @@ class GatheredWeights:
         def size(parameters: set[nn.Parameter]) -> int:
             return sum(p.numel() * type_of(p).itemsize for p in parameters)
 
-        rest = everything = set(tower.parameters())
+        everything = set(tower.parameters())
+        rest = everything
         block = 0
         for module in blocks(tower):
             block = max(block, size(rest & set(module.parameters())))

@@ -82,11 +82,15 @@ def step_time(
     of_sample = 1, dry_run.texts
     has_second = dry_run.trained
     if dry_run.is_captioner:  # one encoder of both towers
-        has_second, replayed_share = [True, True], [replayed_share[0]] * 2
+        has_second = [True, True]
+        replayed_share = [replayed_share[0], replayed_share[0]]
     for trained, passes, inputs, share in zip(has_second, dry_run.flops, of_sample, replayed_share):
-        if trained:
-            plain += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
-            second += inputs * passes.forward * share
+        if not trained:
+            continue
+        plain += inputs * passes.backward
+        if config.model.grad_checkpointing:
+            plain += inputs * passes.forward
+        second += inputs * passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(has_second) else 1
     scores = 2 * config.batch * dry_run.texts * (dry_run.model.width + sum(config.loss.sizes))
     plain += (sweeps + sum(has_second)) * scores
@@ -137,7 +141,9 @@ def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, 
     there = next(chip.half for chip in HARDWARE.values() if chip.words[0] == row["chip"])
     factors = sorted(speed * there / gpu.half for speed in (least / slow, most / fast))
     shares = [rate * 3e-3 * row["gflop"] / there for rate in row["rates"]]
-    low, high = (min(share * factor, MAX_SHARE_RATIO * shares[1]) for share, factor in zip(shares, factors))
+    most_share = MAX_SHARE_RATIO * shares[1]
+    low = min(shares[0] * factors[0], most_share)
+    high = min(shares[1] * factors[1], most_share)
     rates = "{} to {}".format(*row["rates"])
     evidence = f"known, {rates} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
     return f"{evidence} ({row['source']})", low, high

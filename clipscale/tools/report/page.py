@@ -125,7 +125,7 @@ def page(runs: Sequence[Run]) -> str:
         compared=compared_columns,
         short_paths=short_paths,
         card_note=card_note,
-        notes=[text for metric, text in FIGURES["notes"].items() if any(metric in of for of in newest.values())],
+        notes=[text for metric, text in FIGURES["notes"].items() if any(metric in each for each in newest.values())],
         results=result_tables(with_start(newest, start) or start),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **texts | scripts,
@@ -203,7 +203,8 @@ def curves(runs: Sequence[Run]) -> Drawing:
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run."""
-    keys = {key: None for run in runs for row in run.rows for key, value in row.items() if value is not None}
+    rows = [row for run in runs for row in run.rows]
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
     charts: list[Chart] = [{**chart} for chart in FIGURES["charts"] if chart["key"] in keys]
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
