@@ -20,9 +20,9 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
-from clipscale.launch.early_end import closing, ending_if_removed, saving_completed_steps
-from clipscale.launch.run_lock import RunLock
-from clipscale.launch.stopping import SignalPoller
+from clipscale.lifecycle.early_end import closing, ending_if_removed, saving_completed_steps
+from clipscale.lifecycle.run_lock import RunLock
+from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared_storage import check_shared

@@ -41,7 +41,14 @@ TARGETS = ("loss", "step", "data/order.py", "data/loader", "checkpoint", "distri
 # Tests beside those of a file's own folder, by the start of its path.
 MORE = {
     "step": ("step", "test_exactness.py", "start", "distributed", "test_train.py"),
-    "distributed": ("test_exactness.py", "checkpoint/test_ranks.py", "launch", "test_train.py", "test_faults.py"),
+    "distributed": (
+        "test_exactness.py",
+        "checkpoint/test_ranks.py",
+        "launch",
+        "lifecycle",
+        "test_train.py",
+        "test_faults.py",
+    ),
     "data/order.py": ("data/loader", "data/shards/test_subset.py"),
     "data/loader": ("data/shards/test_subset.py", "data/shards/test_index.py", "test_train.py", "test_faults.py"),
     "checkpoint": ("start", "test_train.py", "test_faults.py"),

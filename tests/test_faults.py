@@ -22,7 +22,7 @@ from clipscale.common.files import read_yaml
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
-from clipscale.launch.run_lock import RunLock
+from clipscale.lifecycle.run_lock import RunLock
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
@@ -74,7 +74,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     shards: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
 ) -> None:
     """Unless another run has begun there, into whose folder nothing is written."""
-    monkeypatch.setattr("clipscale.launch.run_lock.WAIT_S", 0.0)
+    monkeypatch.setattr("clipscale.lifecycle.run_lock.WAIT_S", 0.0)
     run, other = tmp_path / "run", RunLock(tmp_path / "run")
 
     def remove(step: int) -> None:

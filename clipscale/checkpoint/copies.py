@@ -34,7 +34,7 @@ from clipscale.common.remote import (
     within_time,
 )
 from clipscale.common.terminal import log_line
-from clipscale.own_machine.set_aside import set_records_aside
+from clipscale.robustness.moving_aside import move_records_aside
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
 # Seconds of a copy before a run that waits for it says so.
@@ -148,7 +148,7 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
         store.get(names, [str(temporary / Path(name).name) for name in names])
         verify(temporary)
         log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
-        set_records_aside(run, "goes on from its copy")
+        move_records_aside(run, "goes on from its copy")
         copy_records(store, DirFileSystem(str(run), LOCAL))
         discard(target)
         temporary.replace(target)

@@ -10,7 +10,7 @@ from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import path_or_run
 from clipscale.distributed.world import World
-from clipscale.own_machine.set_aside import set_checkpoint_aside
+from clipscale.robustness.moving_aside import move_checkpoint_aside
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
     if copy and world.run_on_rank0(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
         return to_resume(run_dir, resume, world)
     if undamaged:
-        world.run_on_rank0(partial(set_damaged_aside, damaged, undamaged, rename=resume == "auto"))
+        world.run_on_rank0(partial(move_damaged_aside, damaged, undamaged, rename=resume == "auto"))
     elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
     return undamaged
@@ -65,8 +65,8 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
     return candidates
 
 
-def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
+def move_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
     """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
     for path, reason in damaged.items():
-        renamed = f"; it is now {set_checkpoint_aside(path, 'damaged').name}" if rename else ""
+        renamed = f"; it is now {move_checkpoint_aside(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)

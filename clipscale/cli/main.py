@@ -15,8 +15,8 @@ from clipscale.common.hardware import prepare_torch
 from clipscale.common.terminal import clear, main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
-from clipscale.own_machine.limits import as_user_error
-from clipscale.own_machine.output import outlive_output, prepare_output
+from clipscale.robustness.limits import as_user_error
+from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
     verb = VERBS[name]
     line = compose.parse(name, words)
     if not (line.cfg or line.check or name in PRINT):
-        outlive_output()
+        ignore_output_errors()
     if line.multirun:
         from clipscale.cli import sweep
 

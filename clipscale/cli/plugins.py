@@ -40,7 +40,7 @@ from clipscale.common.units import nearest, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
-from clipscale.own_machine.output import outlive_output, prepare_output
+from clipscale.robustness.output import ignore_output_errors, prepare_output
 from clipscale.tools.data import demo
 
 # Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.
@@ -342,7 +342,7 @@ class Job:
             multiprocessing.set_start_method(None, force=True)  # not joblib's own, which a run's processes do not know
             prepare_output()
             prepare_torch()
-            outlive_output()
+            ignore_output_errors()
         os.environ.setdefault("WANDB_RUN_GROUP", self.jobs.sweep.name)  # wandb shows the runs as one group
         job = HydraConfig.get()
         words = [word.lstrip("+") for word in job.overrides.task]

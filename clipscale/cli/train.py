@@ -125,7 +125,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     try:
         with planned(config, forked=workers_fork_here) if config.plan and no_launcher else nullcontext():
             show_task("loading torch")
-            from clipscale.launch.run_lock import check_free
+            from clipscale.lifecycle.run_lock import check_free
 
             if no_launcher:
                 check_free(Path(config.run))

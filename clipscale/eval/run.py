@@ -23,7 +23,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
-from clipscale.own_machine.set_aside import read_or_set_aside
+from clipscale.robustness.moving_aside import read_or_move_aside
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ResultsFile:
     def record(self) -> EvalRecord:
         """What the file holds; no results where there is none."""
         empty: EvalRecord = {"step": self.step, "results": {}, "measured": {}}
-        return cast(EvalRecord, {**empty, **(read_or_set_aside(self.path, files.read_record) or {})})
+        return cast(EvalRecord, {**empty, **(read_or_move_aside(self.path, files.read_record) or {})})
 
     def add(self, label: str, metrics: Metrics, measured: Mapping[str, object]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""

@@ -28,11 +28,11 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
-from clipscale.launch.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
+from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
 from clipscale.log.sinks import wandb_module
-from clipscale.own_machine.launcher import check_launcher
-from clipscale.own_machine.limits import as_user_error
-from clipscale.own_machine.output import outlive_output, prepare_output
+from clipscale.robustness.launcher import check_launcher
+from clipscale.robustness.limits import as_user_error
+from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -236,7 +236,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
     """The main function of a process that `start` starts. It writes its failure to the folder."""
     end_with_the_launcher()
     prepare_output()
-    outlive_output()
+    ignore_output_errors()
     terminal.show_task("loading torch")
     try:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:

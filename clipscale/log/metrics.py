@@ -18,8 +18,8 @@ from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
-from clipscale.own_machine.output import LastingLines
-from clipscale.own_machine.set_aside import set_file_aside, set_folders_aside
+from clipscale.robustness.moving_aside import move_file_aside, move_folders_aside
+from clipscale.robustness.output import LastingLines
 
 # Seconds between console lines, at least.
 PAUSE_S = 10.0
@@ -44,11 +44,11 @@ def open_log(
     is_training = total is None or resume_step < total
     path = run_dir / "metrics.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
-    set_folders_aside(run_dir / name for name in ("metrics.jsonl", "env.json", "config.yaml"))
+    move_folders_aside(run_dir / name for name in ("metrics.jsonl", "env.json", "config.yaml"))
     records, damaged = parsed_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:
-        set_file_aside(path, f"{damaged} of its lines")
+        move_file_aside(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
         files.write_json(run_dir / "env.json", {**environment(world), "resume_step": resume_step})

@@ -9,7 +9,7 @@ from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.log.records import rate_of_step
 from clipscale.log.sinks import log_wandb_mode
-from clipscale.own_machine.set_aside import read_or_set_aside, set_outdated_aside
+from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
 from clipscale.start.build import Components
 from clipscale.start.settle import SettledRun
 from clipscale.step.optim import Schedule
@@ -29,7 +29,7 @@ def announce(settled: SettledRun, components: Components, world: World) -> Metri
     for warning in (batch_exceeds_data(settled.config, epoch), beyond_published(settled.config.batch, samples)):
         if warning:
             log_line(f"warning: {warning}", error=True)
-    set_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
+    move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
     log_position(settled, components.schedule)
     sinks = settled.config.log
     log_wandb_mode(sinks.wandb, sinks.wandb_mode)
@@ -74,7 +74,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
 
 def changes_of(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = read_or_set_aside(settled.folder / "config.yaml", partial(changes_since, settings=settled.yaml)) or []
+    changes = read_or_move_aside(settled.folder / "config.yaml", partial(changes_since, settings=settled.yaml)) or []
     before = rate_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
     if before is not None and settled.step > schedule.first and not math.isclose(before, now, rel_tol=0.05):

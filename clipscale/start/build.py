@@ -30,7 +30,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, inputs_of
-from clipscale.own_machine.disk import check_room
+from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
 from clipscale.step.batch_encoder import BatchEncoder, PairBatchEncoder, TowerBatchEncoder
 from clipscale.step.batch_loss import BatchLoss

@@ -26,7 +26,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
-from clipscale.own_machine.set_aside import set_outdated_aside
+from clipscale.robustness.moving_aside import move_outdated_aside
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save, steps
 from tests.support.user_errors import refused
@@ -191,7 +191,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
-        set_outdated_aside(tmp_path, 1, begins_elsewhere=False)
+        move_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
         assert checkpoint.to_resume(tmp_path, "auto", ALONE) == checkpoint.path_of(tmp_path, 1)
     names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]

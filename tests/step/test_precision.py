@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig
 from clipscale.config.train import TrainConfig
-from clipscale.launch.stopping import SignalError
+from clipscale.lifecycle.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
 from clipscale.step.rollback import rollback_on_error

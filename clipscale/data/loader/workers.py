@@ -22,7 +22,7 @@ from clipscale.data.hashing import utf8
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, open_filler
-from clipscale.own_machine.output import prepare_output
+from clipscale.robustness.output import prepare_output
 
 # A wait for samples calls `poll` this often, in seconds.
 POLL_S = 0.25

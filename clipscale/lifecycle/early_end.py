@@ -6,8 +6,8 @@ from typing import Protocol
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.distributed.world import World
-from clipscale.launch.run_lock import FolderInUseError, RunLock
-from clipscale.launch.stopping import SignalError, stop_message
+from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
+from clipscale.lifecycle.stopping import SignalError, stop_message
 
 
 class Closable(Protocol):

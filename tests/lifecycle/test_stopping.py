@@ -17,8 +17,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.launch import local, stopping
-from clipscale.launch.stopping import SignalError, SignalPoller, exit_on_signal, interrupt, interruptible
+from clipscale.launch import local
+from clipscale.lifecycle import stopping
+from clipscale.lifecycle.stopping import SignalError, SignalPoller, exit_on_signal, interrupt, interruptible
 from clipscale.train import train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, steps

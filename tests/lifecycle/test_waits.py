@@ -32,7 +32,7 @@ from clipscale.data.shards.index import lookup, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.item import ImageRef
 from clipscale.launch import local
-from clipscale.launch.stopping import SignalError
+from clipscale.lifecycle.stopping import SignalError
 from clipscale.log.records import read_metrics
 from clipscale.log.sinks import Sinks
 from clipscale.step.next_step_info import NextStepInfo

@@ -29,46 +29,46 @@ RUN_RECORDS = (
 # ---- damaged records ----
 
 
-def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
+def read_or_move_aside(path: Path, read: Callable[[Path], T]) -> T | None:
     """`read(path)`; None if the file is damaged, which is renamed and reported."""
     try:
         return read(path)
     except DAMAGED as error:
-        set_file_aside(path, reason_of(error))
+        move_file_aside(path, reason_of(error))
         return None
 
 
-def set_file_aside(path: Path, reason: str) -> None:
+def move_file_aside(path: Path, reason: str) -> None:
     """Rename a damaged record; its run continues without it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)
     log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)
 
 
-def set_folders_aside(paths: Iterable[Path]) -> None:
+def move_folders_aside(paths: Iterable[Path]) -> None:
     """Rename folders that are in the place of records."""
     for path in paths:
         if path.is_dir():
-            set_file_aside(path, "a folder")
+            move_file_aside(path, "a folder")
 
 
 # ---- an earlier run, and later steps ----
 
 
-def set_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
+def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
     """Before a run goes on after `step`: set aside what its folder has of another run or of later steps.
 
     `begins_elsewhere`: it begins anew, or from a checkpoint of another folder.
     """
     if begins_elsewhere:
-        set_records_aside(run_dir)
-    read_or_set_aside(run_dir / RESULT, files.read_record)
+        move_records_aside(run_dir)
+    read_or_move_aside(run_dir / RESULT, files.read_record)
     (run_dir / RESULT).unlink(missing_ok=True)
     if step:
-        set_later_aside(run_dir, step)
+        move_later_aside(run_dir, step)
 
 
-def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
+def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
     """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say `why`."""
     records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
     if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
@@ -79,11 +79,11 @@ def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoi
         log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
 
 
-def set_later_aside(run_dir: Path, step: int) -> None:
+def move_later_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
     The curve so far, and the results after `step`, go to a folder of their own."""
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
-    renamed = [set_checkpoint_aside(path, "aside") for path in later]
+    renamed = [move_checkpoint_aside(path, "aside") for path in later]
     if later:
         aside = unused_path(run_dir / "earlier")
         aside.mkdir()
@@ -98,6 +98,6 @@ def set_later_aside(run_dir: Path, step: int) -> None:
         )  # fmt: skip
 
 
-def set_checkpoint_aside(checkpoint: Path, ending: str) -> Path:
+def move_checkpoint_aside(checkpoint: Path, ending: str) -> Path:
     """Rename a checkpoint to `step_N.ENDING`, or to the first free `step_N.ENDING-2`, ... Returns the new path."""
     return checkpoint.replace(unused_path(checkpoint.with_name(f"{checkpoint.name}.{ending}")))

@@ -32,7 +32,7 @@ class _Lasting(io.FileIO):
         return len(data)
 
 
-def outlive_output() -> None:
+def ignore_output_errors() -> None:
     """From here on nothing that this process prints ends it: a run is worth more than its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -4,7 +4,7 @@ import resource
 from contextlib import closing
 from pathlib import Path
 
-from clipscale.own_machine.output import LastingLines
+from clipscale.robustness.output import LastingLines
 from tests.conftest import Cap
 
 

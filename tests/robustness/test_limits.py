@@ -2,7 +2,7 @@
 
 import pytest
 
-from clipscale.own_machine.limits import as_user_error
+from clipscale.robustness.limits import as_user_error
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

@@ -13,8 +13,8 @@ import pytest
 from clipscale.cli import train as verb
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
-from clipscale.launch import run_lock
-from clipscale.launch.run_lock import RunLock
+from clipscale.lifecycle import run_lock
+from clipscale.lifecycle.run_lock import RunLock
 from clipscale.train import train
 from tests.support.forked_processes import forks
 from tests.support.user_errors import refused
