@@ -8,6 +8,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name, walk_packages
@@ -169,6 +170,31 @@ def test_only_the_command_line_names_tools() -> None:
         and path.relative_to(PACKAGE).parts[0] not in ("tools", "cli")
     }
     assert named == {"__main__.py"}
+
+
+def part_of(path: Path) -> str:
+    """The folder of clipscale/ that a file is in, or the file itself where it lies beside the folders."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of the package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"clipscale.{x.name}" for x in node.names] if node.module == "clipscale" else [node.module]
+            found |= {module.split(".")[1] for module in modules if module.startswith("clipscale.")}
+    return found - {"__version__", part_of(path)}
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Not by way of others either."""
+    imports: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        imports.setdefault(part_of(path), set()).update(imported_parts(path))
+    order = [*TopologicalSorter(imports).static_order()]  # raises CycleError, which names the cycle
+    assert order[0] == "common" and len(order) > 15
 
 
 def test_models_know_nothing_of_distribution() -> None:
