@@ -107,7 +107,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
     if folder:
         where = [[folder]]
     for folders in where:
-        candidates = [_located(each, names) for each in folders]
+        candidates = [_located(place, names) for place in folders]
         most = max((candidate.found for candidate in candidates), default=0)
         if most:
             break

@@ -47,8 +47,9 @@ class KnownSet:
 
 def frame_of(path: Path) -> int:
     """Width of the frame around the pictures of a folder, by the name of a published set; 0 for none."""
-    framed = [each for each in known_sets().values() if each.frame]
-    return max((each.frame for each in framed if path.as_posix().lower().endswith(each.ends)), default=0)
+    lower = path.as_posix().lower()
+    framed = [known_set for known_set in known_sets().values() if known_set.frame]
+    return max((known_set.frame for known_set in framed if lower.endswith(known_set.ends)), default=0)
 
 
 @cache

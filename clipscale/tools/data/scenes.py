@@ -43,7 +43,7 @@ def compose(rng: Random, layout: str) -> Scene:
 def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
     text = rng.choice(TABLES["layouts"][scene.layout]["captions"])
-    text = rng.choice(TABLES["frames"]).format(text).format(*(_phrase(rng, each) for each in scene.objects))
+    text = rng.choice(TABLES["frames"]).format(text).format(*(_phrase(rng, thing) for thing in scene.objects))
     if rng.random() < 0.3:
         text = text.capitalize()
     return text + "." * (rng.random() < 0.4)

@@ -212,7 +212,7 @@ class DryRun:
         self.step.cache.loss(
             *features,
             keys=torch.empty(batch, dtype=torch.int64),
-            teachers=[torch.empty(batch, *each.shape, dtype=getattr(torch, each.dtype)) for each in self.teachers],
+            teachers=[torch.empty(batch, *array.shape, dtype=getattr(torch, array.dtype)) for array in self.teachers],
         ).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before

@@ -125,7 +125,9 @@ def page(runs: Sequence[Run]) -> str:
         compared=compared_columns,
         short_paths=short_paths,
         card_note=card_note,
-        notes=[text for metric, text in FIGURES["notes"].items() if any(metric in each for each in newest.values())],
+        notes=[
+            text for metric, text in FIGURES["notes"].items() if any(metric in metrics for metrics in newest.values())
+        ],
         results=result_tables(with_start(newest, start) or start),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **texts | scripts,

@@ -61,7 +61,7 @@ def _read(folder: Path) -> Run:
         rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
         row_of_step = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
         row_of_step[0] = {"step": 0, "samples": 0, "hours": 0.0}
-        evaluations = [each for each in read_evaluations(folder) if each["step"] in row_of_step]
+        evaluations = [record for record in read_evaluations(folder) if record["step"] in row_of_step]
         for evaluation in evaluations:
             row = dict(row_of_step[evaluation["step"]])
             for name, metrics in evaluation["results"].items():

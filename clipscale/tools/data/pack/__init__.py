@@ -1,11 +1,13 @@
 """`clipscale data pack`: reads pictures and captions as people have them, and writes shards.
 
-verb.py        the verb: packs in parts, each by a process; reports what was left out
-pairs.py       a source -> pairs of a picture and its captions: tables, folders, COCO's captions
-tables.py      a table -> its columns and rows, whatever its form
-separated.py   rows of separated values, with broken quotes repaired; lines.py decodes them
-objects.py     rows of JSON in several forms
-parquet.py     rows of Parquet
-places.py      where a picture lies, and its bytes
-kinds.py       what a file is that is no picture of ours
+    verb.py        the verb: packs in parts, each by a process; reports what was left out
+    pairs.py       a source -> pairs of a picture and its captions: tables, folders, COCO's captions
+    tables.py      a table -> its columns and rows, whatever its form
+    separated.py   rows of separated values, with broken quotes repaired; lines.py decodes them
+    objects.py     rows of JSON in several forms
+    parquet.py     rows of Parquet
+    places.py      where a picture lies, and its bytes
+    kinds.py       what a file is that is no picture of ours
+
+What cannot be used is left out and counted by its reason; it ends nothing.
 """

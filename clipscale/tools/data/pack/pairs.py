@@ -150,7 +150,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
 def is_plain(value: object, levels: int = 3) -> bool:
     """Whether it is a text, a number, or a list of them with at most that many levels: deep ones cannot be pickled."""
     if isinstance(value, list):
-        return levels > 0 and all(is_plain(each, levels - 1) for each in value)
+        return levels > 0 and all(is_plain(item, levels - 1) for item in value)
     return isinstance(value, str | int | float)
 
 

@@ -98,5 +98,5 @@ def records(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> l
 def decoded(value: object) -> object:
     """Texts in the place of bytes; those that are no UTF-8 become lone surrogates, as in other tables."""
     if isinstance(value, list):
-        return [decoded(each) for each in value]
+        return [decoded(item) for item in value]
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
