@@ -94,7 +94,7 @@ def answer_to_flag(name: str, flag: str) -> str:
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
     """The plain words of a verb that takes some, and the others as Hydra's overrides. Raises UserError.
 
-    Texts such as paths are quoted, and of `samples` and `epochs` the one that is not typed becomes null.
+    Quotes texts such as paths. If only one of `samples` and `epochs` is typed, the other becomes null.
     """
     verb = VERBS[name]
     declared = settings_of(verb.settings)
@@ -149,7 +149,7 @@ def check_word(name: str, word: str) -> None:
 
 
 def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: bool) -> None:
-    """Say that the last one of a key's two values counts.
+    """Print that the last one of a key's two values counts.
 
     `braces`: a shell may have made both from one value with braces. Then raises UserError if they also look like that:
     they begin or end alike, and have no comma. The words of a script and what is typed after them rarely do.
@@ -227,7 +227,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
 
 
 def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
-    """What Hydra makes of a verb's defaults, conf/ and overrides; `with_own`: also its own settings, under `hydra`.
+    """A verb's defaults, conf/ and overrides, composed by Hydra. `with_own`: also Hydra's own settings, under `hydra`.
     Raises HYDRA_ERRORS."""
     verb = VERBS[name]
     node = asdict(verb.settings(), dict_factory=with_lists)

@@ -74,9 +74,9 @@ def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> No
 
 
 def result_if_complete(config: TrainConfig) -> RunResult | None:
-    """What the run returned, from its folder, if it is complete with these settings.
+    """The run's result, from its folder, if it is complete with these settings; otherwise None.
 
-    None: there is work to do, or a file is damaged, which the start then sets aside.
+    Also None if a file is damaged, which the start then moves aside.
     """
     from clipscale.log.table import result_tables
 
@@ -94,7 +94,7 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
-    """Start the run, and say meanwhile whether it fits this machine. torchrun's workers start without a plan.
+    """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
     `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.run`, and UserError for
     a run that cannot fit.

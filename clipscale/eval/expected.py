@@ -16,7 +16,10 @@ class Expected:
     source: str = ""
 
     def line(self, results: Results) -> str:
-        """All results that have a band, beside it; empty: none has. results: set -> metric -> share in [0, 1]."""
+        """Each result that has a band, with the band; empty if none has one.
+
+        results: set -> metric -> share in [0, 1].
+        """
         parts = []
         for key, (low, high) in self.bands.items():
             name, _, metric = key.rpartition(".")

@@ -29,7 +29,7 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def loss_of(run: Path) -> tuple[str, list[int]]:
-    """By a run's settings: its objective, in the last stage if it has stages, and the sizes of its features."""
+    """A run's objective (that of its last stage, if it has stages), and the sizes of its features."""
     saved = files.settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
     last_stage = (saved.get("stages") or [{}])[-1]

@@ -28,8 +28,9 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
 @contextmanager
 def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
     """Inside, the tower has two of its identical blocks. Yields the second one and the number of blocks for which it
-    stands; None where there are no more. The first stands for itself: its input may need no gradient. Of a decoder all
-    blocks stay: they are in two lists, which go together."""
+    stands; None where there are no more. The first stands for itself: its input may need no gradient. A decoder keeps
+    all its blocks: they are in two lists, which go together.
+    """
     blocks, alike = repeated_blocks(tower)
     names = [name for name, _ in blocks.named_children()] if alike else []
     others = [m for m in tower.modules() if isinstance(m, nn.ModuleList) and m is not blocks and len(m) == len(blocks)]

@@ -58,7 +58,7 @@ def _image_flops(model: str, trained: frozenset[str]) -> PassFlops:
 
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
-    """As `image_flops`, for one caption of `length` tokens; None: the whole context."""
+    """As `image_flops`, for one caption of `length` tokens, by default the whole context."""
     return _text_flops(_described(config), frozenset(trained), length)
 
 
@@ -168,7 +168,7 @@ class Flops:
     # Number of tokens -> FLOPs of both passes of a caption computed at that width, in the text tower and the decoder;
     # None: the whole context.
     text_flops_at: Callable[[int | None], int]
-    # The device's FLOP/s; None: unknown.
+    # The device's FLOP/s, if known.
     peak: float | None
     # Captions and hard negatives of a sample.
     texts: int = 1

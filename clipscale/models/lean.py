@@ -231,7 +231,7 @@ class LeanText(Replacement, TextTransformer):
         return pooled if self.text_projection is None else pooled @ self.text_projection
 
     def position(self, text: Tensor) -> TokenIndex | None:
-        """The token whose output is the feature; None: all of them are."""
+        """The token whose output is the feature; None if all outputs are."""
         if self.pool_type == "argmax":
             return text.argmax(dim=-1)
         if self.pool_type == "eos":

@@ -19,7 +19,7 @@ from clipscale.common.record import Record
 
 # Files in which a folder describes its tokenizer; later files override earlier ones.
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-# Files of a vocabulary. A folder has some of them.
+# Files of a vocabulary; a tokenizer's folder has one or more.
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 # Options that are read from a tokenizer's configuration, beside its special tokens. Others may be paths.
 OPTIONS = {
@@ -30,7 +30,7 @@ OPTIONS = {
 CHARS_PER_TOKEN = 32
 
 
-# Tokens of a model whose description does not give their number: as many as CLIP has.
+# The context length where a description gives none: CLIP's.
 VOCABULARY = 49408
 # Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
@@ -51,7 +51,7 @@ class Tokenizer:
         self.length = length
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Sent without `inner`: a process has open_clip's own tokenizer by importing it."""
+        """Pickled without `inner`: each process imports open_clip's own."""
         return Tokenizer, (self._load, self.length)
 
     @cached_property
@@ -132,7 +132,7 @@ def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> No
 def without_paths(source: str) -> Iterator[str]:
     """A copy of a tokenizer's folder that names no file elsewhere. A name that is no folder stays as it is.
 
-    Of a stranger's configuration only plain values are kept. Raises OSError, ValueError.
+    Only plain values of a stranger's configuration are kept. Raises OSError, ValueError.
     """
     folder = Path(source)
     if not folder.is_dir():

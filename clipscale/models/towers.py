@@ -122,7 +122,7 @@ class ClipModel(nn.Module):
 
     logit_bias: nn.Parameter | None
 
-    # A captioner's decoder; None: the model is no captioner.
+    # A captioner's decoder; None for other models.
     decoder: MultimodalTransformer | None
 
     def __init__(self, encoders: Encoders, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:

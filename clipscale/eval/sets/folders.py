@@ -32,7 +32,7 @@ def has_class_folders(root: Path) -> bool:
 
 
 def is_image(file: Path) -> bool:
-    """Whether a file's suffix is of the pictures that are read."""
+    """Whether a file has the suffix of a picture."""
     return file.suffix.lower().removeprefix(".") in IMAGE_TYPES
 
 

@@ -16,19 +16,19 @@ WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
 class KnownSet:
     """One entry."""
 
-    # CLIP_benchmark's, such as `vtab/caltech101`.
+    # Its name in CLIP_benchmark, such as `vtab/caltech101`.
     name: str
     source: str
     # Names of its folder, or of its caption file, in addition to those of the webdataset layouts.
     folders: Sequence[str] = ()
-    # The main metric. Empty: that of its kind.
+    # The main metric; if empty, that of its kind.
     metric: str = ""
     # Width of a red frame around its pictures, in pixels.
     frame: int = 0
 
     @property
     def candidates(self) -> list[str]:
-        """The names under which it is looked for: DataComp's, CLIP_benchmark's, then what it is itself called.
+        """The names under which it is looked for: DataComp's, CLIP_benchmark's, then its own.
 
         A place within a folder comes before the folder: imagenet/val before imagenet.
         """

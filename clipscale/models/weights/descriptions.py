@@ -27,13 +27,13 @@ SAFE_TEXT = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """What a folder's configuration says. Empty: nothing."""
+    """What a folder's configuration says; a field is empty if it does not say it."""
 
     # The architecture, as open_clip describes it.
     description: Record = field(default_factory=dict)
     # How pictures are prepared, in open_clip's words and others.
     pixels: Record = field(default_factory=dict)
-    # A captioner's; see `model.correct_cls_mask`. None: the folder does not say.
+    # For a captioner, `model.correct_cls_mask`; None if the folder does not say.
     correct_cls_mask: bool | None = None
 
 
@@ -65,7 +65,7 @@ def _of_open_clip(folder: Path) -> FolderConfig:
 
 
 def _of_others(folder: Path) -> FolderConfig:
-    """By the config.json of transformers, or of timm, which describes no architecture."""
+    """Read the config.json of transformers, or that of timm, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")
     if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
@@ -85,7 +85,7 @@ def _of_others(folder: Path) -> FolderConfig:
 def _name_tokenizer(text: Record, folder: Path) -> None:
     """Make the folder the tokenizer of a description's `text_cfg`, if it has a tokenizer's files, as in open_clip.
 
-    For a model of transformers it always is.
+    For a model of transformers it always does so.
     """
     name = text.get("hf_tokenizer_name")
     if not name or text.get("hf_model_name"):
@@ -116,7 +116,7 @@ def check_words(description: Record) -> None:
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
+    """How two models differ; empty if they are the same one, perhaps of another resolution, or if one is not known."""
     descriptions = [model.description for model in (ours, theirs)]
     if not all(descriptions):
         return ""
@@ -126,7 +126,7 @@ def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
 
 
 def comparable(description: Record) -> Record:
-    """What a description says that weights must agree in. Raises what a value of another type raises."""
+    """The values of a description in which weights must agree. Raises what a value of another type raises."""
     values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
     for section, defaults in COMPARED.items():
         words = defaults | description[section]

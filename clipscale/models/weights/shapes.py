@@ -34,7 +34,7 @@ TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml
 def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     """The shapes of the weights in files of safetensors or torch, by the files' own names.
 
-    `key`: of the set of weights; see `names.choose_weight_set`.
+    `key`: the path of the set of weights; see `names.choose_weight_set`.
 
     Raises UserError, and what their readers raise.
     """
@@ -74,7 +74,7 @@ def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
 
 
 def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], unmatched: Sequence[str] = ()) -> str:
-    """How weights differ from a model or its tower, and the remedy; empty if the table shows no difference.
+    """The message about weights that differ from a model or its tower; empty if the table shows no difference.
 
     shapes: by the names of a whole model. values: the model's description, by `vision_cfg.width` and the like.
     sections: `vision_cfg`, `text_cfg` or both. unmatched: the file's other keys.

@@ -18,8 +18,8 @@ def average(
     """theta = sum_k w_k theta_k over the model and `others`, in the model; returns the w_k: `shares`, or equal ones.
 
     Sources: WiSE-FT (arXiv 2109.01903), model soups (arXiv 2203.05482). Sums are float64, and a share of 1 gives that
-    model bit for bit. `others`: values of `model.weights`; of a run or a checkpoint the set `weights`, `trained` or
-    `ema`. Running statistics are averaged, too; counts are those of the model with the largest share. Raises UserError
+    model bit for bit. `others`: values of `model.weights`. `weights`: `trained` or `ema`, which of a run's weights are
+    taken. Running statistics are averaged, too; counts are those of the model with the largest share. Raises UserError
     for shares that do not add up to 1, and for models of another architecture or of other pixels.
     """
     number = len(others) + 1

@@ -73,7 +73,7 @@ def configuration(model: ClipModel) -> Record:
         words["eos_token_id"] = {"argmax": 2, "eos": text.eos_id}[text.pool_type]  # 2: the largest token
         if model.logit_bias is not None:
             raise ValueError("CLIP has no logit bias")
-    # CLIP's classes of one tower read their own part alone, and take 512 where it does not say.
+    # CLIP's classes of one tower read their own part alone, and assume 512 if it gives no width.
     projection = {"projection_dim": model.width} if model_type == "clip" else {}
     return {
         "architectures": [f"{CLASSES[model_type]}Model"],

@@ -109,7 +109,7 @@ class DryRun:
 
     @property
     def trained(self) -> Sequence[bool]:
-        """Whether each tower has a second pass. A captioner's pairs are in the place of the image tower."""
+        """Whether each tower has a second pass. A captioner's encoder of pairs counts as the image tower."""
         return [*self.step.cache.trained, False][:2]
 
     @property

@@ -168,7 +168,7 @@ def written_of(run: Run) -> dict[str, list[dict[str, str]]]:
 
 
 def short_paths(values: Sequence[str]) -> Sequence[str]:
-    """Paths, or lists of them, without their folders, where they still differ."""
+    """Paths, or lists of them, without their folders if they still differ then."""
     short = [re.sub(r"[^\[,'\"]*/(?=[^/,\]'\"])", "", value) for value in values]
     return short if len(set(short)) == len(set(values)) else values
 

@@ -32,7 +32,7 @@ class Run:
     rows: list[Record]
     # Setting -> its value as one types it.
     settings: dict[str, str]
-    # A line with the newest scores and the published ones; empty: there are none.
+    # A line with the newest scores and the published ones; empty if none are published.
     expected: str
     environment: Mapping[str, object]
 

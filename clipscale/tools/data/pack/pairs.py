@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> list[Table]:
-    """The tables of a source: itself, or those of a folder; none of COCO's captions and of a folder of texts.
+    """The tables of a source: itself, or those of a folder. COCO's captions and a folder of texts have none.
 
     `columns`: the picture's, then those of captions; None: the usual names. `by`: the column that `holdout.by` names.
     Raises UserError, OSError, ValueError.
@@ -63,14 +63,17 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
 
 
 def is_coco(file: Path) -> bool:
-    """Whether this is one object in JSON with COCO's keys or Karpathy's."""
+    """Whether the file is one object in JSON with COCO's keys or Karpathy's."""
     document = json_object(file)
     return document is not None and "images" in document and not {"annotations", "dataset"}.isdisjoint(document)
 
 
 def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
     """The pairs of a source with these tables. `root`: below which links and tables may name files; empty: the folder
-    of each. `splits`: of Karpathy's. Raises UserError for a file that cannot be read to its end."""
+    of each. `splits`: those of Karpathy's that are packed.
+
+    Raises UserError for a file that cannot be read to its end.
+    """
     if tables:
         return (pair for table in tables for pair in of_table(table, root))
     return of_folder(path, root) if path.is_dir() else of_coco(path, root, splits)
@@ -148,7 +151,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
 
 
 def is_plain(value: object, levels: int = 3) -> bool:
-    """Whether it is a text, a number, or a list of them with at most that many levels: deep ones cannot be pickled."""
+    """Whether a value is a text, a number, or a list of them, of a few levels: deep ones cannot be pickled."""
     if isinstance(value, list):
         return levels > 0 and all(is_plain(item, levels - 1) for item in value)
     return isinstance(value, str | int | float)

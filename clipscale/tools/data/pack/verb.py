@@ -64,7 +64,7 @@ NOTHING = re.compile(
     r"nan|null|none|na|n/a|<na>|undefined|#(n/a|na|nv|ref!|value!|name\?|div/0!|null!|num!|bezug!|wert!|zahl!)",
     re.I,
 )
-# What no letter is: spaces of all kinds, and marks of no width.
+# Characters that show nothing: spaces of all kinds, and marks of no width.
 BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
 # The note of a part. `read`: the number of its pairs. `pairs`, `held-out pairs`: shard -> its samples. `left_out`:
 # reason -> names of pictures.
@@ -147,7 +147,7 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
 
 
 def for_classes(pictures: Sequence[str], folder: Path) -> str:
-    """What folders named after their classes are for, where these pictures without a text lie in such; else empty."""
+    """What to do with folders named after their classes, if these pictures without a text lie in some; else empty."""
     if not folder.is_dir() or len({PurePath(name).parent for name in pictures} - {PurePath()}) < 2:
         return ""
     return (
@@ -252,7 +252,7 @@ def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
 
 
 def captions_of(pair: Pair) -> list[str]:
-    """Raises BrokenSampleError for a pair of which no picture need be read."""
+    """The captions of a pair. Raises BrokenSampleError for one that is left out, whatever its picture."""
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
