@@ -82,7 +82,8 @@ def cases() -> list[Case]:
     possible = [case for case in (Case(*values) for values in product(*DIMENSIONS.values())) if case.possible]
     values = [(name, value) for name, several in DIMENSIONS.items() for value in several]
     has = np.array([[getattr(case, name) == value for name, value in values] for case in possible], np.float32)
-    left, chosen = np.triu(has.T @ has, 1) > 0, []
+    left = np.triu(has.T @ has, 1) > 0
+    chosen = []
     while left.any():
         best = int(((has @ left) * has).sum(1).argmax())
         chosen.append(possible[best])
@@ -133,7 +134,9 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     as they are cut.
     """
     model = model_of(case)
-    images, captions, negatives = [], [], []
+    images = []
+    captions = []
+    negatives = []
     for rank in range(case.ranks):
         pixels, tokens = inputs_of(case, rank)
         torch.manual_seed(7 + rank)
@@ -148,7 +151,8 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
             texts = torch.cat([model.text(rows) for rows in tokens.split(case.chunks[1])])
         captions.append(texts[: len(pixels)])
         negatives.append(texts[len(pixels) :])
-    scale, bias = model.logit_scale.exp(), 0.0 if model.logit_bias is None else model.logit_bias
+    scale = model.logit_scale.exp()
+    bias = 0.0 if model.logit_bias is None else model.logit_bias
     features = torch.cat(images), torch.cat([*captions, *negatives])
     value = dense_contrastive_loss(*features, scale, logit_bias=bias, objective=objective(case))
     value.backward()
@@ -163,7 +167,8 @@ Answer = tuple[dict[str, Tensor], float, float, float]
 
 def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
-    model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
+    model = model_of(case)
+    world = World(rank, case.ranks, torch.device("cpu"))
     towers = [world.wrap(tower, case.parallel) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:

@@ -143,7 +143,8 @@ class LeanNorm(Replacement, LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16):
             return super().forward(x)
-        gain, bias = self.weight, self.bias
+        gain = self.weight
+        bias = self.bias
         if x.device.type != "cpu":
             gain = None if gain is None else gain.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)

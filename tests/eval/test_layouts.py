@@ -285,7 +285,8 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
 def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
     """And where two folders have its images, one line asks for one of them."""
     file = karpathy_json(tmp_path / "set")
-    images, masks = tmp_path / "set" / "images", tmp_path / "set" / "masks"
+    images = tmp_path / "set" / "images"
+    masks = tmp_path / "set" / "masks"
     folders(tmp_path / "set", ["Annual"])
     (tmp_path / "set" / "class_index.json").write_text('{"0": ["n01440764", "tench"]}')
     assert load_set(tmp_path / "set").kind == "retrieval"

@@ -34,7 +34,9 @@ def test_features_that_are_not_numbers_find_nothing() -> None:
 def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval, "BLOCK", block)
     generator = torch.Generator().manual_seed(1)
-    N, M, D = 23, 61, 8
+    N = 23
+    M = 61
+    D = 8
     images = F.normalize(torch.randn(N, D, generator=generator, dtype=torch.float64), dim=-1)
     captions = F.normalize(torch.randn(M, D, generator=generator, dtype=torch.float64), dim=-1)
     owner = torch.cat([torch.arange(N), torch.randint(0, N, (M - N,), generator=generator)])

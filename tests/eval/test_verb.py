@@ -43,7 +43,8 @@ def evaluated(run: Path, checkpoint: str = "latest", **changes: Any) -> Results:
 
 def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Cap) -> None:
     run = tmp_path / "run"
-    config, sent = EvalConfig(sets=sets), []
+    config = EvalConfig(sets=sets)
+    sent = []
     for step in (5, 10):
         torch.manual_seed(step)
         model = build_model(TINY)

@@ -25,6 +25,7 @@ def test_scores_that_are_not_numbers_are_never_hits() -> None:
 
 def test_accuracies_of_a_hand_made_case() -> None:
     # Class 0: four images, three hits; class 2: one image, missed; class 1: none, and so not part of the mean recall.
-    ranks, targets = torch.tensor([0, 0, 0, 2, 7]), torch.tensor([0, 0, 0, 0, 2])
+    ranks = torch.tensor([0, 0, 0, 2, 7])
+    targets = torch.tensor([0, 0, 0, 0, 2])
     metrics = accuracy_metrics(ranks, targets)
     assert metrics == {"top1": 3 / 5, "top5": 4 / 5, "mean_per_class_recall": pytest.approx((3 / 4 + 0) / 2)}

@@ -50,7 +50,8 @@ def training(tmp_path: Path, short: Path, environment: dict, shards: str) -> Ite
         text=True,
         start_new_session=True,
     )
-    metrics, deadline = tmp_path / "runs/long/metrics.jsonl", time.monotonic() + 180
+    metrics = tmp_path / "runs/long/metrics.jsonl"
+    deadline = time.monotonic() + 180
     while not (metrics.is_file() and metrics.stat().st_size):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline

@@ -76,7 +76,8 @@ def test_a_slurm_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_r
     environment: dict, shards: str, tmp_path: Path
 ) -> None:
     need_two_nodes()
-    log, run = tmp_path / "job.log", tmp_path / "runs/long"
+    log = tmp_path / "job.log"
+    run = tmp_path / "runs/long"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
     command = ["sbatch", *options, f"--output={log}", str(LAUNCH / "slurm.sh"), *LONG, f"data.train={shards}"]
     submitted = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

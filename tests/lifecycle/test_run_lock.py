@@ -63,7 +63,8 @@ def test_a_second_start_is_refused_and_changes_nothing(
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first = RunLock(tmp_path)
+    second = RunLock(tmp_path)
     first.acquire()
     threading.Timer(0.1, first.release).start()
     second.acquire()
@@ -77,7 +78,8 @@ def test_a_failed_start_leaves_no_folder_and_one_that_holds_something_stays(tmp_
         folder = tmp_path / name
         if name == "old":
             folder.mkdir()
-        first, second = RunLock(folder), RunLock(folder)
+        first = RunLock(folder)
+        second = RunLock(folder)
         first.acquire()
         if name == "kept":
             (folder / "config.yaml").touch()

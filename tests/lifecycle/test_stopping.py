@@ -33,7 +33,8 @@ CHUNKS = 20
 def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """Two steps, which draw random numbers."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
-    cache, launch = CacheConfig(chunk=["11", "16"]), LaunchConfig()
+    cache = CacheConfig(chunk=["11", "16"])
+    launch = LaunchConfig()
     return settings(demo, run, samples=128, **{"model": model, "cache": cache, "launch": launch, **changes})
 
 
@@ -58,7 +59,8 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
 
 
 def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Cap) -> None:
-    poller, before = SignalPoller(ALONE), signal.getsignal(signal.SIGINT)
+    poller = SignalPoller(ALONE)
+    before = signal.getsignal(signal.SIGINT)
     with poller:
         poller.poll()
         signal.raise_signal(signal.SIGINT)
@@ -160,7 +162,9 @@ def test_the_last_save_handles_signals_and_must_succeed(demo: Path, tmp_path: Pa
 def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, run, path = tmp_path / "other", tmp_path / "run", tmp_path / "other/checkpoints/step_00000001"
+    other = tmp_path / "other"
+    run = tmp_path / "run"
+    path = tmp_path / "other/checkpoints/step_00000001"
     train(short(demo, other, checkpoint=CheckpointConfig(every="1")))
     assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
     assert steps(run) == [1], "resume=auto would begin anew"
@@ -202,7 +206,8 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int,
     """How often ranks vote in so many calls of `poll`, the call at which a signal to rank 1 ends the work, and the
     seconds of the votes."""
     here = World(rank, world, torch.device("cpu"))
-    poller, votes = SignalPoller(here), 0
+    poller = SignalPoller(here)
+    votes = 0
     later = World.all_reduce_max_async
 
     def counted(self: World, *values: int) -> AsyncReduction:
@@ -214,7 +219,8 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int,
     with patch.object(World, "all_reduce_max_async", counted):
         for call in range(2 * calls):
             if call == calls:
-                before, seconds = votes, time.monotonic() - begun
+                before = votes
+                seconds = time.monotonic() - begun
                 poller.number = signal.SIGTERM if rank == 1 else 0
             try:
                 poller.poll()

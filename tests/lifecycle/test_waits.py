@@ -119,7 +119,8 @@ def late(rank: int, world: int, config: TrainConfig, port: int, asked: int) -> s
     """A rank of a run; in the third step the storage of rank 1 is silent, and then rank `asked` gets a signal."""
     dist.destroy_process_group()  # the run makes its own, with a store
     os.environ["MASTER_PORT"] = str(port)
-    take, taken = ShardStream.take, 0
+    take = ShardStream.take
+    taken = 0
     waits = threading.Event()
 
     def silent(stream: ShardStream, row: Any) -> tuple[str, int]:
@@ -274,7 +275,9 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
     """The store does not answer. All is saved, and the same command copies it."""
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
     config = small(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1), checkpoint=copied)
-    close, sent, ended = Copies.close, [], threading.Event()
+    close = Copies.close
+    sent = []
+    ended = threading.Event()
 
     def send() -> None:
         sent.append(time.monotonic())

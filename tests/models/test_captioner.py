@@ -76,7 +76,8 @@ def test_nothing_depends_on_padding(is_correct: bool, length: int) -> None:
     for width in (length, length + 1, TOKENS):
         _, text, loss = captioner(pixels, tokens[:, :width])
         torch.testing.assert_close(text, whole["text_features"], **EXACT)
-        logits, labels = whole["logits"].flatten(0, 1), whole["labels"].flatten()
+        logits = whole["logits"].flatten(0, 1)
+        labels = whole["labels"].flatten()
         expected = nn.functional.cross_entropy(logits, labels, ignore_index=0, reduction="sum")
         torch.testing.assert_close(loss, expected, **EXACT)
 
@@ -114,7 +115,8 @@ def test_sums_of_chunks_add_up_to_the_batch() -> None:
 
 def test_a_new_decoder_is_a_function_of_the_seed() -> None:
     """open_clip leaves a part of it as the memory was."""
-    first, second = small_captioner(), small_captioner()
+    first = small_captioner()
+    second = small_captioner()
     assert all(p.isfinite().all() for p in first.parameters())
     torch.testing.assert_close(dict(first.state_dict()), dict(second.state_dict()), rtol=0, atol=0)
     width = first.decoder.width

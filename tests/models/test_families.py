@@ -16,7 +16,8 @@ from tests.models.test_towers import SMALL
 
 TABLES = files.read_yaml(Path(__file__).with_name("families.yaml"))
 
-CONTEXT, WORDS = 40, (0, 1, 4, 12, 30)
+CONTEXT = 40
+WORDS = (0, 1, 4, 12, 30)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
 from tests.support.towers import captioner_architecture
 
-W, PATCHES, LAYERS, FEATURES = 32, 4, 2, 16
+W = 32
+PATCHES = 4
+LAYERS = 2
+FEATURES = 16
 EMBED = 2 * PATCHES * (3 * 6 * 6) * W
 PROJECT = 2 * W * FEATURES
 
@@ -22,7 +25,8 @@ def block(tokens: int) -> dict[str, int]:
     return {"qkv": 3 * linear, "attention": 2 * 2 * tokens * tokens * W, "out": linear, "mlp": 2 * 4 * linear}
 
 
-IMAGE, TEXT = block(PATCHES + 1), block(8)
+IMAGE = block(PATCHES + 1)
+TEXT = block(8)
 IMAGE_FORWARD = EMBED + LAYERS * sum(IMAGE.values()) + PROJECT
 TEXT_FORWARD = LAYERS * sum(TEXT.values()) + PROJECT
 
@@ -83,7 +87,9 @@ def test_a_captioners_decoder_costs_its_layers_and_the_vocabulary() -> None:
     """Backward twice the forward pass: everything below it trains, too."""
     config = ModelConfig(name="small", architecture=captioner_architecture(12, 6, 8, 50))
     model = build_model(config)
-    labels, seen, width = 5, 5, 32
+    labels = 5
+    seen = 5
+    width = 32
     across = 2 * labels * width * width * (1 + 1 + 8) + 2 * seen * width * width * 2 + 2 * 2 * labels * seen * width
     forward = 2 * (sum(block(labels).values()) + across) + 2 * labels * width * 50
     assert decoder_flops(config, trained_of(model.decoder), labels + 1) == (forward, 2 * forward)

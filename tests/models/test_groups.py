@@ -65,7 +65,8 @@ def test_a_tower_whose_blocks_have_unknown_names_is_refused(settings: dict[str, 
 
 def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
     settings = config(image=TowerConfig(lr_factor=0.5, layer_decay=0.25), text=TowerConfig(lr_factor=0.1))
-    model, plain = build_model(settings), OptimConfig(name="momentum", lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
+    model = build_model(settings)
+    plain = OptimConfig(name="momentum", lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
     optimizer = build_optimizer(model, plain, scales=model.rate_factors(settings))
     lr = Schedule.build(ScheduleConfig(warmup="10"), OptimConfig(lr=1.0), 1, 100, None).apply(optimizer, 4)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}

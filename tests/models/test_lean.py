@@ -14,7 +14,9 @@ from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patch
 from tests.support.gradients import gradients
 from tests.support.towers import architecture
 
-SIDE, WORDS, VOCABULARY = 12, 9, 60
+SIDE = 12
+WORDS = 9
+VOCABULARY = 60
 SMALL = architecture(SIDE, 6, WORDS, VOCABULARY)
 SIZES = ("size", "layers", "width", "length", "heads", "ratio")
 NAMES = ("timm_", "hf_", "tokenizer_")
@@ -43,7 +45,8 @@ def kinds() -> list[dict[str, Any]]:
         config = open_clip.get_model_config(name)
         if "multimodal_cfg" in config or not {"vision_cfg", "text_cfg"} <= config.keys():
             continue
-        image, text = config["vision_cfg"], config["text_cfg"]
+        image = config["vision_cfg"]
+        text = config["text_cfg"]
         image_options = {} if "timm_model_name" in image or isinstance(image.get("layers"), list) else options(image)
         text_options = {} if "hf_model_name" in text else options(text)
         kind = described(image_options, text_options, quick_gelu=config.get("quick_gelu", False))

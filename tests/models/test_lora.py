@@ -58,7 +58,8 @@ def test_adapters_are_on_all_linear_layers_of_frozen_blocks_and_change_nothing_a
 
 
 def test_merged_adapters_have_the_features_of_pefts_layers() -> None:
-    model, plain = small_model(lora=3, image=TowerConfig(train="2")).eval(), small_model().eval()
+    model = small_model(lora=3, image=TowerConfig(train="2")).eval()
+    plain = small_model().eval()
     for name in trained(model) - {"logit_scale"}:
         nn.init.normal_(model.get_parameter(name), std=0.1)
     before = features(plain)

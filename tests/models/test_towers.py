@@ -32,7 +32,8 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
     reference.text.load_state_dict(model.text.encoder.state_dict())
     pixels = torch.randint(0, 256, (5, 3, 12, 12), dtype=torch.uint8)
     tokens = model.tokenizer(["a red square", "two circles", "", "x " * 50, "déjà vu"])
-    mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
+    mean = open_clip.OPENAI_DATASET_MEAN
+    std = open_clip.OPENAI_DATASET_STD
     normal = torch.stack([normalize(p.float() / 255, mean, std) for p in pixels])
     assert torch.allclose(model.image(pixels), reference.encode_image(normal, normalize=True), atol=1e-5)
     assert torch.allclose(model.text(tokens.to(torch.int32)), reference.encode_text(tokens, normalize=True), atol=1e-6)
@@ -98,7 +99,8 @@ def test_models_of_a_process_share_one_vocabulary() -> None:
 def test_words_beyond_some_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger's captions have new words for ever."""
     monkeypatch.setattr("clipscale.models.tokenizer.WORDS", 10)
-    tokenizer, reference = build_model(small()).tokenizer, open_clip.SimpleTokenizer(context_length=8)
+    tokenizer = build_model(small()).tokenizer
+    reference = open_clip.SimpleTokenizer(context_length=8)
     for start in range(0, 100, 5):
         captions = [f"word{chr(97 + number % 26)}{number:x}x a" for number in range(start, start + 5)]
         assert torch.equal(tokenizer(captions), reference(captions))

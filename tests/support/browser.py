@@ -39,7 +39,8 @@ class Page:
 
     def show(self, address: str, width: int, *, dark: bool = False) -> None:
         """Open a page of this width, on a phone if it is narrow, and wait until its body is marked as drawn."""
-        phone, scheme = width < 600, {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        phone = width < 600
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)

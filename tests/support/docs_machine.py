@@ -32,7 +32,8 @@ def lay(folder: Path) -> None:
     from tests.eval.sets import classification_set, retrieval_set
     from tests.support.bert import save_bert
 
-    data, models = folder / "data", folder / "models"
+    data = folder / "data"
+    models = folder / "models"
     (data / "pictures").mkdir(parents=True)
     about = {"similarity": 0.5, "title": "a caption", "hard": "another caption"}
     table = [json.dumps({"image": f"{i}.png", "caption": f"picture {i}"} | about) for i in range(300)]

@@ -43,7 +43,8 @@ def whole_and_killed(folder: Path, environment: dict[str, str], words: list[str]
             one.kill()
     assert len(read_metrics(log)) < 40, "it was killed on its way"
     command(folder, environment, "run=killed", *words)
-    whole, killed = folder / "runs/whole", folder / "runs/killed"
+    whole = folder / "runs/whole"
+    killed = folder / "runs/killed"
     losses = [{r["step"]: r["loss"] for r in read_metrics(run / "metrics.jsonl")} for run in (whole, killed)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 40

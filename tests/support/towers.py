@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 
-PIXELS, TOKENS = 12, 20
+PIXELS = 12
+TOKENS = 20
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
 
 

@@ -10,7 +10,8 @@ from clipscale.common.errors import UserError
 from clipscale.data.captions import text_of
 from clipscale.data.sample import BrokenSampleError
 
-CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
+CLASSNAMES = "classnames.txt"
+TEMPLATES = "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
 # Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
 MAX_LINES = 1 << 17

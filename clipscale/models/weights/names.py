@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from clipscale.common.errors import UserError
 from clipscale.models.weights.hugging_face import TABLES
 
-VISUAL, TEXT = "visual.", "text."
+VISUAL = "visual."
+TEXT = "text."
 TOWERS = {VISUAL: "image", TEXT: "text"}
 # How the keys of the same towers begin in transformers.
 TRANSFORMERS_PREFIXES = {VISUAL: "vision_model.", TEXT: "text_model."}

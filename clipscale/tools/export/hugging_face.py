@@ -18,7 +18,8 @@ from clipscale.models.weights import hugging_face
 from clipscale.models.weights.renamed import Weights, of_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights
 
-START, END = "<|startoftext|>", "<|endoftext|>"
+START = "<|startoftext|>"
+END = "<|endoftext|>"
 # How the names of transformers' classes begin.
 CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
 

@@ -90,7 +90,8 @@ def are_fake(args: tuple[object, ...]) -> bool:
 
 def from_shapes(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The output of an operation, on its operands' device. Quicker than FakeTensorMode itself."""
-    mode, device = args[0].fake_mode, args[0].fake_device
+    mode = args[0].fake_mode
+    device = args[0].fake_device
     with in_kernel_invocation_manager(mode):
         out = func(*args, **kwargs)
     return tree_map_only(Tensor, lambda x: x if isinstance(x, FakeTensor) else FakeTensor(mode, x, device), out)

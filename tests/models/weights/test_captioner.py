@@ -86,7 +86,9 @@ def test_clips_weights_begin_a_captioner(tmp_path: Path, caplog: pytest.LogCaptu
     assert (
         "CLIP's towers; new: visual.ln_post, visual.proj, visual.attn_pool, text.cls_emb, text_decoder" in caplog.text
     )
-    ours, theirs, random = weights(model), weights(clip), weights(built(4))
+    ours = weights(model)
+    theirs = weights(clip)
+    random = weights(built(4))
     kept = {name for name in theirs if not name.startswith(("visual.ln_post", "visual.proj"))}
     assert all(torch.equal(ours[name], theirs[name]) for name in kept)
     assert all(torch.equal(ours[name], random[name]) for name in ours.keys() - kept)

@@ -29,7 +29,8 @@ TABLES = files.read_yaml(Path(__file__).with_name("hugging_face.yaml"))
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
-SIDE, TOKENS = 32, 12
+SIDE = 32
+TOKENS = 12
 
 
 def reference(kind: str, act: str, eos: int = 49407) -> Any:

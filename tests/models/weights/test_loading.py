@@ -91,9 +91,11 @@ def test_weights_of_every_layout_give_the_same_features(
 
 
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
-    one, two = random_model(1), random_model(2)
+    one = random_model(1)
+    two = random_model(2)
     (tmp_path / "two").mkdir()
-    first, second = custom(tmp_path, one), plain(tmp_path / "two", two)
+    first = custom(tmp_path, one)
+    second = plain(tmp_path / "two", two)
     torch.save(one.image.encoder.state_dict(), tmp_path / "image.pt")
     for image in (first, tmp_path / "image.pt"):
         ours = build_model(config(image=TowerConfig(str(image)), text=TowerConfig(str(second))))
@@ -171,7 +173,8 @@ def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
 
 def test_a_compressed_file_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
     """2 MB of zeros may be 2 GiB of weights."""
-    stored, packed = tmp_path / "stored.pt", tmp_path / "packed.pt"
+    stored = tmp_path / "stored.pt"
+    packed = tmp_path / "packed.pt"
     torch.save(state_of(random_model(1)), stored)
     with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for member in old.infolist():

@@ -182,7 +182,8 @@ def test_sets_below_a_prefix_of_names_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_the_average_of_a_run_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained, average = random_model(1), random_model(2)
+    trained = random_model(1)
+    average = random_model(2)
     values = {"model_config": {"name": "small", "architecture": SMALL}}
     ema = {"weights": dict(average.state_dict()), "updates": 3}
     save(tmp_path / "run", 3, {"model": trained.state_dict(), "ema": ema, **values}, keep=0)

@@ -102,7 +102,8 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
     whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
-    encode, passes = FeatureEncoder.encode, []
+    encode = FeatureEncoder.encode
+    passes = []
 
     def interrupted(self: FeatureEncoder, tower: Any, prepared: Any, inputs: Any) -> np.ndarray:
         passes.append(len(inputs))

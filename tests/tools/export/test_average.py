@@ -35,8 +35,11 @@ def exported(run: Path, **settings: Any) -> dict[str, Tensor]:
 
 
 def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: Path) -> None:
-    base, tuned = saved(tmp_path / "base", 2), saved(saved(tmp_path / "tuned", 1), 3)
-    one, two, three = exported(tuned, checkpoint="1"), exported(base), exported(tuned)
+    base = saved(tmp_path / "base", 2)
+    tuned = saved(saved(tmp_path / "tuned", 1), 3)
+    one = exported(tuned, checkpoint="1")
+    two = exported(base)
+    three = exported(tuned)
     start = str(base / "export/open_clip_model.safetensors")
     for other, shares, expected in (
         (start, [1.0, 0.0], three),

@@ -29,7 +29,8 @@ from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
 
 pytestmark = pytest.mark.slow
-SIDE, WIDTH = 32, 16
+SIDE = 32
+WIDTH = 16
 # Of a caption; transformers' pipeline pads for SigLIP to 64, whatever the tokenizer says.
 TOKENS = {"clip": 12, "siglip": 64}
 # transformers resizes by another library: single pixels are one of 255 steps off, and features so much.
@@ -127,7 +128,8 @@ def test_transformers(exports: Callable[[str], Exported], kind: str) -> None:
     )
     torch.testing.assert_close(inputs["pixel_values"], export.normalised(), atol=1 / 64, rtol=0)
     inputs["pixel_values"] = export.normalised()
-    pixels, tokens = {"pixel_values": inputs["pixel_values"]}, {"input_ids": inputs["input_ids"]}
+    pixels = {"pixel_values": inputs["pixel_values"]}
+    tokens = {"input_ids": inputs["input_ids"]}
     for of in ("Auto", name):
         model = getattr(transformers, f"{of}Model").from_pretrained(export.hf).eval()
         assert_same(export.images, model.get_image_features(**pixels))
@@ -228,7 +230,8 @@ def test_onnx_runtime_with_other_batches(exports: Callable[[str], Exported], dyn
 
 
 def test_diffusers(exports: Callable[[str], Exported]) -> None:
-    diffusers, transformers = client("diffusers"), client("transformers")
+    diffusers = client("diffusers")
+    transformers = client("transformers")
     export = exports("clip")
     text = transformers.CLIPTextModel.from_pretrained(export.hf)
     width = text.config.hidden_size
@@ -258,7 +261,8 @@ def test_diffusers(exports: Callable[[str], Exported]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_and_back(exports: Callable[[str], Exported], kind: str, tmp_path: Path) -> None:
-    peft, transformers = client("peft"), client("transformers")
+    peft = client("peft")
+    transformers = client("transformers")
     export = exports(kind)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(transformers.AutoModel.from_pretrained(export.hf), config)

@@ -69,7 +69,8 @@ def test_the_export_of_another_run_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_card_that_was_edited_stays_and_an_own_one_follows_the_run(tmp_path: Path, capsys: Cap) -> None:
-    run, card = tmp_path / "run", tmp_path / "run/export/README.md"
+    run = tmp_path / "run"
+    card = tmp_path / "run/export/README.md"
     saved(run, ModelConfig("own", ARCHITECTURE))
     main(ExportSettings(run=str(run)))
     (run / "config.yaml").write_text("batch: 4321\n")

@@ -41,7 +41,8 @@ def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
 def assert_agree(
     ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True, small: int = SMALL
 ) -> None:
-    predicted, actual = figures(ours, growth, peaks), figures(real, growth, peaks)
+    predicted = figures(ours, growth, peaks)
+    actual = figures(real, growth, peaks)
     print(f"predicted {predicted}\nmeasured {actual}")
     assert predicted == pytest.approx(actual, rel=BAR, abs=small)
 
@@ -92,7 +93,8 @@ def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyP
 
 def lowest(ranks: list[StepMemory]) -> StepMemory:
     """The lowest of the ranks' figures."""
-    befores, peaks = [rank.before for rank in ranks], [rank.peak for rank in ranks]
+    befores = [rank.before for rank in ranks]
+    peaks = [rank.peak for rank in ranks]
     return StepMemory(*({key: min(each[key] for each in every) for key in every[0]} for every in (befores, peaks)))
 
 

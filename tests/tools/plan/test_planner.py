@@ -55,7 +55,8 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
     words = [*TINIEST, "batch=256", "hardware=a100-80g", "optim=adamw", "cache.chunk=256", "model.lora=8"]
     assert main(["plan", *words, "json=true"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    trained, every = planned["parameters"]["trained"], planned["parameters"]["all"]
+    trained = planned["parameters"]["trained"]
+    every = planned["parameters"]["all"]
     with torch.device("meta"):
         without = build_model(settings(*TINIEST).model)
     assert every - trained == sum(p.numel() for p in without.parameters()) - 1, "but for the logit scale"
@@ -71,7 +72,9 @@ def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
     words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "cache.keep=none", "optim=adamw"]
     alone, both = (predicted(settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
     phases = {name: both["device"]["phases"][name]["extra_bytes"] for name in ("encode", "replay")}
-    pairs, labels, vocabulary = 256, 27, 49408
+    pairs = 256
+    labels = 27
+    vocabulary = 49408
     logits = pairs * labels * vocabulary
     assert phases["replay"] > 2 * 4 * logits > phases["encode"], "the first pass has no logits"
     decoder = both["parameters"]["trained"] - alone["parameters"]["trained"]

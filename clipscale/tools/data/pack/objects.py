@@ -95,7 +95,8 @@ def flattening(file: Path, names: Sequence[str]) -> str:
     images = [name for name in IMAGES if name in names]
     if not (captions and images):
         return ""
-    image, caption = images[0], captions[0]
+    image = images[0]
+    caption = captions[0]
     with file.open("rb") as start:
         is_list = start.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     rows = "json.load(sys.stdin)" if is_list else "map(json.loads, sys.stdin)"

@@ -16,7 +16,8 @@ from tests.support.user_errors import refused
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
-RED, BLUE = picture("red"), picture("blue")
+RED = picture("red")
+BLUE = picture("blue")
 Made = Callable[[dict[str, Any]], Path]
 
 

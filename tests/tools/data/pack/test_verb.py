@@ -126,7 +126,8 @@ KINDS |= {form: partial(as_text, form) for form in TEXTS}
 
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
 def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_path: Path, write: Write) -> None:
-    names, out = paths(pictures), tmp_path / "out"
+    names = paths(pictures)
+    out = tmp_path / "out"
     assert pack_to(out, write(pictures)) == 0
     for path, members in zip(names, samples(out), strict=True):
         kind = {".png": "png", ".webp": "webp"}.get(Path(path).suffix, "jpg")
@@ -348,7 +349,8 @@ def test_a_few_bytes_of_parquet_do_not_fill_the_memory(tmp_path: Path) -> None:
 
 def test_after_a_damaged_page_no_cell_is_anothers(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (clipscale[parquet])")
-    cells, file = [b"%05d" % i * 200 for i in range(400)], tmp_path / "t.parquet"
+    cells = [b"%05d" % i * 200 for i in range(400)]
+    file = tmp_path / "t.parquet"
     layout = {"data_page_size": 9999, "write_batch_size": 8, "compression": "none", "use_dictionary": False}
     parquet.write_table(sys.modules["pyarrow"].table({"image": cells}), file, **layout)
     data = file.read_bytes()
@@ -373,7 +375,8 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
 def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are complete are not made again, and one that was being made is. What a kill has left of it goes."""
     monkeypatch.setattr(verb, "SHARD_SAMPLES", 2)
-    source, out = as_csv(pictures), tmp_path / "out"
+    source = as_csv(pictures)
+    out = tmp_path / "out"
     verb.main([str(source)], PackSettings(out=str(out)))
     expected = samples(out)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
