@@ -26,7 +26,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
         config = replace(without_weights(ModelConfig.of(state.model_config)), lora=0)
         model = build_model(config)
         trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
-        model.load_state_dict(adapters.merged_run(trained))
+        model.load_state_dict(adapters.merge_run_adapters(trained))
         return model.eval(), config, int(state.step)
 
 

@@ -42,11 +42,11 @@ def main(words: Sequence[str]) -> int:
     for candidate in dict.fromkeys(candidates(before, word)):
         if candidate.startswith(word):
             # zsh and fish quote what they insert
-            print(typed + quoted(candidate[len(word) :]) if shell == "bash" else candidate)
+            print(typed + escape(candidate[len(word) :]) if shell == "bash" else candidate)
     return 0
 
 
-def quoted(text: str) -> str:
+def escape(text: str) -> str:
     """The text with a backslash before each character that a shell reads."""
     return re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 

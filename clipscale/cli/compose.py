@@ -124,7 +124,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
         values.setdefault("epochs", "null")
     for key, value in values.items():
         if key in texts or (key in groups and (sweep or "," not in value)):
-            values[key] = quoted_values(key, value, sweep=sweep)
+            values[key] = quote_values(key, value, sweep=sweep)
     return plain, [f"{key}={value}" for key, value in values.items()]
 
 
@@ -167,7 +167,7 @@ def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: boo
         print_line(f"{key}={later} counts, the last one, and not {key}={value} before it", error=True)
 
 
-def quoted_values(key: str, text: str, *, sweep: bool) -> str:
+def quote_values(key: str, text: str, *, sweep: bool) -> str:
     """The value with its texts in quotes: braces, colons and numbers mean something to Hydra.
 
     A list stays a list, and in a `sweep` several values stay several. What Hydra cannot read so becomes one text.
@@ -175,16 +175,16 @@ def quoted_values(key: str, text: str, *, sweep: bool) -> str:
     if sweep and FUNCTION.fullmatch(text):
         return text
     if not (sweep or text.startswith("[")):
-        return quoted(text)
-    values = TEXT.sub(lambda match: quoted(match[0].strip()), text)
+        return quote(text)
+    values = TEXT.sub(lambda match: quote(match[0].strip()), text)
     try:
         OverridesParser.create().parse_override(f"{key}={values}")
     except HydraException:
-        return quoted(text)
+        return quote(text)
     return values
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text in quotes, if it is not null, quoted, or an interpolation."""
     if text in ("", "null") or text.startswith(("'", '"', "${")):
         return text
@@ -215,7 +215,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     try:
-        tree: Any = OmegaConf.to_container(composed(name, changes), resolve=True)
+        tree: Any = OmegaConf.to_container(compose_config(name, changes), resolve=True)
     except HYDRA_ERRORS as error:
         raise one_line_error(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
@@ -226,7 +226,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     return replace(values, model=resolve_architecture(values.model, chosen=chosen))
 
 
-def composed(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
+def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
     """A verb's defaults, conf/ and overrides, composed by Hydra. `with_own`: also Hydra's own settings, under `hydra`.
     Raises HYDRA_ERRORS."""
     verb = VERBS[name]

@@ -170,7 +170,7 @@ def hydra_settings(words: Sequence[str]) -> DictConfig:
 def compose_hydra(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings. Raises UserError for a package that is not installed."""
     try:
-        return compose.composed("train", words, with_own=True).hydra
+        return compose.compose_config("train", words, with_own=True).hydra
     except compose.HYDRA_ERRORS as error:
         for word in words:
             is_plugin = key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA
@@ -272,7 +272,7 @@ def hydra_command_line(job: "Job", swept: PluginSweep) -> list[str]:
     words = [*swept.hydra_words, *default_words(swept), *swept.run_words]
     declared = [f"++{word}" if compose.is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
     own = [
-        f"hydra.sweep.dir={compose.quoted(str(swept.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
+        f"hydra.sweep.dir={compose.quote(str(swept.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",
     ]  # fmt: skip
     if job.config_dir:

@@ -124,7 +124,7 @@ def evaluate(
                 results[sized_set.label] = metrics
                 if file is None or not world.is_rank0:
                     continue
-                facts = measured(sized_set) | {"batch": evaluation.batch, "broken": dict(measurement.broken)}
+                facts = measurement_facts(sized_set) | {"batch": evaluation.batch, "broken": dict(measurement.broken)}
                 if measurement.written and sized_set is eval_set:
                     facts["written"] = measurement.written
                 try:
@@ -139,7 +139,7 @@ def sized_sets(eval_set: EvalSet, sizes: Sequence[int]) -> list[EvalSet]:
     return [eval_set, *(replace(eval_set, marks=(*eval_set.marks, f"size {size}")) for size in sizes)]
 
 
-def measured(eval_set: EvalSet) -> dict[str, object]:
+def measurement_facts(eval_set: EvalSet) -> dict[str, object]:
     """What the results of a set belong to: its images, its prompts, and versions."""
     facts: dict[str, object] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     facts |= eval_set.facts()

@@ -18,7 +18,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models import lora
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.adapters import merged_run
+from clipscale.models.weights.adapters import merge_run_adapters
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
@@ -63,7 +63,7 @@ def test_merged_adapters_have_the_features_of_pefts_layers() -> None:
     for name in trained(model) - {"logit_scale"}:
         nn.init.normal_(model.get_parameter(name), std=0.1)
     before = features(plain)
-    plain.load_state_dict(merged_run(model.state_dict()))
+    plain.load_state_dict(merge_run_adapters(model.state_dict()))
     torch.testing.assert_close(features(plain), features(model), atol=1e-5, rtol=0)
     assert all((a - b).abs().max() > 0.01 for a, b in zip(features(model), before)), "the adapters do something"
 

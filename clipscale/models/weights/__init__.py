@@ -7,7 +7,7 @@
     names.py            keys in the file -> keys of the model, whatever wraps them
     shapes.py           shapes in the file -> what does not fit the model, before torch is loaded; by shapes.yaml
     adapters.py         PEFT's adapters -> merged into the weights that they change
-    renamed.py          transformers' keys -> open_clip's, and back for an export
+    renaming.py         transformers' keys -> open_clip's, and back for an export
     loading.py          reads the file, does all of this, and fills the model
 
 One key of a checkpoint of a compiled student in DDP, on its way:
@@ -17,5 +17,5 @@ One key of a checkpoint of a compiled student in DDP, on its way:
     wrapping            prefix `module.student.`, inserted `_orig_mod`      (`Wrapping`)
     canonical key       vision_model.encoder.layers.3.self_attn.q_proj.weight
     key pattern         vision_model.encoder.layers.#.self_attn.q_proj.weight, in the `KeyStyle` of transformers
-    key of the model    visual.transformer.resblocks.3.attn.in_proj_weight, its first rows   (`of_transformers`)
+    key of the model    visual.transformer.resblocks.3.attn.in_proj_weight, its first rows   (`from_transformers`)
 """

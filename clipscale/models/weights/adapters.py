@@ -62,7 +62,7 @@ def _target(name: str) -> str:
     return f"{module}.weight"
 
 
-def merged_run(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
+def merge_run_adapters(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
     """A run's weights with its adapters (`model.lora`, whose alpha is r) added. Without adapters they stay as they are.
 
     The packed projection of open_clip's attention is a layer of its own while it has adapters.
@@ -71,11 +71,11 @@ def merged_run(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
         return state
     return {
         re.sub(r"\.attn\.in_proj\.(weight|bias)$", r".attn.in_proj_\1", name): weight
-        for name, weight in merged(state, 1).items()
+        for name, weight in merge_adapters(state, 1).items()
     }
 
 
-def merged(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:
+def merge_adapters(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:
     """Weights of torch with their adapters added, and without them; `scale` is alpha / r.
 
     Raises what torch raises for other shapes.

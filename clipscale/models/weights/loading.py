@@ -21,7 +21,7 @@ from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
 from clipscale.models.weights.names import SHARED, choose_weight_set, key_styles, listed, match_names
-from clipscale.models.weights.renamed import Weights, of_transformers
+from clipscale.models.weights.renaming import Weights, from_transformers
 from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes_of
 from clipscale.models.weights.sources import SET, Source, find, with_architecture_of
 
@@ -105,14 +105,14 @@ def load(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
         source = find(config.weights, config.name)
-        fill(encoders, converted(read(source), encoders, source), source)
+        fill(encoders, convert(read(source), encoders, source), source)
     for tower, prefix, weights in (
         ("image", "visual.", config.image.weights),
         ("text", "text.", config.text.weights),
     ):
         if weights:
             source = find(weights, config.name, f"model.{tower}.weights")
-            fill(encoders, converted(read(source), encoders, source, prefix), source, prefix)
+            fill(encoders, convert(read(source), encoders, source, prefix), source, prefix)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def read(source: Source) -> Weights:
         scale = adapters.factor(state, source.path.parent, source.setting)
         if scale:
             log.warning(f"{source.setting}: adds its adapters, times {scale:g}, to its weights")
-            state = adapters.merged(state, scale)
+            state = adapters.merge_adapters(state, scale)
     return state
 
 
@@ -162,7 +162,7 @@ def _of_run(source: Source) -> Weights:
         state |= saved.ema["weights"]
     elif saved.ema:
         log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
-    state = adapters.merged_run(state)
+    state = adapters.merge_run_adapters(state)
     for ours, theirs in (("image.encoder.", "visual."), ("text.encoder.", "text."), ("decoder.", DECODER)):
         state = {
             theirs + name.removeprefix(ours) if name.startswith(ours) else name: weight
@@ -175,7 +175,7 @@ def _loaded(path: Path) -> Mapping[str, object]:
     return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 
-def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, prefix: str = "") -> Weights:
+def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, prefix: str = "") -> Weights:
     """The weights of a model, or those of its tower `prefix`, under the names and in the shapes of `encoders`.
 
     Raises UserError for weights that none of the model's names has.
@@ -183,7 +183,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
     ours = encoders.state_dict()
     state = by_model_names(state, ours, source, prefix)
     with to_user_error(f"{source.setting} does not fit this architecture"):  # conversion fails on unexpected shapes
-        state = dict(convert_state_dict(encoders, of_transformers(state)))
+        state = dict(convert_state_dict(encoders, from_transformers(state)))
     theirs = sorted(state)
     state = {name: value for name, value in state.items() if name.startswith(prefix)}
     if not state.keys() & ours.keys():
@@ -193,7 +193,7 @@ def converted(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, p
         if name in state and name in ours and state[name].numel() == 1:
             state[name] = state[name].reshape(ours[name].shape)
     state.pop("text.transformer.embeddings.position_ids", None)
-    return resized(state, encoders, source)
+    return resize_positions(state, encoders, source)
 
 
 def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: str) -> Weights:
@@ -211,7 +211,7 @@ def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: 
     return {match.model_keys[key]: value for key, value in state.items() if key in match.model_keys}
 
 
-def resized(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
+def resize_positions(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
     """The weights, with position embeddings interpolated for the model's patches and tokens. A warning names them."""
     for name in fit_positions(state, encoders):
         log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")
@@ -224,12 +224,12 @@ def fit_positions(weights: Weights, model: nn.Module) -> list[str]:
     for name, parameter in model.named_parameters():
         if name.endswith(POSITIONS) and name in weights and weights[name].shape != parameter.shape:
             tower = model.get_submodule(name.partition(".")[0])
-            weights[name] = interpolated(weights[name], parameter.shape, getattr(tower, "encoder", tower))
+            weights[name] = interpolate_positions(weights[name], parameter.shape, getattr(tower, "encoder", tower))
             names.append(name)
     return names
 
 
-def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Tensor:
+def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Tensor:
     """Position embeddings of patches (bicubic) or tokens (linear) in another number, as by open_clip and timm.
 
     positions: (..., T, W). shape: of the result; the same width. Other positions are returned as they are.

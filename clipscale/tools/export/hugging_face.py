@@ -15,7 +15,7 @@ from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, encoders_of, unit_rows
 from clipscale.models.weights import hugging_face
-from clipscale.models.weights.renamed import Weights, of_transformers, to_transformers
+from clipscale.models.weights.renaming import Weights, from_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights
 
 START = "<|startoftext|>"
@@ -109,7 +109,7 @@ def transformer_config(blocks: Any, norm: Any) -> Record:
 def check_same(model: ClipModel, config: Record, state: Weights) -> None:
     """Raise ValueError unless the model that a reader of this folder builds has the same features."""
     again = encoders_of(hugging_face.description(config)).eval()
-    again.load_state_dict(of_transformers(state), strict=False)
+    again.load_state_dict(from_transformers(state), strict=False)
     side = model.image_size
     pixels = torch.arange(3 * side**2).view(1, 3, side, side).sin()
     tokens = torch.arange(1, model.context_length + 1)[None]

@@ -15,9 +15,9 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import build_model
 from clipscale.models.weights.hugging_face import TABLES
-from clipscale.models.weights.loading import converted, read
+from clipscale.models.weights.loading import convert, read
 from clipscale.models.weights.names import key_pattern, known_names
-from clipscale.models.weights.renamed import to_transformers
+from clipscale.models.weights.renaming import to_transformers
 from clipscale.models.weights.shapes import shapes_of
 from clipscale.models.weights.sources import find, local_source, resolve_architecture
 from tests.models.weights.test_loading import SMALL, config, random_model, state_of
@@ -86,7 +86,7 @@ def test_the_weights_of_the_right_model_are_found_under_any_wrapper(
     torch.save(wrap(dict(weights)), file)
     resolve_architecture(config(weights=str(file)), chosen=True)
     source = find(str(file), "small")
-    found = converted(read(source), encoders, source)
+    found = convert(read(source), encoders, source)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     if wrap is WRAPPED["Lightning"]:
@@ -105,7 +105,7 @@ def test_a_language_models_vision_tower(tmp_path: Path, weights: State, encoders
     start = ModelConfig("mine", SMALL, image=TowerConfig(str(file)))
     resolve_architecture(start, chosen=True)
     source = find(str(file), "mine", "model.image.weights")
-    found = converted(read(source), encoders, source, "visual.")
+    found = convert(read(source), encoders, source, "visual.")
     expected = {name for name in weights if name.startswith("visual.") and name != "visual.proj"}
     assert found.keys() == expected and all(torch.equal(found[name], weights[name]) for name in expected)
 
@@ -228,7 +228,7 @@ def test_adapters_are_added_to_their_weights(tmp_path: Path, weights: State, enc
     torch.save(state, tmp_path / "w.pt")
     resolve_architecture(config(weights=f"{tmp_path}/w.pt"), chosen=True)
     source = find(f"{tmp_path}/w.pt", "small")
-    found = converted(read(source), encoders, source)
+    found = convert(read(source), encoders, source)
     down, up = (state[f"base_model.model.{ADAPTED}.lora_{x}.default.weight"] for x in "AB")
     torch.testing.assert_close(found[f"{ADAPTED}.weight"], weights[f"{ADAPTED}.weight"] + 3 * up @ down)
     others = weights.keys() - {f"{ADAPTED}.weight"}

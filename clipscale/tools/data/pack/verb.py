@@ -97,7 +97,7 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
     out = prepare_folder(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
-    notes = packed(pairs_of(path, tables, root, settings.splits), settings, out)
+    notes = pack_parts(pairs_of(path, tables, root, settings.splits), settings, out)
     pictures = "files" if path.is_dir() else "images"
     report(path, out, notes, "rows" if tables else pictures)
     return 0
@@ -199,7 +199,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
     return out
 
 
-def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[PartNote]:
+def pack_parts(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[PartNote]:
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
     futures: list[Future[None]] = []
     ahead = CHUNKS_AHEAD * cores()

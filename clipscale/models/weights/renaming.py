@@ -12,7 +12,7 @@ from clipscale.models.weights.hugging_face import TABLES
 Weights = dict[str, Tensor]
 
 
-def of_transformers(state: Weights) -> Weights:
+def from_transformers(state: Weights) -> Weights:
     """Weights of transformers' CLIP or SigLIP under open_clip's names; others as they are.
 
     Names that are not known stay. Raises what torch raises for other shapes, and KeyError.
@@ -21,19 +21,19 @@ def of_transformers(state: Weights) -> Weights:
         return state
     model_type = "siglip" if any("_model.head." in name for name in state) else "clip"
     state = {name: value for name, value in state.items() if not name.endswith("position_ids")}
-    return renamed(state, [(theirs, ours, *how) for ours, theirs, *how in TABLES[model_type]["names"]])
+    return rename_weights(state, [(theirs, ours, *how) for ours, theirs, *how in TABLES[model_type]["names"]])
 
 
 def to_transformers(state: Weights, model_type: str) -> Weights:
     """Weights under the names of transformers' `model_type`. Raises ValueError for one that its models do not have."""
-    new = renamed(state, TABLES[model_type]["names"])
+    new = rename_weights(state, TABLES[model_type]["names"])
     unknown = state.keys() & new.keys() - {"logit_scale", "logit_bias"}
     if unknown:
         raise ValueError(f"{min(unknown)} is no part of it")
     return new
 
 
-def renamed(state: Weights, rules: Iterable[Sequence[str]]) -> Weights:
+def rename_weights(state: Weights, rules: Iterable[Sequence[str]]) -> Weights:
     """Weights with new names. A rule: the names before and after, and how the shape changes; see the table."""
     new = dict(state)
     for before, after, *how in rules:
