@@ -203,7 +203,7 @@ BREAKS = [
     Break(
         "hydra.core.override_parser",
         "clipscale/cli/compose.py",
-        {"if each.is_discrete_sweep()": "if False"},
+        {"if override.is_discrete_sweep()": "if False"},
         "tests/cli/test_sweep.py::test_all_combinations_run_in_hydras_order_and_failures_are_named",
     ),
     Break(

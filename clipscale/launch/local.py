@@ -250,12 +250,12 @@ def worker(config: Launched, main: str, folder: Path) -> object:
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
-    lost_peer = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
     error = as_user_error(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))
         error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {one_line(error)}", details)
-    (folder / f"{rank}.failure").write_bytes(pickle.dumps(Failure(lost_peer, time.time(), error)))
+    (folder / f"{rank}.failure").write_bytes(pickle.dumps(Failure(lost, time.time(), error)))
 
 
 def first_failure(folder: Path) -> Failure | None:
