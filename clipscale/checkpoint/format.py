@@ -17,7 +17,7 @@ from torch import Tensor
 from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
-from clipscale.own_machine.limits import as_user_error
+from clipscale.robustness.limits import as_user_error
 
 FORMAT = 1
 SEPARATOR = "/"
