@@ -144,7 +144,7 @@ def test_ranks_that_see_different_shards_do_not_start(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_peer(world: World, value: Any) -> list[Any]:
-        return [value, replace(value, order="other") if isinstance(value, DataPosition) else value]
+        return [value, replace(value, order_fingerprint="other") if isinstance(value, DataPosition) else value]
 
     monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):
