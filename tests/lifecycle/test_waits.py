@@ -119,21 +119,21 @@ def late(rank: int, world: int, config: TrainConfig, port: int, asked: int) -> s
     """A rank of a run; in the third step the storage of rank 1 is silent, and then rank `asked` gets a signal."""
     dist.destroy_process_group()  # the run makes its own, with a store
     os.environ["MASTER_PORT"] = str(port)
-    take = ShardStream.take
+    next_sample = ShardStream.next_sample
     taken = 0
     waits = threading.Event()
 
-    def silent(stream: ShardStream, row: Any) -> tuple[str, int]:
+    def silent(stream: ShardStream, row: Any) -> Any:
         nonlocal taken
         taken += rank
         while taken > 15:
             waits.set()
             stream._store.poll()
             time.sleep(0.05)
-        return take(stream, row)
+        return next_sample(stream, row)
 
     records = Path(config.run) / "metrics.jsonl"
-    with mock.patch.object(ShardStream, "take", silent), pytest.raises(StoppedError) as stopped:
+    with mock.patch.object(ShardStream, "next_sample", silent), pytest.raises(StoppedError) as stopped:
         if rank == asked:
             with signalled(waits.is_set if rank else lambda: len(read_metrics(records)) == 2):
                 train(config)
