@@ -121,7 +121,7 @@ def same_key(value: object, own_name: str) -> int:
 def _require(condition: Condition, value: object) -> None:
     """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition.
 
-    The reason is `filter_no_NAME` if there is no value, or if it is no number where one is needed.
+    The reason is `filter_no_NAME` if there is no value, or if it is not a number where one is needed.
     """
     try:
         if value is None or value != value:  # NaN

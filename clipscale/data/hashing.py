@@ -1,4 +1,4 @@
-"""Hashes of names and texts, also of those that are no UTF-8."""
+"""Hashes of names and texts, also of those that are not UTF-8."""
 
 import hashlib
 

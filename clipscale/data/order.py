@@ -30,6 +30,7 @@ DRAW = 3
 AUGMENT = 4
 CAPTION = 5
 SOURCE_KEY = 6
+# 7 was NEGATIVE of an earlier version. A new use takes 10.
 WEIGHT = 8
 NEGATIVE = 9
 
@@ -147,9 +148,9 @@ class Epochs:
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
     concatenation. So all streams reach the end of an epoch together, to one sample, whatever B mod L is.
 
-    A share of S that is no whole number is rounded, in each epoch alike. The streams then drift apart by up to a sample
-    an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. Rounding differently
-    from the second epoch on would change the order of every run.
+    A share of S that is not a whole number is rounded the same way in every epoch. So streams drift apart by up to one
+    sample an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. It stays so:
+    another rounding from the second epoch on would change the order of existing runs.
     """
 
     counts: tuple[int, ...]
@@ -231,9 +232,10 @@ class WeightedSources:
     def source(self, stream: int, number: int) -> int:
         """The source of a stream's usable sample `number`.
 
-        A source gets its share, rounded down or up, of every SOURCE_BLOCK samples, in a random order. Points at equal
-        distances fall into the sources' intervals of [0, 1). From one block of SOURCE_BLOCK samples to the next the
-        points move by the golden ratio, so that the shares are exact in the long run.
+        A source gets its share, rounded down or up, of every block of SOURCE_BLOCK samples, in a random order. Each
+        source has an interval of [0, 1) as long as its share. A block has SOURCE_BLOCK equally spaced points, and each
+        point picks the source whose interval it lies in. From block to block the points shift by the golden ratio, so
+        the shares are exact in the long run.
         """
         return int(_block_sources(self.weights, self.seed, stream, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
 

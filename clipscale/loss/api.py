@@ -84,12 +84,12 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None for the default group, or one process if there is none. Each rank passes its own rows, equally many.
         keys: (n,) int64, one for each image and its texts; not with hard negatives. Samples of equal keys (the same
-            caption or picture), on any rank, are no negatives of each other: the sums leave such pairs out.
+            caption or picture), on any rank, are not negatives of each other: the sums leave such pairs out.
         captions: texts of each image, all of them its positives. With several, `replicated` and `local` fall back to
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: what a dry run puts in the place of this machine's hardware and ranks.
+        machine: for `clipscale plan`, whose dry run replaces the hardware and the process group. Leave it out.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:

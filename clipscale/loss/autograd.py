@@ -157,8 +157,8 @@ def gradients(
     needed: Sequence[bool],
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: one sweep of the backend's backward function. Returns the gradients of the inputs that need one,
-    times `factor`.
+    """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`,
+    None for an input that needs none.
 
     Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
     float32: the backward pass scales them later, which float16 could not hold.
@@ -259,7 +259,8 @@ def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
 def matmul_precision(call: LossCall, device: torch.device) -> Iterator[None]:
     """Inside, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on CUDA."""
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    # A module keeps the caller's setting. Half-precision numbers to_sum_dtype to float32 multiply exactly in TF32, too.
+    # A module keeps the caller's setting. A product of two half-precision numbers that were widened to float32 is exact
+    # in TF32, too.
     if device.type == "cuda" and call.similarity.is_dot_product:
         matmuls = float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee")
     with torch.autocast(device.type, enabled=False), matmuls:

@@ -1,7 +1,7 @@
 """How ranks share columns: an exchange runs all blocks of columns, and returns each column's reductions to its owner.
 
 The forward pass reduces log-sum-exps, by logaddexp; the backward pass reduces feature gradients, by addition. `sweep`
-is the one loop of both. No other file of the loss knows process groups.
+is the one loop of both. All transfers between ranks are here: the other files of the loss only pass a group on.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """

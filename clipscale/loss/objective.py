@@ -1,8 +1,8 @@
 """The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
 
 Adding an objective: a class here with its formula and its facts, a folder with its torch tile (softmax/tile.py), and a
-line of OBJECTIVES. A kernel may follow (softmax/kernel.py). `Distillation` holds numbers of a call, so it is no line
-there and has a file of its own (distillation/objective.py).
+line of OBJECTIVES. A kernel may follow (softmax/kernel.py). `Distillation` holds numbers of a call, so it is not in
+OBJECTIVES and has a file of its own (distillation/objective.py).
 """
 
 from dataclasses import dataclass
@@ -52,8 +52,11 @@ class Objective:
         return inputs
 
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
-        """The value by the formula, for tests. `scores`: (N, M), -inf where a pair is left out. `is_positive`: (N,
-        M) bool. The first `paired` texts belong to an image."""
+        """The value by the formula; `loss/reference.py` uses it.
+
+        `scores`: (N, M), -inf where a pair is left out. `is_positive`: (N, M) bool. The first `paired` texts belong to
+        an image.
+        """
         raise NotImplementedError
 
     def make_tile_ops(self) -> "TileOps":
@@ -141,7 +144,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def auto_exchange(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
-    """The name of the exchange that `auto` stands for. `numbers`: how many the texts' features of all ranks have.
+    """The name of the exchange that `auto` stands for. `numbers`: the entries in the texts' features of all ranks.
 
     Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
     longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card

@@ -1,4 +1,5 @@
-"""The oracle: the loss of a whole batch in one graph, written straight from the formulas. Every test compares with it.
+"""The loss of a whole batch in one graph, written straight from the formulas. It is the oracle of the tests, and the
+evaluation computes the loss of held-out pairs with it.
 
 It shares no code with the blocks, tiles and exchanges. It holds several N x M matrices.
 

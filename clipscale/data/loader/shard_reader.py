@@ -16,8 +16,8 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
 # A shuffle window ends early at this many bytes. Ordinary data stays below: 256 samples would need half a megabyte
-# each. A stream's two windows, the one that is given out and the one that is read, together hold about this much at
-# most.
+# each. A stream holds two windows, the one that is given out and the one that is read. `_make_room` gives samples out
+# early, so that both together stay near this limit.
 WINDOW_BYTES = 128 << 20
 
 
@@ -174,8 +174,11 @@ class ShardReader:
                     yield from self._make_room(read)
 
     def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
-        """Give out one sample, and more while the rest and the window that is read, `bytes_read`, are over
-        WINDOW_BYTES. One for each sample that is read spreads requests evenly."""
+        """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
+
+        `bytes_read`: of the window that is read. This is called once for each sample read, which spreads requests
+        evenly.
+        """
         while self._ready.items:
             yield self._next_ready()
             if self._ready.num_bytes + bytes_read <= WINDOW_BYTES:

@@ -160,8 +160,8 @@ class Workers:
         `poll` every POLL_S.
 
         Raises UserError if a worker has died, or if one of `needed` is silent for the time-out; what a worker has sent
-        as its failure; and what `poll` raises. Before it raises, a call returns the messages that came before the
-        failure: a save needs their positions.
+        as its failure; and what `poll` raises. Messages that came before a failure are returned first, since a save
+        needs their positions; the next call raises.
         """
         begun = time.monotonic()
         while True:

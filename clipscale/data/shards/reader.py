@@ -134,7 +134,7 @@ class Archive:
         return content
 
     def content_offset(self, member: Member) -> int:
-        """Where the current member's content lies, of which nothing has been read."""
+        """The offset of the current member's content. Call it before reading any of the content."""
         return int(self.stream.tell()) if member.offset is None else member.offset
 
     def _link(self, member: Member, target: str) -> Member:
@@ -267,9 +267,9 @@ def all_samples(shard: OpenShard, want: Callable[[int], bool]) -> Iterator[RawSa
 
 
 def indexed_samples(shard: OpenShard, want: Callable[[int], bool], offsets: Sequence[int]) -> Iterator[RawSample]:
-    """The samples that begin at `offsets`, whose last is the end of the last sample.
+    """The samples of an indexed shard. `offsets`: where each sample begins, then where the last one ends.
 
-    Those that `want` does not accept are skipped, and have no key.
+    Samples that `want` does not accept are skipped, and have no key.
     """
     samples = shard.samples()
     for number, (start, stop) in enumerate(pairwise(offsets)):

@@ -61,7 +61,7 @@ class Stream(Protocol):
 def open_archive(source: io.BufferedReader, name: str = "FILE") -> tuple[Stream, bool]:
     """A stream of the archive, and whether it can seek.
 
-    Raises tarfile.ReadError for an empty source, and for one that is no tar. The message says what it is, and which
+    Raises tarfile.ReadError for an empty source, and for one that is not a tar. The message says what it is, and which
     command makes a tar of a file with this `name`.
     """
     first = source.peek(BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The sigmoid's tile: its part of the value and the scores' gradient at once, as no pair needs another's scores.
+"""The sigmoid's tile: its part of the value and the gradient of its scores at once. No pair needs another's scores.
 
     dL/dx_ij = sigmoid(x_ij + bias) - [j belongs to i]
 
@@ -13,7 +13,7 @@ from clipscale.loss.tile import TileOps
 
 
 class SigmoidTileOps(TileOps):
-    """There is no log-sum-exp. The loss is subtracted from `rows.target`, because its value is -target.sum()."""
+    """There is no log-sum-exp: `rows.target` holds minus the loss of each row, since the value is -target.sum()."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positive_pairs()
