@@ -6,8 +6,8 @@ A checkpoint is a folder. `saving.py` writes it, `loading.py` reads it, and `for
     step_00001000/.metadata           which tensor is where
     step_00001000/meta.json           everything else; and the size and the CRC-32 of each file above
 
-It holds a tree of dictionaries, whose entries `saved.py` names. Its tensors are stored by the keys on the way to them,
-such as model/logit_scale.
+It holds a nested dictionary; `state.py` lists its entries. A tensor is stored under its path, such as
+model/logit_scale.
 """
 
 from clipscale.checkpoint.copies import Copies, restore_from_copy

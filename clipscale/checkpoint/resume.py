@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes, and whether its settings fit."""
+"""Which checkpoint a run resumes. Whether the run's settings fit it: `check_fits` in `start/settle.py`."""
 
 import logging
 from functools import partial

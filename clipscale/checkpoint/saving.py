@@ -85,7 +85,8 @@ class Saver:
     def save(self, saved: CheckpointState, *, wait: bool = False) -> None:
         """Begin to write a checkpoint, when the one before is complete. `wait`: until this one is complete, too.
 
-        Tensors below a dictionary are the same on every rank, or DTensors. Everything else is taken from rank 0.
+        Replicated tensors are divided among the ranks, DTensors are written shard by shard, and plain values are those
+        of rank 0.
 
         A disk that does not take a checkpoint is reported, and training goes on: the disk may take the next one. With
         `wait` it raises UnwritableError.

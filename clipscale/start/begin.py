@@ -79,7 +79,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     config = settled.config
 
     with ExitStack() as undo:
-        # Data, model, chunks, wrap, loss, cache, optimizer, average.
+        # Data, model, chunk sizes, loss, wrap, cache, optimizer, average.
         components = build(settled, world)
         undo.callback(components.stream.close)
 

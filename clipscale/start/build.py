@@ -1,6 +1,6 @@
-"""How a run starts, part 2: build. Data, model, chunks, wrap, loss, cache, optimizer, average, each from plain values.
+"""How a run starts, part 2: build. Data, model, chunk sizes, loss, wrap, cache, optimizer, average.
 
-Nothing that is built here knows a run's configuration.
+What is built gets plain values, or the section of the settings that is its own; none of it knows a whole `TrainConfig`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,6 @@ class Components:
     stream: TrainStream
     schedule: Schedule
     flops: Flops
-    share: BatchShare
     # Whether the towers run compiled code.
     is_compiled: bool
 
@@ -109,7 +108,7 @@ def build(settled: SettledRun, world: World) -> Components:
         steps = schedule.end - settled.step
         is_compiled = compile_if_worth(train_step, config.model.compile, flops, steps, share.samples, world)
         undo.pop_all()
-    return Components(train_step, stream, schedule, flops, share, is_compiled)
+    return Components(train_step, stream, schedule, flops, is_compiled)
 
 
 def chunk_sizes(

@@ -36,9 +36,9 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = False) -> list[Tower]:
     """Compile the towers' blocks in place; a tower without blocks as a whole. Returns the compiled towers.
 
-    `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. Then the
-    text tower, a small part of a step, is not compiled. `any_width`: it is compiled all the same, once for all widths;
-    how fast that is on a GPU is not measured.
+    `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. The text
+    tower, a small part of a step, is then not compiled, unless `any_width` compiles it once with dynamic shapes. How
+    fast that is on a GPU is not measured; no run does it.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64

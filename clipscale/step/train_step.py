@@ -84,7 +84,7 @@ class TrainStep:
     average: WeightAverage | None
     # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
-    # The kind of device of the chunk sizes, which are the cache's.
+    # The kind of device on which the cache's chunk sizes were measured.
     chunk_device: str
     # Whether an update has begun and not ended. If an error ends it, the weights are those of no step.
     is_updating: bool = False

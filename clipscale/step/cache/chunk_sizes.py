@@ -1,7 +1,7 @@
 """Samples per chunk: from the settings, from the checkpoint, or from a measurement.
 
-Captions that are sorted by length are cut by tokens: a chunk has at most those of so many captions of full length
-(`data/loader/captions.py`).
+For captions that are sorted by length, a chunk size of n means n * context_length tokens, so short captions come in
+larger chunks (`data/loader/captions.py`).
 """
 
 import time

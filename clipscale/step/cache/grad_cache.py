@@ -37,10 +37,10 @@ class GradCache:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
             `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
-            so a loss of its own is never counted. Under DDP or FSDP2 the gradients of each module are synchronised
-            once, with its last chunk, unless it has a method `gradient_sync(sync)` of its own, a context around a
-            chunk's pass. The forward pass of such an encoder counts as a collective, unless it has an attribute
-            `forward_is_collective = False`.
+            so a loss of its own is never counted. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
+            synchronised once, with its last chunk; those of clipscale's own `ShardedTower` after each chunk. A module
+            with a method `gradient_sync(sync)`, a context around a chunk's pass, decides itself. The forward pass of
+            such an encoder counts as a collective, unless it has an attribute `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. The same
@@ -58,8 +58,8 @@ class GradCache:
         representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
-    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is no tensor or
-    has another number of rows than its input, a chunk's loss that is no scalar, a `representation` with trainable
+    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is not a tensor
+    or has another number of rows than its input, a chunk's loss that is not a scalar, a `representation` with trainable
     parameters, a loss that does not use a representation, batch normalisation in training mode over more than one
     chunk, or over several ranks without synchronisation, and DDP with static_graph=True.
 

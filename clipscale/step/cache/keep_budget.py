@@ -20,8 +20,8 @@ def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> KeepBu
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
-    a margin. The graph of a replayed chunk is no part of the working memory: it is built when the kept graphs of its
-    tower are freed.
+    a margin. The graph of a replayed chunk is not counted as working memory: by then the kept graphs of its tower
+    are free.
     """
     rest = max(0, usable_bytes(world.device) - phases.working_bytes(graph_bytes))
     [negated_least] = world.all_reduce_max(-rest)  # a minimum

@@ -111,9 +111,10 @@ class KeptGraphs:
     def first_pass(self, i: int, encode: Callable[[], ChunkOutput], *, is_collective: bool) -> Tensor:
         """The representations of chunk i, detached; its graph is treated by `policy`.
 
-        `is_collective`: this rank alone cannot repeat the pass when it runs out of memory. So it looks at the memory
-        first, and keeps no more graphs if there is too little. Any other pass is tried and repeated, as DDP's has to
-        be: DDP rebuilds its buckets after the first graph, on all ranks together.
+        `is_collective`: the pass communicates, so this rank cannot repeat it alone. It looks at the free memory
+        first, and keeps no more graphs if there is too little. Any other pass is tried, and when it runs out of memory
+        `TowerPasses.encode_chunk` repeats it without a graph. DDP's has to be tried: DDP rebuilds its buckets after the
+        first graph, on all ranks together.
         """
         if is_collective and i < self.num_kept and not self._has_memory():
             self.num_kept = i

@@ -18,16 +18,17 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:
 
 
 def trains(encoder: Callable[..., object]) -> bool:
-    """Whether an encoder has trainable parameters. One that is no module is assumed to."""
+    """Whether an encoder has trainable parameters. One that is not a module is assumed to."""
     return not isinstance(encoder, nn.Module) or any(p.requires_grad for p in encoder.parameters())
 
 
 @contextmanager
 def chunk_context(encoder: Callable[..., object], is_last: bool) -> Iterator[None]:
-    """Around the pass of a chunk. `is_last`: its backward pass is a step's last one, which sums gradients over ranks.
+    """Around the pass of a chunk. `is_last`: its backward pass is a step's last one. That decides:
 
-    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own context
-    takes precedence, as that of a `ShardedTower`.
+    - for DDP and FSDP2's `fully_shard`, whether the backward pass sums the gradients over ranks. DDP reads it in the
+      forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass;
+    - for a `ShardedTower`, which sums them after each chunk, whether the weights are sharded again.
     """
     if hasattr(encoder, "chunk_context"):
         with encoder.chunk_context(is_last):
