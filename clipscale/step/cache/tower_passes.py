@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -114,7 +113,6 @@ class TowerPasses:
         gradient = self.representations.grad
         losses: list[Tensor] = []
         if gradient is None:
-            self.weights.end_step()
             return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
@@ -127,20 +125,16 @@ class TowerPasses:
                     else:
                         random.restore()
                         out = self.run(start, stop)
-                    roots = [out.representations]
-                    gradients = [gradient[self.row_index(start, stop)]]
-                    if out.loss is not None:
-                        losses.append(out.loss.detach())
-                        roots.append(out.loss)
-                        gradients.append(loss_gradient(out.loss))
-                    backpropagate(roots, gradients)
-        self.weights.end_step()
+                    backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
+                if out.loss is not None:
+                    losses.append(out.loss.detach())
         return losses
 
     def end_step(self) -> None:
-        """Let go of the batch and its representations."""
+        """Let go of the batch, its representations and the cast weights."""
         self.representations = torch.empty(0)
         self.inputs = None
+        self.weights.end_step()
 
     def run(self, start: int, stop: int) -> ChunkOutput:
         """One forward pass over a chunk, checked. Raises ValueError."""
@@ -171,13 +165,17 @@ class TowerPasses:
         return slice(start, stop) if self.order is None else self.order[start:stop]
 
 
-def backpropagate(roots: list[Tensor], gradients: list[Tensor]) -> None:
-    """One backward pass from all roots that have a graph. A chunk's own loss may train only a part of the encoder."""
-    if len(roots) > 1:
-        trained = [root.requires_grad for root in roots]
-        roots = [*compress(roots, trained)]
-        gradients = [*compress(gradients, trained)]
-    torch.autograd.backward(roots, gradients)
+def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
+    """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `TowerPasses.replay`.
+
+    With a loss of its own, only what has a graph is passed to autograd: each may train only a part of the encoder.
+    """
+    if out.loss is None:
+        torch.autograd.backward(out.representations, gradient)
+        return
+    roots = [(out.representations, gradient), (out.loss, loss_gradient(out.loss))]
+    trained = [(root, value) for root, value in roots if root.requires_grad]
+    torch.autograd.backward([root for root, _ in trained], [value for _, value in trained])
 
 
 def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
