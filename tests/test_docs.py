@@ -25,7 +25,7 @@ from clipscale.cli import compose, plugins
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.config.presets import PACKAGE, group_options
+from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.config.train import MAX_SAMPLES, check
 from clipscale.tools.data.demo import user_folder
@@ -168,19 +168,18 @@ def lay_runs(typed: Iterable[Sequence[str]], finished: Path, folder: Path) -> No
         shutil.copytree(finished, folder / "runs" / run, dirs_exist_ok=True)
 
 
-PRESETS = {"experiment", *group_options()}
-
-
 def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Commands that have all settings and presets of all of them, of each verb. The longest come first."""
-    chosen, met = [], set[tuple[str, str]]()
-    for words in sorted(typed, key=len, reverse=True):
+    """Few commands that have all settings of all of them, of each verb. Each adds the most that are still missing."""
+    settings_of: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    for words in typed:
         verb, rest = split_verb(words)
-        keys = ((word, word.partition("=")[0]) for word in rest)
-        new = {(verb, word if key in PRESETS else key) for word, key in keys} | {(verb, "")}
-        if new - met:
-            chosen.append(words)
-        met |= new
+        settings_of[words] = {(verb, ""), *((verb, word.partition("=")[0]) for word in rest)}
+    missing = set[tuple[str, str]]().union(*settings_of.values())
+    chosen = []
+    while missing:
+        best = max(settings_of, key=lambda words: len(settings_of[words] & missing))
+        chosen.append(best)
+        missing -= settings_of[best]
     return chosen
 
 
@@ -190,7 +189,7 @@ def test_every_command_composes(
     commands: Commands, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
     """Its words are settings of its verb, and their values fit each other and the runs. /models is not there. In the
-    ordinary suite: of commands with the same settings the longest."""
+    ordinary suite: so many commands that they have all settings; each preset has a test in config/test_presets.py."""
     monkeypatch.chdir(tmp_path)
     typed = checked(commands)
     lay_runs(typed, finished, tmp_path)

@@ -4,6 +4,7 @@ import gc
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -29,6 +30,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.workers import InProcess
 from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
+from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
@@ -57,7 +59,7 @@ def test_the_best_step_is_saved_and_stays_also_after_a_resume(
     shards: str, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = iter([0.1, 0.9, 0.3, 0.5, 0.9, 0.2])  # after steps 1 to 4 and, resumed, 5 and 6
-    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: [{"top1": next(values)}])
+    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: Measurement([{"top1": next(values)}], Counter()))
     config = small(
         shards,
         tmp_path / "run",
@@ -83,7 +85,7 @@ def test_the_best_step_is_kept_where_all_are_worse_than_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = iter([0.9, 0.1, 0.3, 0.2, 0.2])  # of the start, and after steps 1 to 4
-    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: [{"top1": next(values)}])
+    monkeypatch.setattr(ClassificationSet, "measure", lambda *_: Measurement([{"top1": next(values)}], Counter()))
     config = small(
         shards,
         tmp_path / "run",
