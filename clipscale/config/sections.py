@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE

@@ -13,7 +13,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import chosen_sets
-from clipscale.log.step_record import StepRecords
+from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
 from clipscale.start.settle import SettledRun, Stage, settle

@@ -13,7 +13,7 @@ import torch
 from clipscale import checkpoint
 from clipscale.checkpoint.state import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_line, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.step.cache.encoder_inputs import equal_spans
 from clipscale.step.cache.kept_graphs import largest_of_ranks
 from clipscale.step.cache.pass_contexts import can_rerun, trains

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.rng import RandomState
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput

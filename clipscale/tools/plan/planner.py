@@ -16,7 +16,7 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.cache.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
-from clipscale.step.cache.keep_budget import MARGIN
+from clipscale.step.cache.graph_memory import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.memory import PHASES, TOWERS, PerTower, StepMemory, StepModel, host_memory, outside_torch

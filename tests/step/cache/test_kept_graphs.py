@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step.cache import keep_budget
+from clipscale.step.cache import graph_memory
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.keep_budget import measured_budget
+from clipscale.step.cache.graph_memory import measured_budget
 from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, measured_graph
 from clipscale.step.phases import StepTimer
 from tests.support.checkpoints import ALONE
@@ -119,7 +119,7 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     """Of the rank that has least. A graph of 30 bytes that the step built and dropped is one that may be kept. The
     optimizer's state, 90 bytes, is made in the first update, and stays."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
-    monkeypatch.setattr(keep_budget, "usable_bytes", lambda device: 900)
+    monkeypatch.setattr(graph_memory, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
     gpu = torch.device("cuda")
     phases = StepTimer(gpu)
@@ -147,10 +147,10 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
 def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
     """Half of it and 4 GiB at least; the ranks of a machine share the rest."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(keep_budget, "free_memory", lambda: free << 30)
+    monkeypatch.setattr(graph_memory, "free_memory", lambda: free << 30)
     for ranks in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert max(0, keep_budget.usable_bytes(cpu)) == (usable << 30) // ranks
+        assert max(0, graph_memory.usable_bytes(cpu)) == (usable << 30) // ranks
 
 
 @pytest.mark.parametrize("full", [0, 2])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader

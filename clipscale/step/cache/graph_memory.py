@@ -3,7 +3,7 @@
 import torch
 
 from clipscale.common import ranks
-from clipscale.common.keep import KeepBudget
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.cache.kept_graphs import free_gpu_memory

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clipscale.log.records import read_metrics
-from clipscale.log.step_record import StepRecords
+from clipscale.log.step_records import StepRecords
 from clipscale.step.phases import StepTimer
 from clipscale.step.train_step import StepResult
 from tests.log.test_metrics import open_log
