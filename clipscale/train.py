@@ -127,7 +127,7 @@ class TrainLoop:
         stage = ready.stage
         record: StepRecord = {"step": number, "samples": stage.samples_before(number), "batch": stage.batch, "lr": lr}
         ready.records.add(record, result, train_step.model.logit_scale.exp())
-        train_step.set_keep_budget(result.phases)
+        train_step.set_keep_budget(result.timer)
         return result.next_step
 
     def make_poll(self, local_batch: int) -> Callable[[], None]:

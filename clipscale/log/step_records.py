@@ -12,7 +12,8 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
-from clipscale.step.phases import CLOCK_STEP_S, Readback
+from clipscale.step.readback import Readback
+from clipscale.step.timer import CLOCK_STEP_S
 from clipscale.step.train_step import StepResult
 
 
@@ -93,8 +94,8 @@ class StepRecords:
     def _complete(self, unfinished: UnfinishedStep) -> StepRecord:
         record = unfinished.record
         result = unfinished.result
-        phases = result.phases
-        rate = record["batch"] / phases.total
+        timer = result.timer
+        rate = record["batch"] / timer.total
         waited_s = record.pop("waited_s")
         complete = {
             **record,
@@ -102,8 +103,8 @@ class StepRecords:
             **(result.statistics.read() if result.statistics else {}),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
-            "data_wait_frac": waited_s / phases.total,
-            **phases.record(),
+            "data_wait_frac": waited_s / timer.total,
+            **timer.record(),
             "mfu": self._flops.utilisation(rate / self._ranks, result.widths),
         }
         return cast(StepRecord, complete)

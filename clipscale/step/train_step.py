@@ -23,9 +23,10 @@ from clipscale.step.cache.graph_memory import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.next_step_info import NextStepInfo
-from clipscale.step.phases import Readback, StepTimer
 from clipscale.step.precision import Precision
+from clipscale.step.readback import Readback
 from clipscale.step.step_inputs import StepInputs
+from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
@@ -64,7 +65,7 @@ class StepResult:
     # None if the loss or the norm is not finite; then the weights are unchanged.
     grad_norm: float | None
     next_step: NextStepInfo
-    phases: StepTimer
+    timer: StepTimer
     # Width in tokens -> captions that the text tower computed at it.
     widths: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
@@ -111,27 +112,27 @@ class TrainStep:
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
         and what `poll` raises.
         """
-        phases = StepTimer(self.world.device)
+        timer = StepTimer(self.world.device)
         self.optimizer.zero_grad()
-        with self.phase(phases, "encode", number):
+        with self.phase(timer, "encode", number):
             features, texts = self.encoder.encode(batch, poll)
         statistics = self.statistics(features, number)
-        with self.phase(phases, "loss", number):
+        with self.phase(timer, "loss", number):
             value = self.cache.loss(*features, **self.targets(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
         next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
-        with self.phase(phases, "replay", number):
+        with self.phase(timer, "replay", number):
             self.cache.replay(poll, chunk_loss_weight=self.encoder.chunk_loss_weight)
-        with self.phase(phases, "optim", number):
+        with self.phase(timer, "optim", number):
             numbers = self.finish(self.encoder.losses(value), stream, number)
         return StepResult(
             loss=numbers.loss,
             loss_terms=numbers.loss_terms,
             grad_norm=numbers.grad_norm if numbers.is_finite else None,
             next_step=next_step,
-            phases=phases,
+            timer=timer,
             widths=self.widths(texts),
             statistics=statistics,
         )
@@ -161,17 +162,17 @@ class TrainStep:
         """Samples per chunk of each tower."""
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
-    def set_keep_budget(self, phases: StepTimer) -> None:
+    def set_keep_budget(self, timer: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
         if self.cache.keep.is_unknown:
-            self.optimizer.zero_grad()  # the phases' peaks have them already
-            self.cache.keep = measured_budget(self.world, phases, self.cache.graph_bytes)
+            self.optimizer.zero_grad()  # the timer's peaks have them already
+            self.cache.keep = measured_budget(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
-    def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:
+    def phase(self, timer: StepTimer, name: str, number: int) -> Iterator[None]:
         """Around a part of a step. Raises UserError if the device runs out of memory."""
         try:
-            with phases(name):
+            with timer(name):
                 yield
         except torch.OutOfMemoryError as error:
             sizes = self.chunk_sizes

@@ -17,7 +17,7 @@ from clipscale.data.loader import stream
 from clipscale.data.loader.stream import layout_of
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, init_world
-from clipscale.step.phases import Readback
+from clipscale.step.readback import Readback
 from tests.support.ranks import run_ranks
 from tests.support.runs import small, train_loop
 

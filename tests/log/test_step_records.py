@@ -9,7 +9,7 @@ import torch
 
 from clipscale.log.records import read_metrics
 from clipscale.log.step_records import StepRecords
-from clipscale.step.phases import StepTimer
+from clipscale.step.timer import StepTimer
 from clipscale.step.train_step import StepResult
 from tests.log.test_metrics import open_log
 
@@ -20,9 +20,9 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
     stream, flops = Mock(record=lambda: {"waited_s": 0.0}), Mock(utilisation=lambda *_: None)
     records = StepRecords(open_log(tmp_path), 1, flops, stream)
-    with (phases := StepTimer(torch.device("cpu")))("encode"):
+    with (timer := StepTimer(torch.device("cpu")))("encode"):
         pass
-    done = StepResult(0.5, {}, 1.0, Mock(), phases, widths={8: 8}, statistics=None)
+    done = StepResult(0.5, {}, 1.0, Mock(), timer, widths={8: 8}, statistics=None)
     records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")

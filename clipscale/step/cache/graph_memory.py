@@ -7,7 +7,7 @@ from clipscale.common.keep_budget import KeepBudget
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.cache.kept_graphs import free_gpu_memory
-from clipscale.step.phases import StepTimer
+from clipscale.step.timer import StepTimer
 
 # Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
 MARGIN = {"cuda": 0.9, "cpu": 0.5}
@@ -15,7 +15,7 @@ MARGIN = {"cuda": 0.9, "cpu": 0.5}
 HOST_RESERVE = 4 << 30
 
 
-def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> KeepBudget:
+def measured_budget(world: World, timer: StepTimer, graph_bytes: int) -> KeepBudget:
     """A collective: the memory for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
@@ -23,7 +23,7 @@ def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> KeepBu
     a margin. The graph of a replayed chunk is not counted as working memory: by then the kept graphs of its tower
     are free.
     """
-    rest = max(0, usable_bytes(world.device) - phases.working_bytes(graph_bytes))
+    rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
     [negated_least] = world.all_reduce_max(-rest)  # a minimum
     least = -negated_least
     return KeepBudget.at_most(least)

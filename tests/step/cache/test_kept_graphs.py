@@ -18,7 +18,7 @@ from clipscale.step.cache import graph_memory
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.graph_memory import measured_budget
 from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, measured_graph
-from clipscale.step.phases import StepTimer
+from clipscale.step.timer import StepTimer
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 
@@ -122,9 +122,9 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     monkeypatch.setattr(graph_memory, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
     gpu = torch.device("cuda")
-    phases = StepTimer(gpu)
-    phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == KeepBudget.at_most(required)
+    timer = StepTimer(gpu)
+    timer.before, timer.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
+    assert measured_budget(World(0, 1, gpu), timer, graph_bytes=30) == KeepBudget.at_most(required)
     keeps = [KeepBudget.measure_first(), KeepBudget.nothing(), KeepBudget.at_most(2048)]
     assert [KeepBudget.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
 

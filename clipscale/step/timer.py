@@ -1,64 +1,22 @@
-"""Times the parts of one optimizer step, measures their device memory, and reads its results from the device."""
+"""Times the parts of one optimizer step, and measures their device memory."""
 
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 # The least time that counts as passed: a virtual machine's clock may show the same time twice.
 CLOCK_STEP_S = 1e-6
 
 
-@dataclass(frozen=True)
-class Readback:
-    """Numbers on their way from the device to the host. Reading waits for them, not for what was queued later."""
-
-    # On the host.
-    values: Tensor
-    # The event after which the values are there; None if they are there already.
-    arrival: torch.cuda.Event | None = None
-
-    @classmethod
-    def start(cls, *scalars: Tensor) -> "Readback":
-        """Begin to copy scalars, after what the device has in its queue."""
-        return cls.copy(torch.stack([scalar.detach().double() for scalar in scalars]))
-
-    @classmethod
-    def copy(cls, values: Tensor) -> "Readback":
-        """Begin to copy a tensor, after what the device has in its queue. A tensor of the host is not copied."""
-        if values.device.type != "cuda":
-            return cls(values)
-        on_host = values.to("cpu", non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record()
-        return cls(on_host, arrival)
-
-    @property
-    def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self.arrival is None or self.arrival.query()
-
-    def wait(self) -> Tensor:
-        """The values, when they are on the host."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return self.values
-
-    def read(self) -> list[float]:
-        """Scalars, on the host."""
-        return [float(value) for value in self.wait().tolist()]
-
-
 class StepTimer:
-    """`with phases("encode"): ...` around each part. Memory is None on a CPU, which has no allocator statistics.
+    """`with timer("encode"): ...` around each part. Memory is None on a CPU, which has no allocator statistics.
 
     On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.
     """
