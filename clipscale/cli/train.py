@@ -47,12 +47,12 @@ def check(config: TrainConfig) -> None:
     if missing:
         return
     shards = local_shards(config.data)
-    epoch = counted_at_once(config.data, shards)
-    if shards and epoch is not None:
+    epoch_samples = counted_at_once(config.data, shards)
+    if shards and epoch_samples is not None:
         if holds := unusable(shards[0], source_names(config.data.captions)):
             log_line(f"warning: data.train: {holds}", error=True)
         for stage in stages_of(config):
-            samples_of(stage, epoch)
+            samples_of(stage, epoch_samples)
 
 
 def has_checkpoint(config: TrainConfig) -> bool:

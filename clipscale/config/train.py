@@ -94,10 +94,10 @@ def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> Non
         raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
 
 
-def samples_of(config: TrainConfig, epoch: int | None) -> int:
-    """The samples of a run, or of a stage. `epoch`: the samples of an epoch of the data; None if unknown.
+def samples_of(config: TrainConfig, epoch_samples: int | None) -> int:
+    """The samples of a run, or of a stage. `epoch_samples`: of one epoch of the data; None if unknown.
 
-    Raises UserError for less than a batch, and for a length in epochs if `epoch` is unknown.
+    Raises UserError for less than a batch, and for a length in epochs if `epoch_samples` is unknown.
     """
     batch = config.batch
     samples = config.samples
@@ -106,28 +106,29 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
             raise UserError(f"samples={samples} is less than one batch={batch}; nothing would be trained")
         return samples
     epochs = config.epochs or EPOCHS
-    if epoch is None:
+    if epoch_samples is None:
         raise UserError(
             f"epochs={epochs:g}: the samples of an epoch are not known; run `clipscale data index`, or give samples=N"
         )
-    samples = round(epochs * epoch)
+    samples = round(epochs * epoch_samples)
     if samples < batch:
         length = f"epochs={epochs:g}" if config.epochs else f"{epochs:g} epochs, the default"
         raise UserError(
-            f"batch={batch}: the {epoch} samples in data.train make {samples} in {length}, less than one batch; take a "
-            "smaller batch, or more epochs"
+            f"batch={batch}: the {epoch_samples} samples in data.train make {samples} in {length}, less than one "
+            "batch; take a smaller batch, or more epochs"
         )
     return samples
 
 
-def batch_exceeds_data(config: TrainConfig, epoch: int | None) -> str:
-    """The warning for a batch larger than the data, else empty. `epoch`: samples in the data; None if unknown."""
+def batch_exceeds_data(config: TrainConfig, epoch_samples: int | None) -> str:
+    """The warning for a batch larger than the data, else empty. `epoch_samples`: in the data; None if unknown."""
     batch = config.batch
-    if not epoch or batch <= epoch or config.data.same is not None:
+    if not epoch_samples or batch <= epoch_samples or config.data.same is not None:
         return ""
     return (
-        f"batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times in every "
-        f"batch, as its own negatives; take batch={epoch} or less, or data.same=caption, which leaves the copies out"
+        f"batch={batch} is larger than the {epoch_samples} pairs of data.train: each is {batch / epoch_samples:.3g} "
+        f"times in every batch, as its own negatives; take batch={epoch_samples} or less, or data.same=caption, which "
+        "leaves the copies out"
     )
 
 

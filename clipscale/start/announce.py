@@ -24,9 +24,9 @@ def announce(settled: SettledRun, components: Components, world: World) -> Metri
         return None
     for notice in settled.notices:
         log_line(notice)
-    epoch = components.stream.samples_per_epoch
-    samples = None if len(settled.stages) > 1 else samples_of(settled.config, epoch)
-    for warning in (batch_exceeds_data(settled.config, epoch), beyond_published(settled.config.batch, samples)):
+    epoch_samples = components.stream.samples_per_epoch
+    samples = None if len(settled.stages) > 1 else samples_of(settled.config, epoch_samples)
+    for warning in (batch_exceeds_data(settled.config, epoch_samples), beyond_published(settled.config.batch, samples)):
         if warning:
             log_line(f"warning: {warning}", error=True)
     move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)

@@ -75,9 +75,14 @@ def build(settled: SettledRun, world: World) -> Components:
         stream = undo.enter_context(data_stream(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
-        epoch = stream.samples_per_epoch
+        epoch_samples = stream.samples_per_epoch
         schedule = Schedule.build(
-            config.schedule, config.optim, config.batch, samples_of(config, epoch), epoch, settled.stage.first
+            config.schedule,
+            config.optim,
+            config.batch,
+            samples_of(config, epoch_samples),
+            epoch_samples,
+            settled.stage.first,
         )
         if settled.step < schedule.end:
             world.run_on_rank0(lambda: check_room(settled.folder, least_saved_bytes(config)))

@@ -189,11 +189,11 @@ class Schedule:
 
     @staticmethod
     def build(
-        config: ScheduleConfig, optim: OptimConfig, batch: int, samples: int, epoch: int | None, first: int = 0
+        config: ScheduleConfig, optim: OptimConfig, batch: int, samples: int, epoch_samples: int | None, first: int = 0
     ) -> "Schedule":
-        """The schedule of a run of `samples`; `epoch`: samples of an epoch, None if unknown. Raises UserError."""
+        """The schedule of a run of `samples`; `epoch_samples`: of one epoch, None if unknown. Raises UserError."""
         total = max(1, samples // batch)
-        per_epoch = None if epoch is None else epoch / batch
+        per_epoch = None if epoch_samples is None else epoch_samples / batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         cosine = config.name == "cosine"
