@@ -5,6 +5,21 @@ A contrastive loss couples samples only through their representations, so three 
 2. Compute the loss of all representations and its gradient with respect to them.
 3. Encode every chunk again, with a graph and the same random numbers, and backpropagate its rows of that gradient.
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
+
+The calls of one step of a run with two towers, from the loop to the tower (a caller of `step` enters at GradCache):
+
+    TrainLoop.run_step                               train.py: rate, batch, rollback, record
+    └ TrainStep.run                                  step/train_step.py: the step on one page, and the update
+      ├ TowerBatchEncoder.encode                     step/batch_encoder.py: which input goes to which tower
+      │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
+      │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
+      │     └ TowerPasses.encode_chunk               again without a graph, if memory is short
+      │       └ KeptGraphs.first_pass                kept_graphs.py: the graph is kept, measured, or not built
+      │         └ TowerPasses.run                    calls the encoder
+      ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
+      └ GradCache.replay                             3. here
+        └ TowerPasses.replay                         the loop over chunks, backward pass included
+          └ TowerPasses.run                          unless the chunk's graph is kept
 """
 
 import logging
