@@ -77,6 +77,6 @@ def changes_of(settled: SettledRun, schedule: Schedule) -> list[str]:
     changes = read_or_move_aside(settled.folder / "config.yaml", partial(changes_since, settings=settled.yaml)) or []
     before = rate_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
-    if before is not None and settled.step > schedule.first and not math.isclose(before, now, rel_tol=0.05):
+    if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")
     return changes

@@ -82,7 +82,7 @@ def build(settled: SettledRun, world: World) -> Components:
             config.batch,
             samples_of(config, epoch_samples),
             epoch_samples,
-            settled.stage.first,
+            settled.stage.first_step,
         )
         if settled.step < schedule.end:
             world.run_on_rank0(lambda: check_room(settled.folder, least_saved_bytes(config)))

@@ -28,7 +28,7 @@ class Stage:
     # Pairs per step.
     batch: int
     # Its first step, counted from 0 in the run.
-    first: int
+    first_step: int
     # Samples of the stages before it.
     first_sample: int
     is_last: bool
@@ -37,7 +37,7 @@ class Stage:
 
     def samples_before(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
-        return self.first_sample + (step - self.first) * self.batch
+        return self.first_sample + (step - self.first_step) * self.batch
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     """
     path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
     saved = checkpoint.read_values(path) if path else None
-    if not config.model.name:
+    if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=world.run_on_rank0(lambda: completed_by_weights(config.model, saved)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
     step = saved.step if saved else 0
-    number = max(i for i, stage in enumerate(stages) if stage.first <= step)
-    is_stage_start = number > 0 and step == stages[number].first
-    trained = stages[number - 1] if is_stage_start else stages[number]
-    check_fits(saved, config, trained)
-    settings = by_stage[number]
+    index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
+    is_stage_start = index > 0 and step == stages[index].first_step
+    last_trained = stages[index - 1] if is_stage_start else stages[index]
+    check_fits(saved, config, last_trained)
+    settings = by_stage[index]
     model = world.run_on_rank0(lambda: completed_by_weights(settings.model, saved))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
@@ -117,7 +117,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     return SettledRun(
         config=completed,
         stages=tuple(stages),
-        stage=stages[number],
+        stage=stages[index],
         checkpoint=path,
         saved=saved,
         is_stage_start=is_stage_start,
@@ -146,10 +146,10 @@ def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -
     """
     stages: list[Stage] = []
     step = samples = 0
-    for number, settings in enumerate(by_stage):
+    for index, settings in enumerate(by_stage):
         check_machine(settings, world)
-        policy = config.stages[number].policy if config.stages else OptimizerPolicy.CONTINUE
-        is_last = number == len(by_stage) - 1
+        policy = config.stages[index].policy if config.stages else OptimizerPolicy.CONTINUE
+        is_last = index == len(by_stage) - 1
         stage = Stage(settings.batch, step, samples, is_last, policy)
         stages.append(stage)
         if config.stages:
@@ -169,10 +169,10 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stage) -> None:
+def check_fits(saved: CheckpointState | None, config: TrainConfig, last_trained: Stage) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
-    `saved`: the checkpoint's values; None for a new run. `trained`: the stage that the checkpoint has trained last.
+    `saved`: the checkpoint's values; None for a new run. `last_trained`: the stage of the checkpoint's last step.
     """
     if saved is None:
         if checkpoints_of(Path(config.run)):
@@ -182,7 +182,7 @@ def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stag
         return
     model = saved.model_config
     for setting, then, now in (
-        ("batch", saved.batch, trained.batch),
+        ("batch", saved.batch, last_trained.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),
@@ -190,7 +190,7 @@ def check_fits(saved: CheckpointState | None, config: TrainConfig, trained: Stag
     ):
         if then != now:
             raise UserError(f"{setting}={now!r}: the checkpoint was trained with {then!r}; take it, or another run")
-    if saved.samples != trained.samples_before(saved.step):
+    if saved.samples != last_trained.samples_before(saved.step):
         raise UserError(
             f"resume: the checkpoint has seen {saved.samples} samples in {saved.step} steps, which these "
             "stages do not make; give those that it was trained with"

@@ -176,7 +176,7 @@ class Schedule:
 
     # The highest rate.
     peak: float
-    # Its steps, those of the warm-up and those of the cooldown.
+    # Steps: all, of the warm-up, and of the cooldown.
     total: int
     warmup: int
     cooldown: int
@@ -185,11 +185,16 @@ class Schedule:
     # Whether it is a cosine; else a constant.
     cosine: bool
     # The step of the run at which it begins.
-    first: int
+    first_step: int
 
     @staticmethod
     def build(
-        config: ScheduleConfig, optim: OptimConfig, batch: int, samples: int, epoch_samples: int | None, first: int = 0
+        config: ScheduleConfig,
+        optim: OptimConfig,
+        batch: int,
+        samples: int,
+        epoch_samples: int | None,
+        first_step: int = 0,
     ) -> "Schedule":
         """The schedule of a run of `samples`; `epoch_samples`: of one epoch, None if unknown. Raises UserError."""
         total = max(1, samples // batch)
@@ -197,16 +202,16 @@ class Schedule:
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         cosine = config.name == "cosine"
-        return Schedule(optim.lr, total, min(warmup, total), min(cooldown, total), config.final, cosine, first)
+        return Schedule(optim.lr, total, min(warmup, total), min(cooldown, total), config.final, cosine, first_step)
 
     @property
     def end(self) -> int:
         """One past its last step, counted from the start of the run."""
-        return self.first + self.total
+        return self.first_step + self.total
 
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""
-        position = step - self.first
+        position = step - self.first_step
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final
