@@ -80,15 +80,20 @@ class TrainLoop:
         self.total = ready.components.schedule.end
         # The last completed step's loss.
         self.loss = ready.loss
-        self.signals = SignalPoller(world)
+        self.signal_poller = SignalPoller(world)
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation."""
         results: Results = {}
         ready = self.ready
-        self.stream.poll_while_waiting(self.signals.poll_while_waiting)
-        with closing(ready.records), self.signals, closing(self.stream, ready.saver), saving_completed_steps(self):
+        self.stream.poll_while_waiting(self.signal_poller.poll_while_waiting)
+        with (
+            closing(ready.records),
+            self.signal_poller,
+            closing(self.stream, ready.saver),
+            saving_completed_steps(self),
+        ):
             if self.step == 0 < self.total and ready.evaluates_start:
                 self.evaluate()
             while self.step < self.total:
@@ -109,7 +114,7 @@ class TrainLoop:
 
     def run_step(self) -> NextStepInfo:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
-        number = self.step + 1
+        step = self.step + 1
         train_step = self.train_step
         ready = self.ready
         lr = self.schedule.apply(train_step.optimizer, self.step)
@@ -118,14 +123,14 @@ class TrainLoop:
             if self.world.is_rank0 and self.step == 0:
                 wait_for_first_samples(batch)
             if self.step == ready.step:
-                show_task(f"step {number}, the first of this start")
+                show_task(f"step {step}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
-            result = train_step.run(batch, self.stream, number, save=overdue, poll=self.make_poll(len(batch)))
-        self.step = number  # what fails from here on undoes nothing
+            result = train_step.run(batch, self.stream, step, save=overdue, poll=self.make_poll(len(batch)))
+        self.step = step  # what fails from here on undoes nothing
         self.loss = result.loss
         stage = ready.stage
-        record: StepRecord = {"step": number, "samples": stage.samples_before(number), "batch": stage.batch, "lr": lr}
+        record: StepRecord = {"step": step, "samples": stage.samples_before(step), "batch": stage.batch, "lr": lr}
         ready.records.add(record, result, train_step.model.logit_scale.exp())
         train_step.set_keep_budget(result.timer)
         return result.next_step
@@ -136,13 +141,13 @@ class TrainLoop:
         It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous
         step as soon as the device has finished it.
         """
-        number = count()
+        chunks = count()
         records = self.ready.records
 
         def poll() -> None:
-            self.signals.poll()
+            self.signal_poller.poll()
             records.poll()
-            records.progress(f"step {self.step + 1}", next(number), self.train_step.cache.num_chunks(local_batch))
+            records.progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
 
         return poll
 
@@ -160,8 +165,8 @@ class TrainLoop:
                 self.world,
                 autocast=train_step.precision.autocast,
                 file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
-                poll=partial(self.signals.poll, every_call=True),
-                poll_while_waiting=self.signals.poll_while_waiting,
+                poll=partial(self.signal_poller.poll, every_call=True),
+                poll_while_waiting=self.signal_poller.poll_while_waiting,
                 progress=records.progress,
             )
         reshard(train_step.model)

@@ -82,8 +82,8 @@ class TowerBatchEncoder:
 class PairBatchEncoder:
     """A captioner as one encoder of pairs. The features are an image and its caption side by side, (N, 2, D).
 
-    The loss of a step is that of the features, plus `caption_weight` times the mean cross entropy over the tokens of
-    the global batch.
+    A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy over the
+    tokens of the global batch.
     """
 
     cache: GradCache
@@ -118,11 +118,11 @@ class PairBatchEncoder:
         return features[0][:, 0], features[0][:, 1]
 
     def losses(self, contrastive: Tensor) -> list[Tensor]:
-        captions = self.cache.chunk_loss
-        if captions is None:  # nothing was trained, so no chunk had a second pass
+        caption_loss_sum = self.cache.chunk_loss
+        if caption_loss_sum is None:  # nothing was trained, so no chunk had a second pass
             return [contrastive]
-        self.world.sum_(captions)
-        return [contrastive, captions / self.num_tokens]
+        self.world.sum_(caption_loss_sum)
+        return [contrastive, caption_loss_sum / self.num_tokens]
 
     def total(self, losses: list[float]) -> tuple[float, LossTerms]:
         if len(losses) == 1:

@@ -32,7 +32,7 @@ from clipscale.step.timer import StepTimer
 MAX_LOGIT_SCALE = 100.0
 
 
-class Targets(TypedDict):
+class LossOptions(TypedDict):
     """What BatchLoss takes beside the features."""
 
     # (N,) int64, equal for samples that are the same.
@@ -99,13 +99,13 @@ class TrainStep:
         return self.encoder.inputs
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, poll: Callable[[], None]
+        self, batch: HostBatch, stream: TrainStream, step: int, *, save: bool, poll: Callable[[], None]
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
-            number: the step's number, from 1, for messages.
+            step: the step's number, from 1, for messages.
             save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
             poll: called before each chunk of both passes. What it raises ends the step.
 
@@ -114,19 +114,19 @@ class TrainStep:
         """
         timer = StepTimer(self.world.device)
         self.optimizer.zero_grad()
-        with self.phase(timer, "encode", number):
+        with self.phase(timer, "encode", step):
             features, texts = self.encoder.encode(batch, poll)
-        statistics = self.statistics(features, number)
-        with self.phase(timer, "loss", number):
-            value = self.cache.loss(*features, **self.targets(batch))
+        statistics = self.statistics(features, step)
+        with self.phase(timer, "loss", step):
+            value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
         next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
-        with self.phase(timer, "replay", number):
+        with self.phase(timer, "replay", step):
             self.cache.replay(poll, chunk_loss_weight=self.encoder.chunk_loss_weight)
-        with self.phase(timer, "optim", number):
-            numbers = self.finish(self.encoder.losses(value), stream, number)
+        with self.phase(timer, "optim", step):
+            numbers = self.finish(self.encoder.losses(value), stream, step)
         return StepResult(
             loss=numbers.loss,
             loss_terms=numbers.loss_terms,
@@ -139,7 +139,7 @@ class TrainStep:
 
     # ---- around the passes ----
 
-    def targets(self, batch: HostBatch) -> Targets:
+    def loss_options(self, batch: HostBatch) -> LossOptions:
         """What the loss takes beside the features, on the device. Waits for all samples."""
         device = self.world.device
         return {
@@ -147,9 +147,9 @@ class TrainStep:
             "teachers": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
-    def statistics(self, features: list[Tensor], number: int) -> PendingStatistics | None:
+    def statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
         """Begin the statistics of the features, on rank 0 in some steps; else None."""
-        if not self.world.is_rank0 or (number > 1 and number % EVERY_STEPS):
+        if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
             return None
         return begin_statistics(*self.encoder.images_and_texts(features))
 
@@ -169,7 +169,7 @@ class TrainStep:
             self.cache.keep = measured_budget(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
-    def phase(self, timer: StepTimer, name: str, number: int) -> Iterator[None]:
+    def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
         """Around a part of a step. Raises UserError if the device runs out of memory."""
         try:
             with timer(name):
@@ -179,13 +179,13 @@ class TrainStep:
             graphs = sum(self.cache.kept)
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
-                f"step {number}: out of memory in {name}, in chunks of {sizes.image} images and {sizes.text} captions"
+                f"step {step}: out of memory in {name}, in chunks of {sizes.image} images and {sizes.text} captions"
                 f"{kept} ({one_line(error)}); clipscale plan with the settings of this run says what fits"
             ) from error
 
     # ---- update ----
 
-    def finish(self, losses: list[Tensor], stream: TrainStream, number: int) -> StepNumbers:
+    def finish(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """Update the weights if the loss and the gradients are finite. A collective. Raises as `run` does.
 
         `losses`: of the encoder. The host waits for the device here, and in the loss's backward pass, which reads the
@@ -196,7 +196,7 @@ class TrainStep:
         norm = self.gradient_norm()
         numbers = self.read_numbers(losses, norm)
         if not numbers.is_finite:
-            self.check_not_finite(numbers, stream, number)
+            self.check_not_finite(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
             self.update(norm)
@@ -215,7 +215,7 @@ class TrainStep:
         loss, loss_terms = self.encoder.total(values)
         return StepNumbers(loss, loss_terms, grad_norm)
 
-    def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, number: int) -> None:
+    def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise what made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
 
         An overflow of fp16 is neither as long as the scaler can lower its scale.
@@ -223,7 +223,7 @@ class TrainStep:
         self.world.raise_together(stream.check)
         if not self.precision.can_lower_loss_scale:
             raise UserError(
-                f"step {number}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
+                f"step {step}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
                 "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
             ).of_all_ranks()
 

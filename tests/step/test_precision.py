@@ -75,7 +75,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
         if len(calls) == 4:  # in the second pass
             raise SignalError(15)
 
-    monkeypatch.setattr(run.signals, "poll", signalled)
+    monkeypatch.setattr(run.signal_poller, "poll", signalled)
     with pytest.raises(SignalError), rollback_on_error(run.train_step.model, run.stream, ALONE):
         run.run_step()
     run.stream.close()

@@ -92,7 +92,7 @@ def agreed_chunk_sizes(
             return size
         if earlier_size is not None:
             return earlier_size
-        return measured_chunk(tower, partial(draw, model, world.device), rows, world, keep=keeps_graphs)
+        return measured_chunk(tower, partial(draw, model, world.device), rows, world, keeps_graphs=keeps_graphs)
 
     image_size, text_size = requested
     earlier_image = earlier_text = None
@@ -107,13 +107,15 @@ def agreed_chunk_sizes(
     return ChunkSizes(image, text, device)
 
 
-def measured_chunk(tower: nn.Module, draw: Callable[[int], Inputs], rows: int, world: World, *, keep: bool) -> int:
+def measured_chunk(
+    tower: nn.Module, draw: Callable[[int], Inputs], rows: int, world: World, *, keeps_graphs: bool
+) -> int:
     """A collective: the chunk size of `find_chunk`, the smallest of all ranks. `draw(n)`: n samples of inputs."""
 
     def rate(size: int) -> float:
         return samples_per_second(tower, draw(size))
 
-    return min(world.all_gather_object(find_chunk(rate, rows, world.device, keep=keep)))
+    return min(world.all_gather_object(find_chunk(rate, rows, world.device, keeps_graphs=keeps_graphs)))
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -132,11 +134,11 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 
-def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keep: bool) -> int:
+def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keeps_graphs: bool) -> int:
     """The fastest power of two that fits the device, forward and backward. On a CPU nothing is measured.
 
-    With `keep` it is the smallest one that is nearly as fast. If the whole batch fits in one chunk, `keep` changes
-    nothing: all graphs can be kept, whatever the chunk.
+    With `keeps_graphs` it is the smallest one that is nearly as fast. If the whole batch fits in one chunk, it
+    changes nothing: all graphs can be kept, whatever the chunk.
 
     `rate(n)`: samples per second in chunks of n.
     """
@@ -159,7 +161,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     whole_batch_fits = local_batch in rates
     if len(rates) > 1:  # features, loss and the other tower's gradients need memory, too
         del rates[max(rates)]
-    share = GOOD_ENOUGH if keep and not whole_batch_fits else 1.0
+    share = GOOD_ENOUGH if keeps_graphs and not whole_batch_fits else 1.0
     return min(n for n, speed in rates.items() if speed >= share * max(rates.values()))
 
 

@@ -25,7 +25,7 @@ def measured(fits: int, rates: dict[int, float], batch: int = 4096) -> Callable[
             raise torch.OutOfMemoryError
         return rates[size]
 
-    return lambda keep: find_chunk(rate, batch, GPU, keep=keep)
+    return lambda keep: find_chunk(rate, batch, GPU, keeps_graphs=keep)
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
