@@ -29,10 +29,10 @@ class ShardedTower(nn.Module):
     # Every rank gathers the weights, so all run equally many forward passes.
     forward_is_collective = True
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module: nn.Module, zero_stage: int) -> None:
         super().__init__()
         self.module = module
-        self.stage = stage
+        self.zero_stage = zero_stage
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
@@ -42,11 +42,11 @@ class ShardedTower(nn.Module):
         """Around the pass of a chunk: sets whether its backward pass shards the weights again. A step's last one does,
         and in stage 3 each one."""
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(is_last or self.stage == 3)
+        self.module.set_reshard_after_backward(is_last or self.zero_stage == 3)
         yield
 
 
-def shard_tower(tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype) -> ShardedTower:
+def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype) -> ShardedTower:
     """Shard the tower in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
     precision_policy = policy(tower, dtype)
@@ -56,8 +56,8 @@ def shard_tower(tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dty
         sharded_module.set_gradient_divide_factor(1.0)
         sharded_module.set_force_sum_reduction_for_comms(True)
         # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
-        sharded_module.set_reshard_after_forward(stage == 3 and sharded_module is not tower, recurse=False)
-    return ShardedTower(tower, stage)
+        sharded_module.set_reshard_after_forward(zero_stage == 3 and sharded_module is not tower, recurse=False)
+    return ShardedTower(tower, zero_stage)
 
 
 def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:

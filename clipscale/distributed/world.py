@@ -63,7 +63,7 @@ class World:
     timeout: timedelta = TIMEOUT
     # The store in which ranks leave each other signals; None with one process. Its connection is its own, since a
     # rank that waits may be using the others.
-    signals: dist.Store | None = field(default=None, compare=False, repr=False)
+    signal_store: dist.Store | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -105,7 +105,7 @@ class World:
     def cpu_group(self) -> dist.ProcessGroup:
         """A CPU group of all ranks, for small messages: on the default group they would wait for the device. All ranks
         create it at the same point."""
-        return self._on_cpu(self.timeout)
+        return self._gloo_group(self.timeout)
 
     @cached_property
     def checkpoint_group(self) -> dist.ProcessGroup:
@@ -114,9 +114,9 @@ class World:
 
         Its timeout is four times as long, for slow disks.
         """
-        return self._on_cpu(4 * self.timeout)
+        return self._gloo_group(4 * self.timeout)
 
-    def _on_cpu(self, timeout: timedelta) -> dist.ProcessGroup:
+    def _gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -145,15 +145,15 @@ class World:
 
     def leave_signal(self, number: int) -> None:
         """Leave a signal for the ranks that ask. Safe in any thread."""
-        if self.signals:
+        if self.signal_store:
             with suppress(RuntimeError):  # the rank that hosts the store has ended, and with it the run
-                self.signals.set(SIGNAL, str(number))
+                self.signal_store.set(SIGNAL, str(number))
 
     def left_signal(self) -> int:
         """The signal that a rank has left; 0 without one."""
-        if self.signals:
+        if self.signal_store:
             with suppress(RuntimeError):  # as in `leave_signal`
-                return int(self.signals.get(SIGNAL)) if self.signals.check([SIGNAL]) else 0
+                return int(self.signal_store.get(SIGNAL)) if self.signal_store.check([SIGNAL]) else 0
         return 0
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter | None]) -> None:
@@ -260,13 +260,13 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     port = int(os.environ["MASTER_PORT"])
     rank0_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(address, port, is_master=rank0_hosts_store and rank == 0, timeout=timeout)
-    prefix = attempt(store, rank, size, timeout)
+    prefix = agree_on_prefix(store, rank, size, timeout)
     signals = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     signals.set_timeout(timedelta(seconds=SIGNAL_S))
     return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signals)
 
 
-def attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """The prefix of this attempt, which all ranks agree on. Raises UserError if a rank does not ask in time."""
     name = uuid.uuid4().hex
     if rank:
