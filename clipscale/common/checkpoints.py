@@ -28,7 +28,7 @@ LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 
 
 def check_own(run: Path) -> None:
-    """Raise UserError for a folder that is no run's: it has files, but no run's lock and no checkpoint.
+    """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
 
     Files below checkpoints/ count, those that LOG_SUFFIXES names do not.
     """
@@ -126,7 +126,7 @@ class Best:
         return {}
 
     def values(self, step: int) -> dict[str, float]:
-        """The metric at a step, by the sets that the goal may mean. What was not measured, or is no number, is left
+        """The metric at a step, by the sets that the goal may mean. What was not measured, or is not a number, is left
         out."""
         metric = self.goal.rpartition("/")[2]
         found = {label: metrics.get(metric) for label, metrics in self.results(step).items()}

@@ -134,7 +134,7 @@ def read_record(path: Path) -> Record:
         content = read_json(path)
     else:
         depth = 0
-        # libyaml is fast, and refuses the surrogates that stand for bytes of names that are no UTF-8.
+        # libyaml is fast, and refuses the surrogates that stand for bytes of names that are not UTF-8.
         for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), yaml.CSafeLoader):
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1

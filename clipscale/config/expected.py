@@ -7,7 +7,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.parse import accepted_value
 from clipscale.config.setting import Setting, flat
 
-# The key that is no metric: who has published the numbers.
+# The key that is not a metric: who has published the numbers.
 SOURCE = "source"
 PER_CENT = {"least": 0, "most": 100}
 

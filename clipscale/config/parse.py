@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Absent(TypedDict):
-    """Words that are no setting here, with what to do instead."""
+    """Words that are not settings here, with what to do instead."""
 
     # Words of open_clip -> what to do instead.
     open_clip: dict[str, str]
@@ -45,7 +45,7 @@ BOUNDS: dict[str, tuple[Bound, str]] = {
 def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()) -> T:
     """Plain nested values as the dataclass `declared`, with defaults for the rest. Raises UserError.
 
-    `prefix`: stands before names in messages. `ignored`: names that are allowed though they are no settings here.
+    `prefix`: stands before names in messages. `ignored`: names that are allowed though they are not settings here.
     """
     settings = settings_of(declared, prefix)
 

@@ -35,7 +35,8 @@ SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 
 def steps_of(setting: str, text: str) -> tuple[str, str, str]:
-    """A number of steps, else empty; and a count with its unit, `%` of the run or `ep`, epochs, else empty.
+    """The parts of a length: the steps of `2000`; or the count and the unit of `5%` (of the run) or `0.5ep` (epochs).
+    Parts that the text does not have are None.
 
     Raises UserError for other texts.
     """

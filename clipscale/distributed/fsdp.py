@@ -39,8 +39,8 @@ class ShardedTower(nn.Module):
 
     @contextmanager
     def chunk_context(self, is_last: bool) -> Iterator[None]:
-        """Around the pass of a chunk: sets whether its backward pass shards the weights again. A step's last one does,
-        and in stage 3 each one."""
+        """Around the pass of a chunk: its backward pass shards the weights again, in ZeRO's stage 3 for each chunk, in
+        stage 2 only if it `is_last`."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(is_last or self.zero_stage == 3)
         yield

@@ -75,7 +75,7 @@ class MetricLog:
         self._warned: set[str] = set()
 
     def step(self, record: StepRecord) -> None:
-        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
+        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are not tensors.
 
         JSON knows no NaN and no infinity: the file has null for them.
         """

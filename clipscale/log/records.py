@@ -56,7 +56,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
-    """The records of a `metrics.jsonl`, and the number of its lines that are no records."""
+    """The records of a `metrics.jsonl`, and the number of its lines that are not records."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = []
     for line in lines:

@@ -37,7 +37,7 @@ class BatchLoss:
     sizes: tuple[int, ...] = ()
     # How many texts of each image are its positives. Texts beyond them are hard negatives.
     captions: int = 1
-    # Whether samples with equal keys are no negatives of each other.
+    # Whether samples with equal keys are not negatives of each other.
     uses_keys: bool = False
     # Where the loss runs; None for this machine.
     machine: LossRuntime | None = None

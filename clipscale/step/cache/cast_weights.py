@@ -14,7 +14,16 @@ from clipscale.step.cache.pass_contexts import is_collective
 
 @dataclass
 class CastWeights:
-    """An encoder's layers with their cast weights, from a step's first chunk to its last."""
+    """An encoder's layers with their cast weights, from a step's first chunk to its last.
+
+    pass of a chunk (see `used`)            weights   their gradient
+    first pass, no graph                    cast      none
+    first pass, graph kept or measured      cast      a kept graph's backward pass, later, adds it to `.grad`
+    replay                                  cast      the backward pass adds it to `.grad`
+    the same two, DDP summing over ranks    not cast  autograd's own, which DDP's hooks see
+
+    That `.grad` is one tensor in the whole step (see `gradient_of`), because kept graphs hold it.
+    """
 
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
