@@ -161,6 +161,34 @@ def test_every_name_on_the_architecture_page_and_in_the_glossary_exists() -> Non
     assert missing == set()
 
 
+def test_every_python_file_that_the_package_names_exists() -> None:
+    """In comments, docstrings and strings. A renamed file leaves its old name behind there."""
+    files = [f"/{path.relative_to(CHECKOUT)}" for top in (PACKAGE, CHECKOUT / "tests") for path in top.rglob("*.py")]
+    of_others = {"optim/_optim_factory.py"}  # timm's
+    missing = [
+        f"{path.relative_to(CHECKOUT)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r"[\w/]*\w\.py\b", path.read_text(encoding="utf-8"))
+        if name not in of_others and not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "clipscale", "tests"])
+def test_every_module_of_the_package_that_a_file_imports_exists(folder: str) -> None:
+    """Also where the import is inside a function. mypy does not see it, because of `ignore_missing_imports`."""
+    missing = []
+    for path in (CHECKOUT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                place = CHECKOUT / module.replace(".", "/")
+                if module.startswith("clipscale.") and not (place.is_dir() or place.with_suffix(".py").is_file()):
+                    missing.append(f"{path.relative_to(CHECKOUT)}:{node.lineno}: {module}")
+    assert missing == []
+
+
 def test_only_the_command_line_names_tools() -> None:
     """Neither an import nor a name in a string, wherever it stands."""
     named = {
