@@ -21,8 +21,7 @@ from clipscale.common.terminal import main_rank
 if TYPE_CHECKING:
     from clipscale.distributed.world import AsyncReduction, World
 
-# A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
-# launcher forwards it.
+# A process may get one Ctrl-C twice, from the terminal and from the launcher. A repetition within this time is ignored.
 SAME_CTRL_C_S = 1.0
 # Signals that ask a run to end.
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -133,6 +132,43 @@ def _handling_signals(
         os.close(reader)
 
 
+class _FirstSignal:
+    """The first signal that comes while `exit_on_signal` surrounds some work, and what is done at it."""
+
+    def __init__(self, suffix: str) -> None:
+        # 0: none has come.
+        self.number = 0
+        self.work_has_ended = Event()
+        self._suffix = suffix
+        self._came_at = 0.0
+        self._handler_ran = Event()
+
+    def line(self) -> str:
+        """The line about it."""
+        return stop_message(self.number) + self._suffix
+
+    def interrupt_work(self, number: int, _: object) -> None:
+        """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The handler, in the main thread."""
+        now = time.monotonic()
+        is_first = self.number == 0
+        if is_first:
+            self.number = effective_signal(number)
+            self._came_at = now
+        self._handler_ran.set()
+        if is_first or (number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S):
+            raise KeyboardInterrupt
+
+    def end_if_stuck(self, number: int) -> None:
+        """End the process if the main thread does not leave its work in time. The listener, in a thread of its own."""
+        if self._handler_ran.wait(HANDLER_S) and self.work_has_ended.wait(LEAVE_S):
+            return
+        self.number = self.number or effective_signal(number)
+        if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
+            with suppress(OSError):
+                os.write(2, f"{self.line()}\n".encode())
+        os._exit(128 + self.number)
+
+
 @contextmanager
 def exit_on_signal(suffix: str = "") -> Iterator[None]:
     """Around work of which nothing is to be saved, such as a start: a signal ends it, by StoppedError.
@@ -145,46 +181,16 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
     Further signals, as schedulers and launchers send them, change nothing. But a later Ctrl-C raises
     KeyboardInterrupt. `suffix`: the end of the line about the signal.
     """
-    first_signal = 0  # 0: none has come
-    came_at = 0.0
-    handler_ran = Event()
-    has_left = Event()
-
-    def line() -> str:
-        return stop_message(first_signal) + suffix
-
-    def interrupt_work(number: int, _: object) -> None:
-        """The handler, in the main thread."""
-        nonlocal first_signal, came_at
-        now = time.monotonic()
-        is_first = first_signal == 0
-        if is_first:
-            first_signal = effective_signal(number)
-            came_at = now
-        handler_ran.set()
-        if is_first or (number == signal.SIGINT and now - came_at > SAME_CTRL_C_S):
-            raise KeyboardInterrupt
-
-    def end_if_stuck(number: int) -> None:
-        """The listener, in a thread of its own."""
-        nonlocal first_signal
-        if handler_ran.wait(HANDLER_S) and has_left.wait(LEAVE_S):
-            return
-        first_signal = first_signal or effective_signal(number)
-        if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
-            with suppress(OSError):
-                os.write(2, f"{line()}\n".encode())
-        os._exit(128 + first_signal)
-
-    with _handling_signals(interrupt_work, end_if_stuck):
+    first = _FirstSignal(suffix)
+    with _handling_signals(first.interrupt_work, first.end_if_stuck):
         try:
             yield
         except BaseException as error:  # of any kind: a library's own, or the loss of a rank that ended earlier
-            if not first_signal:
+            if not first.number:
                 raise
-            raise stop_in_context(error) or StoppedError(line(), first_signal) from None
+            raise stop_in_context(error) or StoppedError(first.line(), first.number) from None
         finally:
-            has_left.set()
+            first.work_has_ended.set()
 
 
 class Vote(NamedTuple):
@@ -251,8 +257,8 @@ class SignalPoller:
     def poll_while_waiting(self) -> None:
         """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
 
-        A rank calls it a few times a second while it waits for something that the others do not know of. With several
-        ranks the caller goes on to the next `poll`, which then raises on all.
+        For waits outside collectives: a rank calls it a few times a second. With several ranks the caller catches the
+        error and goes on to the next `poll`, which then raises on all.
         """
         now = time.monotonic()
         if not self.number and now - self._asked_at > ASK_S:
