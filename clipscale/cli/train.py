@@ -15,14 +15,13 @@ from clipscale.common.terminal import log_line, main_rank, show_task
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, samples_of, to_yaml, with_defaults
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
-# Settings that affect neither the weights nor the results.
-NOT_TRAINED = (
-    "log.", "checkpoint.", "launch.", "sweep.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s "
-)  # fmt: skip
+# Settings, and whole sections, that affect neither the weights nor the results.
+NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
+NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 
 
 def check(config: TrainConfig) -> None:
@@ -87,8 +86,8 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
-        changes = changes_since(folder / "config.yaml", to_yaml(config))
-        changed = any(not change.startswith((*set_by_weights, *NOT_TRAINED)) for change in changes)
+        keys = changed_since(folder / "config.yaml", to_yaml(config)).keys() - {*NOT_TRAINED}
+        changed = any(not key.startswith((*set_by_weights, *NOT_TRAINED_SECTIONS)) for key in keys)
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None
 

@@ -293,15 +293,20 @@ def warnings(config: TrainConfig) -> list[str]:
     return []
 
 
-def changes_since(file: Path, settings: str) -> list[str]:
-    """The `settings`, as `to_yaml` writes them, that differ from those in a run's `config.yaml`: `key old -> new`.
+def changed_since(file: Path, settings: str) -> dict[str, tuple[object, object]]:
+    """The `settings`, as `to_yaml` writes them, that differ from those in a run's `config.yaml`: key -> (old, new).
 
     Leaves out `run` and `resume`. Raises DAMAGED of `files`.
     """
     if not file.is_file():
-        return []
+        return {}
     changes = changed_settings(files.read_record(file), files.parse_yaml(settings))
-    return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
+    return {key: values for key, values in changes.items() if key not in ("run", "resume")}
+
+
+def changes_since(file: Path, settings: str) -> list[str]:
+    """The same as lines, `key old -> new`."""
+    return [f"{key} {old} -> {new}" for key, (old, new) in changed_since(file, settings).items()]
 
 
 def to_yaml(config: Section) -> str:
