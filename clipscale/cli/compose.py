@@ -134,7 +134,7 @@ def is_hydra_setting(word: str) -> bool:
 
 
 def check_word(name: str, word: str) -> None:
-    """Raise UserError for a word that is no setting of this verb's."""
+    """Raise UserError for a word that is not a setting of this verb."""
     key, equals, value = word.lstrip("+").partition("=")
     words = VERBS[name].plain_words
     if not (key and equals):

@@ -47,7 +47,7 @@ class Captioner(nn.Module):
 
 
 def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor) -> Tensor:
-    """sum_t -log p(token_{t+1} | tokens up to t, image) of each caption, (N,); pads are no labels.
+    """sum_t -log p(token_{t+1} | tokens up to t, image) of each caption, (N,); pads are not labels.
 
     Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
     """

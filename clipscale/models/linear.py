@@ -34,8 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) ->
     """x W' + b: (..., inputs) -> (..., outputs). `cast`: computed with it, and in its type."""
     if cast is None:
         return F.linear(x, weight, bias)
-    # Autograd calls our backward pass only if an input requires a gradient. If x does not, the weight is that input,
-    # and autograd adds its gradient. `.grad` is read here: before a tower's pass DDP may still replace it.
+    # Our backward pass adds the weight's gradient to `.grad` itself, so the weight need not be an input. But autograd
+    # calls that pass only if an input requires a gradient. If x does not, the weight is given, and autograd adds its
+    # gradient. `.grad` is read here, in a tower's pass: before it DDP may still replace it.
     weight_grad = weight.grad if cast.accumulates and x.requires_grad else None
     x = x.to(cast.weight.dtype)
     return _Linear.apply(x, weight if weight_grad is None else None, bias, cast.weight, cast.bias, weight_grad)

@@ -130,7 +130,7 @@ def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> No
 
 @contextmanager
 def without_paths(source: str) -> Iterator[str]:
-    """A copy of a tokenizer's folder that names no file elsewhere. A name that is no folder stays as it is.
+    """A copy of a tokenizer's folder that names no file elsewhere. A name that is not a folder stays as it is.
 
     Only plain values of a stranger's configuration are kept. Raises OSError, ValueError.
     """

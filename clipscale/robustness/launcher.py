@@ -13,7 +13,7 @@ NUMBERS = (
 
 
 def check_launcher() -> None:
-    """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
+    """Raise UserError if variables of a launcher are not numbers, or contradict each other."""
     for name in NUMBERS:
         ranks.number(name, 0)
     problem = ""

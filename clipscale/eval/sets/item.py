@@ -41,7 +41,7 @@ class ImageRef(NamedTuple):
     size: int = MAX_IMAGE_BYTES + 1
     # Why the image, or its answer, is known to be unusable.
     fault: str = ""
-    # Width of a red frame that is no part of the picture, in pixels.
+    # Width of a red frame that is not part of the picture, in pixels.
     frame: int = 0
 
     def read(self) -> bytes:
@@ -102,7 +102,7 @@ class EvalSet(ABC):
     answers: Sequence[Any]
     # The set's main metric: the mean of these. Empty: the set is of no suite.
     metric: tuple[str, ...] = ()
-    # What sets its results apart from those of the whole set with trained weights, such as `ema`.
+    # Additions to the label of its results: `ema`, `limit 100`, `size 64`. Empty: the whole set, trained weights.
     marks: tuple[str, ...] = ()
 
     def __len__(self) -> int:

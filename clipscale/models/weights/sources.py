@@ -81,7 +81,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
 
 
 def local_source(value: str, setting: str = "model.weights") -> Source | None:
-    """The weights that a setting names, if they are on this machine. Raises UserError for what is no weights."""
+    """The weights that a setting names, if they are on this machine. Raises UserError for anything else."""
     origin = f"{setting}={value!r}"
     key = ""
     if not Path(value).expanduser().exists():

@@ -94,7 +94,7 @@ def noted_run(path: Path) -> str | None:
 
 def write_card(path: Path, text: str) -> None:
     """Write the card, unless one is there that is not as an export has left it."""
-    card = text.encode("utf-8", "backslashreplace")  # names of runs may hold bytes that are no UTF-8
+    card = text.encode("utf-8", "backslashreplace")  # names of runs may hold bytes that are not UTF-8
     if path.is_file() and not is_unedited(path.read_bytes()):
         print_line(f"{path}: has been edited, and is kept as it is; remove it for a new one")
         return

@@ -18,7 +18,7 @@ MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES
 def lines_of(file: Path) -> Iterator[str]:
     """A text's lines, decoded by its byte order mark, or else as UTF-8, where wrong bytes become lone surrogates.
 
-    Raises UserError for another encoding: most of the first lines with letters beyond ASCII are no UTF-8.
+    Raises UserError for another encoding: most of the first lines with letters beyond ASCII are not UTF-8.
     """
     with file.open("rb") as raw:
         start = raw.read(START)

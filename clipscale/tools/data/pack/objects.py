@@ -30,7 +30,7 @@ IMAGES = {"image": '["image"]', "images": '["images"][0]', "filename": '["filena
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Row | None]]:
-    """Each row with its number; None for what is no row."""
+    """Each row with its number; None for what is not a row."""
     lines = lines_of(file)
     first = next(lines, "")
     document = json_object(file)

@@ -1,6 +1,6 @@
 """The rows of Parquet tables: texts, numbers and lists of them. Pictures inside are left for later, by their cells.
 
-A text is read as bytes and decoded here: pyarrow would end the table at the first one that is no UTF-8.
+A text is read as bytes and decoded here: pyarrow would end the table at the first one that is not UTF-8.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +96,7 @@ def records(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> l
 
 
 def decoded(value: object) -> object:
-    """Texts in the place of bytes; those that are no UTF-8 become lone surrogates, as in other tables."""
+    """Texts in the place of bytes; those that are not UTF-8 become lone surrogates, as in other tables."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

@@ -22,7 +22,7 @@ from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_
 
 # The usual names of the pictures' column, and of the captions' column.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
-# What converts a file that is no table, by its suffix.
+# What converts a file that is not a table, by its suffix.
 CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
 # First bytes of a file -> its suffix in CONVERSIONS.
 SIGNS = {
