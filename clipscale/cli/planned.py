@@ -91,11 +91,11 @@ def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
     `forked`: from the data workers' server, which has imported torch. Otherwise the process imports torch itself.
     """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-    connection, of_process = context.Pipe(duplex=False)
-    process = context.Process(target=send_plan, args=(of_process, config), daemon=True)
+    connection, planner_end = context.Pipe(duplex=False)
+    process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
     with blocked():
         process.start()
-    of_process.close()
+    planner_end.close()
     planner = Planner(process, connection)
     planner.start()
     return planner

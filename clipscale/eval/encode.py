@@ -35,17 +35,17 @@ POLL_S = 0.25
 MISSED = torch.iinfo(torch.int64).max
 
 
-def spans(count: int, batch: int, world: World) -> list[range]:
+def spans(count: int, batch_size: int, world: World) -> list[range]:
     """This rank's batches of 0..count-1, equally many on each rank; the last ones may be empty."""
-    step = batch * world.size
+    step = batch_size * world.size
     rounds = -(-count // step)
-    return [range(count)[start : start + batch] for start in range(world.rank * batch, rounds * step, step)]
+    return [range(count)[start : start + batch_size] for start in range(world.rank * batch_size, rounds * step, step)]
 
 
-def gather_batches(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
+def gather_batches(batches: Sequence[Tensor], count: int, batch_size: int, world: World) -> Tensor:
     """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
-    batch = min(batch, count)
-    rows = torch.stack([torch.cat([x, x.new_zeros(batch - len(x), *x.shape[1:])]) for x in batches])
+    batch_size = min(batch_size, count)
+    rows = torch.stack([torch.cat([x, x.new_zeros(batch_size - len(x), *x.shape[1:])]) for x in batches])
     comm = Communicator.of(None)
     gathered = comm.all_gather(rows) if comm else rows
     ordered = gathered.view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)

@@ -16,8 +16,8 @@ def log_end(result: RunResult, precision: object, expected: Expected, best: Best
     folder = Path(result["run"])
     step = result["step"]
     results = result["eval"]
-    of_start = ResultsFile(folder, 0).record()["results"]
-    print_results(with_start(results, of_start), f"{folder.name}, step {step}, {precision}")
+    start_results = ResultsFile(folder, 0).record()["results"]
+    print_results(with_start(results, start_results), f"{folder.name}, step {step}, {precision}")
     if line := expected.line(results):
         log_line(line)
     log_line(f"done: {folder} (step {step}, loss {result['loss']:.4f})")

@@ -67,14 +67,14 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
 
 def suite_table(suite: str, sets: Sequence[EvalSet], results: Results, name: str) -> TextTable:
     """The columns of the suite for one model, in per cent: means of results, or `-` where one of them is missing."""
-    of_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
+    results_by_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
     columns = table()["suites"][suite]["columns"]
     cells = []
     for column in columns.values():
         values = []
         for entry in table()["suites"][suite]["sets"] if column == "all" else column:
             set_name, _, metric = entry.partition(":")
-            values.append(of_set.get(set_name, {}).get(metric or "main", math.nan))
+            values.append(results_by_set.get(set_name, {}).get(metric or "main", math.nan))
         mean = sum(values) / len(values)
         cells.append("-" if math.isnan(mean) else f"{100 * mean:.2f}")
     return TextTable([suite, *columns], [[name, *cells]])

@@ -302,8 +302,8 @@ def own_trunk(vision: Record) -> nn.Module:
 
 def _check_patches(side: int, vision: Record) -> None:
     """Raise UserError for pictures that the patches do not divide."""
-    of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
-    patch = vision.get("patch_size") or (int(of_timm[1]) if of_timm else 1)
+    timm_patch = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
+    patch = vision.get("patch_size") or (int(timm_patch[1]) if timm_patch else 1)
     if side % patch:
         near = max(1, round(side / patch)) * patch
         raise UserError(

@@ -115,9 +115,9 @@ def mark(card: bytes) -> bytes:
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     settings = dict(flat(files.settings_of_run(run)))
-    of_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
+    results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
     was_evaluated = note["weights"] in WEIGHTS  # an average was not
-    results = with_start(of_step.get(note["step"], {}) if was_evaluated else {}, of_step.get("0", {}))
+    results = with_start(results_by_step.get(note["step"], {}) if was_evaluated else {}, results_by_step.get("0", {}))
     scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)

@@ -79,12 +79,12 @@ def step_time(
     forward = image.forward + text.forward * dry_run.texts + writes.forward
     plain = float(forward + writes.backward)
     second = 0.0
-    of_sample = 1, dry_run.texts
+    inputs_per_sample = 1, dry_run.texts
     has_second = dry_run.trained
     if dry_run.is_captioner:  # one encoder of both towers
         has_second = [True, True]
         replayed_share = [replayed_share[0], replayed_share[0]]
-    for trained, passes, inputs, share in zip(has_second, dry_run.flops, of_sample, replayed_share):
+    for trained, passes, inputs, share in zip(has_second, dry_run.flops, inputs_per_sample, replayed_share):
         if not trained:
             continue
         plain += inputs * passes.backward
