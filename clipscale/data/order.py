@@ -45,8 +45,8 @@ def _splitmix(z: N) -> N:
     return z ^ (z >> 31)
 
 
-def key(*numbers: int) -> int:
-    """A 64-bit key from integers, by arithmetic of our own: a library's new generator changes no order."""
+def rng_key(*numbers: int) -> int:
+    """The 64-bit key of a random sequence, by arithmetic of our own: a library's new generator changes no order."""
     state = len(numbers)
     for number in numbers:
         state = _splitmix((state + _GOLDEN + (number & _MASK) * 0xD1342543DE82EF95) & _MASK)
@@ -55,7 +55,7 @@ def key(*numbers: int) -> int:
 
 def permutation(n: int, *numbers: int) -> np.ndarray:
     """A random order of 0..n-1 (int64), a pure function of the key `numbers`."""
-    states = np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN + key(*numbers)
+    states = np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN + rng_key(*numbers)
     return np.argsort(_splitmix(states), kind="stable")
 
 
@@ -63,7 +63,7 @@ class CounterRNG:
     """A counter-based generator of uniform random numbers (SplitMix64), one for every sample."""
 
     def __init__(self, *numbers: int) -> None:
-        self._state = key(*numbers)
+        self._state = rng_key(*numbers)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """One number in [low, high)."""
@@ -87,14 +87,14 @@ def stream_bounds(batch: int, num_streams: int) -> np.ndarray:
 class BatchShare:
     """The global batch, and a rank's share of it."""
 
-    batch: int  # over all ranks, a multiple of `world`
+    batch: int  # over all ranks, a multiple of `world_size`
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     @property
     def samples(self) -> int:
         """This rank's samples of a batch."""
-        return self.batch // self.world
+        return self.batch // self.world_size
 
     def stream_ids(self, count: int) -> range:
         """The rank's shard streams, out of `count`. A stream that fills rows of two ranks belongs to both."""
@@ -109,16 +109,16 @@ class BatchShare:
         return range(int(bounds[stream]), int(bounds[stream + 1]))
 
 
-def default_streams(batch: int, world: int, samples: int | None) -> int:
+def default_streams(batch: int, world_size: int, samples: int | None) -> int:
     """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved for a small batch or data set.
 
-    The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of
-    `world`, so that no stream is read twice.
+    The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of `world_size`, so
+    that no stream is read twice.
     """
-    num_streams = math.lcm(64, 8 * world)
-    while num_streams % (2 * world) == 0 and not streams_fit(num_streams, batch, samples):
+    num_streams = math.lcm(64, 8 * world_size)
+    while num_streams % (2 * world_size) == 0 and not streams_fit(num_streams, batch, samples):
         num_streams //= 2
-    return num_streams if streams_fit(num_streams, batch, samples) else world
+    return num_streams if streams_fit(num_streams, batch, samples) else world_size
 
 
 def streams_fit(num_streams: int, batch: int, samples: int | None) -> bool:
@@ -210,7 +210,7 @@ class Resampled:
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The one shard of draw `epoch`, after its first `skip` samples."""
         shard = self.shards[CounterRNG(self.seed, DRAW, stream, epoch).integer(len(self.shards))]
-        yield Segment(shard, key(stream, epoch), skip, self.counts[shard], self.counts[shard])
+        yield Segment(shard, rng_key(stream, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
         """See `Epochs.description`."""
@@ -243,7 +243,7 @@ class WeightedSources:
         """The order of one source's shards."""
         of_source = [shard for shard, number in enumerate(self.source_of) if number == source]
         filled = tuple(shard for shard in of_source if self.counts[shard] != 0)
-        return Resampled(filled, self.counts, self.num_streams, key(self.seed, source))
+        return Resampled(filled, self.counts, self.num_streams, rng_key(self.seed, source))
 
     def description(self) -> list[object]:
         """See `Epochs.description`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, FeatureBlock, SharedParameters, sum_dtype, to_sum_dtype
+from clipscale.loss.block import Block, SharedParameters, Side, sum_dtype, to_sum_dtype
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, BlockFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
@@ -45,7 +45,7 @@ class LossCall:
     check: bool  # refuse a result that is not finite, which waits for the device
     needs_backward: bool  # whether a backward pass may follow
 
-    def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[FeatureBlock, FeatureBlock]:
+    def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[Side, Side]:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         num_images = len(image_features)
@@ -121,14 +121,14 @@ class ContrastiveLoss(torch.autograd.Function):
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
             row_names, col_names = ctx.names
-            rows = FeatureBlock(**dict(zip(row_names, sides)))
-            cols = FeatureBlock(**dict(zip(col_names, sides[len(row_names) :])))
+            rows = Side(**dict(zip(row_names, sides)))
+            cols = Side(**dict(zip(col_names, sides[len(row_names) :])))
             with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
                 grads = gradients(call, rows, cols, inputs, needed, grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parameters: SharedParameters) -> None:
+def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
     adds to `rows.target`."""
     if rows.weight is not None:
@@ -139,7 +139,7 @@ def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parame
         cols.lse = column_sums[0]
 
 
-def local_value(rows: FeatureBlock, cols: FeatureBlock) -> Tensor:
+def local_value(rows: Side, cols: Side) -> Tensor:
     """This rank's part of the sum of weighted log-sum-exps less targets, 0-d."""
     assert rows.target is not None
     value = -rows.target.sum()
@@ -151,8 +151,8 @@ def local_value(rows: FeatureBlock, cols: FeatureBlock) -> Tensor:
 
 def gradients(
     call: LossCall,
-    rows: FeatureBlock,
-    cols: FeatureBlock,
+    rows: Side,
+    cols: Side,
     inputs: Sequence[Tensor],
     needed: Sequence[bool],
     factor: Tensor,
@@ -193,7 +193,7 @@ def gradients(
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
 
 
-def _takes_stripes(call: LossCall, rows: FeatureBlock) -> bool:
+def _takes_stripes(call: LossCall, rows: Side) -> bool:
     """Whether the image gradient is computed stripe by stripe: then only the text gradient is a whole float32 tensor.
 
     In one process alone. Not for a module: its random numbers depend on the order of tiles.
@@ -224,23 +224,23 @@ def multiply_(tensors: Iterable[Tensor | None], factor: Tensor) -> None:
 
 
 def make_block_fn(
-    function: Callable[[Block], None], call: LossCall, rows: FeatureBlock, parameters: SharedParameters
+    function: Callable[[Block], None], call: LossCall, rows: Side, parameters: SharedParameters
 ) -> BlockFn:
     """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
-    def block_fn(cols: FeatureBlock, positive_offset: int | None) -> None:
+    def block_fn(cols: Side, positive_offset: int | None) -> None:
         function(Block(rows, cols, parameters, positive_offset, call.inputs.captions))
 
     return block_fn
 
 
 def make_striped_block_fn(
-    call: LossCall, rows: FeatureBlock, parameters: SharedParameters, out: Tensor, factor: Tensor
+    call: LossCall, rows: Side, parameters: SharedParameters, out: Tensor, factor: Tensor
 ) -> BlockFn:
     """A function that runs the backward function on STRIPE rows at a time, and writes their gradient, times `factor`,
     to `out`."""
 
-    def block_fn(cols: FeatureBlock, positive_offset: int | None) -> None:
+    def block_fn(cols: Side, positive_offset: int | None) -> None:
         block = Block(rows, cols, parameters, positive_offset, call.inputs.captions)
         for stripe, grad in zip(block.split(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.zero_grad_buffer()

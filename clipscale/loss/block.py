@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay.
+# The fields that another rank needs to use a Side as columns. Sums and gradients stay.
 WIRE_FIELDS = ("features", "keys", "lse", "teachers", "teacher_lse")
 
 
 @dataclass
-class FeatureBlock:
-    """The rows, or the columns, of a block: the first dimension of every tensor."""
+class Side:
+    """One side of a block, its rows or its columns: the first dimension of every tensor."""
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
@@ -34,18 +34,18 @@ class FeatureBlock:
         """The tensors that are not None, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
-    def __getitem__(self, index: slice | Tensor) -> "FeatureBlock":
-        """These rows of every tensor. A slice gives views: writing to them writes to this block."""
-        return FeatureBlock(**{name: x[index] for name, x in self.tensors().items()})
+    def __getitem__(self, index: slice | Tensor) -> "Side":
+        """These rows of every tensor. A slice gives views: writing to them writes to this side."""
+        return Side(**{name: x[index] for name, x in self.tensors().items()})
 
     def wire_tensors(self) -> list[Tensor]:
         """The tensors that another rank needs."""
         return [x for name, x in self.tensors().items() if name in WIRE_FIELDS]
 
-    def from_wire(self, tensors: list[Tensor]) -> "FeatureBlock":
-        """Another rank's block, given its `wire_tensors()`. The weights are this block's: all ranks have the same."""
+    def from_wire(self, tensors: list[Tensor]) -> "Side":
+        """Another rank's side, given its `wire_tensors()`. The weights are this side's: all ranks have the same."""
         names = [name for name in self.tensors() if name in WIRE_FIELDS]
-        return FeatureBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
+        return Side(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
     def initial_lse(self) -> Tensor:
         """The log-sum-exps of no terms: -inf, (n,) float64."""
@@ -99,8 +99,8 @@ class Block:
     negative. The offset is None if the block holds no positive.
     """
 
-    rows: FeatureBlock
-    cols: FeatureBlock
+    rows: Side
+    cols: Side
     parameters: SharedParameters
     positive_offset: int | None
     captions: CaptionLayout = ONE_CAPTION

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from clipscale.loss.block import FeatureBlock
+from clipscale.loss.block import Side
 
 BLOCK_SPAN = "contrastive_loss: block"  # a span in a profiler's trace
 WAIT_SPAN = "contrastive_loss: wait"
 # Computes our rows against these columns, given their Block.positive_offset.
-BlockFn = Callable[[FeatureBlock, int | None], None]
+BlockFn = Callable[[Side, int | None], None]
 # Waits for a transfer, and returns the tensors received.
 Wait = Callable[[], list[Tensor]]
 
@@ -93,7 +93,7 @@ class Communicator:
         return x
 
     def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
-        """A collective: two subgroups, the ranks with this rank's local number in all nodes, and those of its own node.
+        """A collective: two subgroups, the ranks of this local rank in all nodes and the ranks of this node.
 
         The group's ranks must be numbered node by node.
         """
@@ -127,9 +127,9 @@ class AllRows(torch.autograd.Function):
 def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
     node_size = len(ranks) // nodes
-    of_equal_local_number = [ranks[i::node_size] for i in range(node_size)]
-    of_one_node = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
-    return _make_subgroups(of_equal_local_number), _make_subgroups(of_one_node)
+    by_local_rank = [ranks[i::node_size] for i in range(node_size)]
+    by_node = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
+    return _make_subgroups(by_local_rank), _make_subgroups(by_node)
 
 
 def _make_subgroups(ranks_of_groups: list[list[int]]) -> Communicator:
@@ -151,20 +151,18 @@ def broadcast_from_rank0(group: dist.ProcessGroup, number: int, device: torch.de
 class ColumnReduction:
     """How a sweep reduces one value of each column: the log-sum-exps by logaddexp, the gradients by addition."""
 
-    field: str  # of FeatureBlock: where a block function finds the tensor to add to
-    initial: Callable[[FeatureBlock], Tensor]  # the result for no block
+    field: str  # of Side: where a block function finds the tensor to add to
+    initial: Callable[[Side], Tensor]  # the result for no block
     combine: Callable[..., Tensor]  # joins the results of two blocks, with `out=`
     reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # joins the results of all ranks
 
 
-LOG_SUM_EXP = ColumnReduction("lse", FeatureBlock.initial_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
-GRAD = ColumnReduction(
-    "grad", FeatureBlock.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial)
-)
+LOG_SUM_EXP = ColumnReduction("lse", Side.initial_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = ColumnReduction("grad", Side.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
 
 
 def run_block(
-    cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn, positive_offset: int | None
+    cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn, positive_offset: int | None
 ) -> list[Tensor]:
     """Compute one block of columns. Returns its part of each reduction."""
     partials = [reduction.initial(cols) for reduction in reductions]
@@ -179,7 +177,7 @@ class Exchange:
 
     size = 1
 
-    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
         """A collective: run all ranks' columns, given this rank's. Returns each reduction of this rank's columns."""
         return run_block(cols, reductions, block_fn, positive_offset=0)
 
@@ -198,18 +196,18 @@ class GroupExchange(Exchange):
     def total(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
 
-    def gather_blocks(self, block: FeatureBlock) -> FeatureBlock:
-        """A collective: the blocks of all ranks as one, in rank order."""
-        gathered = block.from_wire([self.comm.all_gather(x) for x in block.wire_tensors()])
-        gathered.weight = None if block.weight is None else block.weight.repeat(self.size)
+    def gather_columns(self, cols: Side) -> Side:
+        """A collective: the columns of all ranks as one side, in rank order."""
+        gathered = cols.from_wire([self.comm.all_gather(x) for x in cols.wire_tensors()])
+        gathered.weight = None if cols.weight is None else cols.weight.repeat(self.size)
         return gathered
 
 
 class Gather(GroupExchange):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
-        all_cols = self.gather_blocks(cols)
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+        all_cols = self.gather_columns(cols)
         partials = run_block(all_cols, reductions, block_fn, positive_offset=self.comm.rank * len(cols))
         return [reduction.reduce_scatter(self.comm, partial) for reduction, partial in zip(reductions, partials)]
 
@@ -232,12 +230,12 @@ class Ring(GroupExchange):
         ring, node = communicator.grid(nodes)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
-    def sweep(self, cols: FeatureBlock, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         pending_sums: Wait | None = None
 
-        def foreign_block_fn(cols: FeatureBlock, _: int | None) -> None:
+        def foreign_block_fn(cols: Side, _: int | None) -> None:
             block_fn(cols, None)  # columns of other rows
 
         # After as many hops as the ring has ranks the sums have returned to their columns' owner.

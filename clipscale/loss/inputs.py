@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import CaptionLayout, FeatureBlock, sum_dtype
+from clipscale.loss.block import CaptionLayout, Side, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
@@ -20,8 +20,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from w
 class Inputs:
     """The tensors of one call: images as rows and texts as columns."""
 
-    rows: FeatureBlock
-    cols: FeatureBlock
+    rows: Side
+    cols: Side
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
@@ -73,9 +73,9 @@ class Inputs:
         )
 
 
-def _gather_with_grad(side: FeatureBlock, comm: Communicator) -> FeatureBlock:
-    """A collective: all ranks' blocks as one. The gradient of this rank's rows flows back to them."""
-    return FeatureBlock(**{name: AllRows.apply(x, comm) for name, x in side.tensors().items()})
+def _gather_with_grad(side: Side, comm: Communicator) -> Side:
+    """A collective: this side of all ranks as one. The gradient of this rank's rows flows back to them."""
+    return Side(**{name: AllRows.apply(x, comm) for name, x in side.tensors().items()})
 
 
 def _share_gradient(x: Tensor, ranks: int) -> Tensor:
@@ -125,11 +125,11 @@ def make_inputs(
         )
     text_keys = None if keys is None else keys.repeat(captions)
     layout = CaptionLayout(captions, stride=len(u))
-    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, text_keys), scale, bias, dtype, layout)
+    return Inputs(Side(u, keys), Side(v, text_keys), scale, bias, dtype, layout)
 
 
 def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
-    """Raise ValueError for features that are no numbers, or do not fit each other."""
+    """Raise ValueError for features that are not floating-point, or do not fit each other."""
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
         u.dtype in DTYPES and v.dtype in DTYPES, f"features must be floating-point numbers, not {u.dtype} and {v.dtype}"

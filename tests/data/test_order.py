@@ -14,8 +14,8 @@ from clipscale.data.order import (
     WeightedSources,
     default_streams,
     fingerprint,
-    key,
     permutation,
+    rng_key,
 )
 
 
@@ -51,7 +51,7 @@ def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data:
 def test_the_order_is_pinned_down() -> None:
     """A change here breaks the resumption of every run that was begun before it."""
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 2, 4, 0, 6, 5]
-    assert key(1, 2, 3) == 10587385839274598474
+    assert rng_key(1, 2, 3) == 10587385839274598474
     assert CounterRNG(7).uniform() == 0.5283941012539481
     assert fingerprint(Epochs((3, 4), 8, 4, seed=1), ["a", "b"], 16) == "19c747a15204a4c3"
     assert fingerprint(Resampled((0, 1), (3, 4), 4, seed=1), ["a", "b"], 16) == "5a97f7fdebd76ef0"

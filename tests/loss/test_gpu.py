@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.block import Block, FeatureBlock, SharedParameters
+from clipscale.loss.block import Block, SharedParameters, Side
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.softmax.kernel import TritonSoftmax
@@ -85,7 +85,7 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
         pytest.skip("needs 30 GB of device memory")
     u = torch.randn(n, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5
     v, scale = u[-m:].clone(), torch.tensor(10.0, device=DEVICE)
-    rows, cols = (FeatureBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
+    rows, cols = (Side(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse, cols.lse = rows.initial_lse(), cols.initial_lse()
     block = Block(rows, cols, SharedParameters(scale, scale), None)
     backend = TritonSoftmax(LossRuntime(), LossRuntime().tile_shape(u.device, u.dtype))

@@ -177,7 +177,7 @@ def _streams(config: DataConfig, share: BatchShare, samples: int | None, earlier
     """The number of shard streams: the checkpoint's (`earlier`) if it fits, else the setting, else the default."""
     if earlier is not None and streams_fit(earlier, share.batch, samples):
         return earlier
-    num_streams = config.shard_streams or default_streams(share.batch, share.world, samples)
+    num_streams = config.shard_streams or default_streams(share.batch, share.world_size, samples)
     if not streams_fit(num_streams, share.batch, samples):
         size = f"the batch of {share.batch}" if num_streams > share.batch else f"the {samples} samples in data.train"
         raise UserError(

@@ -35,7 +35,7 @@ MAX_WEIGHT = 10_000
 
 
 class Table(NamedTuple):
-    """The samples that a file lists, sorted by their halves. Large tables stay on the disk."""
+    """The samples that a file lists, sorted by the halves of a uid or a digest. Large tables stay on the disk."""
 
     rows: np.ndarray
     # Whether a sample is found by the `uid` in its json; otherwise by its key.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.autograd import LossCall, forward_sweep
-from clipscale.loss.block import FeatureBlock, SharedParameters, sum_dtype
+from clipscale.loss.block import SharedParameters, Side, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTileOps
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
@@ -38,7 +38,7 @@ class Distillation(Objective):
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
     pairwise: bool = False
-    # The feature width and the logit scale t of each teacher, whose features are side by side in FeatureBlock.teachers.
+    # The feature width and the logit scale t of each teacher, whose features are side by side in Side.teachers.
     teachers: tuple[tuple[int, float], ...] = ()
     # The teachers' share of the targets. The rest is the pairs'.
     share: float = 1.0
@@ -91,8 +91,8 @@ def add_teacher_lses(
     for images, texts, (_, scale) in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
         teacher_inputs = replace(
             inputs,
-            rows=FeatureBlock(images, inputs.rows.keys),
-            cols=FeatureBlock(texts, inputs.cols.keys),
+            rows=Side(images, inputs.rows.keys),
+            cols=Side(texts, inputs.cols.keys),
             dtype=images.dtype,
         )
         call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clipscale.loss.block import Block, FeatureBlock
+from clipscale.loss.block import Block, Side
 from clipscale.loss.similarity import row_products
 from clipscale.loss.softmax.tile import positive_weights
 from clipscale.loss.triton.backend import TritonBackend
@@ -167,7 +167,7 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     return factor, factor.double() / exact
 
 
-def to_log2(side: FeatureBlock, nat: Tensor) -> FeatureBlock:
+def to_log2(side: Side, nat: Tensor) -> Side:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
     rounding; `target`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this direction.
     """

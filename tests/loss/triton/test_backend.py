@@ -26,7 +26,7 @@ if DEVICE == "cpu" and not INTERPRETED:
     pytest.skip("no CUDA device, and no interpreter: test_interpreter.py has one", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
-from clipscale.loss.block import Block, FeatureBlock, SharedParameters  # noqa: E402
+from clipscale.loss.block import Block, SharedParameters, Side  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.runtime import LossRuntime  # noqa: E402
@@ -163,8 +163,8 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     scores = 100.0 * u.double() @ v.double().T
     tiles = LossRuntime().tile_shape(u.device, u.dtype)
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
-        rows = FeatureBlock(u, weight=torch.ones(20, device=DEVICE))
-        cols = FeatureBlock(v, weight=torch.ones(40, device=DEVICE))
+        rows = Side(u, weight=torch.ones(20, device=DEVICE))
+        cols = Side(v, weight=torch.ones(40, device=DEVICE))
         rows.lse = rows.initial_lse().clamp_min(before)
         cols.lse = cols.initial_lse().clamp_min(before)
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
