@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import count, islice
 
@@ -126,6 +127,26 @@ class Window:
         return item
 
 
+class WindowEnd(Enum):
+    """Where the reading of a window ended."""
+
+    # With the window's last sample. Or earlier in a shard of known count: the others are then given out as missing.
+    FULL = auto()
+    # At WINDOW_BYTES: the window becomes smaller.
+    CUT = auto()
+    # At the end of a shard of unknown count: the window becomes smaller, and no other follows.
+    SHARD_END = auto()
+
+    @classmethod
+    def of(cls, cursor: WindowCursor, raws: Sequence[RawSample]) -> "WindowEnd":
+        """`raws`: the samples of the cursor's window that were read."""
+        if len(raws) == cursor.size:
+            return cls.FULL
+        if _num_bytes(raws) > WINDOW_BYTES:
+            return cls.CUT
+        return cls.SHARD_END if cursor.segment.count is None else cls.FULL
+
+
 class ShardReader:
     """Reads a shard stream, or one source of it.
 
@@ -207,6 +228,7 @@ class ShardReader:
             skip = 0
 
     def _read_segment(self, epoch: int, segment: Segment) -> Generator[int | Window, None, None]:
+        """As `_reads`, of one segment."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         failure = ReadFailure()
@@ -215,21 +237,19 @@ class ShardReader:
             is_last = False
             while not is_last:
                 raws = yield from self._read_window(reader, cursor)
-                is_short = len(raws) < cursor.size
-                is_cut = is_short and _num_bytes(raws) > WINDOW_BYTES
-                if is_cut and cursor.is_part:  # a smaller window needs other samples: read it again
+                end = WindowEnd.of(cursor, raws)
+                if end is WindowEnd.CUT and cursor.is_part:  # a smaller window needs other samples: read it again
                     cursor.resize(len(raws))
                     reader.close()
                     reader = self._open(url, failure, cursor)
                     self._skip(reader, cursor.start)
                     continue
-                is_end_of_shard = is_short and not is_cut and segment.count is None
-                if is_cut or is_end_of_shard:
+                if end is not WindowEnd.FULL:
                     cursor.resize(len(raws))
                 missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
                 samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
-                is_last = not cursor.advance() or is_end_of_shard
-                if is_end_of_shard:
+                is_last = not cursor.advance() or end is WindowEnd.SHARD_END
+                if end is WindowEnd.SHARD_END:
                     samples += _placeholder_of_rest(cursor, failure, url)
                 items = [(epoch, segment, sample) for sample in reversed(samples)]
                 yield Window(items, _num_bytes(samples))

@@ -100,27 +100,24 @@ class Archive:
 
     def _members(self) -> Iterator[Member]:
         key = ""
-        first = ""
-        start = self.offset
-        headers = 0  # of the sample, in bytes
+        first_extension = ""
+        start = self.offset  # of the sample
+        header_bytes = 0  # since the sample's first header, which does not count
         while (header := next_member(self.stream)) is not None:
-            name, size, bytes_before, header_bytes, target = header
-            self._unread = padded_size(size)
-            next_offset = self.offset + bytes_before + self._unread
-            key_extension = key_and_extension(name)
-            if key_extension is not None and (key_extension[0] != key or key_extension[1] == first):
-                key, first = key_extension
+            self._unread = padded_size(header.size)
+            next_offset = self.offset + header.bytes_before + self._unread
+            key_extension = key_and_extension(header.name)
+            if key_extension is not None and (key_extension[0] != key or key_extension[1] == first_extension):
+                key, first_extension = key_extension
                 start = self.offset
-                headers = -header_bytes
+                header_bytes = 0
                 self.samples_begun += 1
-            headers += header_bytes
-            span = next_offset - start
-            if span > MAX_SAMPLE_SPAN or headers > MAX_HEADER_BYTES:
-                raise tarfile.ReadError(f"{span} bytes from one sample to the next, {headers} of headers")
-            if key_extension is not None and target is None:
-                yield Member(self.samples_begun, *key_extension, name, size)
-            elif key_extension is not None:
-                yield self._link(Member(self.samples_begun, *key_extension, name, 0), str(target))
+            else:
+                header_bytes += header.header_bytes
+            _check_span(next_offset - start, header_bytes)
+            if key_extension is not None:
+                member = Member(self.samples_begun, *key_extension, header.name, header.size)
+                yield member if header.target is None else self._link(member, header.target)
             skip(self.stream, self._unread, self._can_seek)
             self.offset = next_offset
 
@@ -189,6 +186,12 @@ class Archive:
         """Continue at the member whose first header is at this offset."""
         self.stream.seek(offset)
         self.offset = offset
+
+
+def _check_span(num_bytes: int, header_bytes: int) -> None:
+    """Raise tarfile.ReadError if there is too much from one sample to the next."""
+    if num_bytes > MAX_SAMPLE_SPAN or header_bytes > MAX_HEADER_BYTES:
+        raise tarfile.ReadError(f"{num_bytes} bytes from one sample to the next, {header_bytes} of headers")
 
 
 @dataclass
