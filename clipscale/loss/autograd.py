@@ -163,9 +163,9 @@ def gradients(
     Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
     float32: the backward pass scales them later, which float16 could not hold.
     """
-    images, texts, *numbers = inputs
-    needs_images, needs_texts, needs_scale, *_ = needed
-    parameters = parameters_with_sums(numbers, needed[2:])
+    images, texts = inputs[:2]
+    needs_images, needs_texts, needs_scale = needed[:3]
+    parameters = parameters_with_sums(inputs[2:], needed[2:])
     image_grad = None
     if needs_images and needs_texts and _takes_stripes(call, rows):
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
@@ -178,19 +178,25 @@ def gradients(
     column_sums = call.exchange.sweep(cols, reductions, block_fn)
     text_sum = column_sums.pop() if needs_texts else None
     multiply_([parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum], factor)
-
-    # By s dL/ds = sum_i <u_i, dU_i>, or the same of the texts, if no backend has summed it.
-    if needs_scale and parameters.scale_grad is None:
-        if rows.grad is not None:
-            parameters.scale_grad = row_products(rows.features, rows.grad).sum() / parameters.scale
-        elif text_sum is not None:
-            parameters.scale_grad = row_products(cols.features, text_sum).sum() / parameters.scale
-
+    if needs_scale and parameters.scale_grad is None:  # no backend has summed it
+        parameters.scale_grad = _scale_grad(rows, cols, text_sum, parameters.scale)
     if needs_images and rows.grad is not None:
         image_grad = rows.grad.to(_gradient_dtype(call, images))
     rows.grad = None  # its memory is free before the texts' gradient is cast
     text_grad = None if text_sum is None else text_sum.to(_gradient_dtype(call, texts))
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
+
+
+def _scale_grad(rows: Side, cols: Side, text_sum: Tensor | None, scale: Tensor) -> Tensor | None:
+    """The scale's gradient, by s dL/ds = sum_i <u_i, dU_i>, or the same of the texts. None if neither has a gradient.
+
+    `text_sum`: the gradient of the columns' features.
+    """
+    if rows.grad is not None:
+        return row_products(rows.features, rows.grad).sum() / scale
+    if text_sum is not None:
+        return row_products(cols.features, text_sum).sum() / scale
+    return None
 
 
 def _takes_stripes(call: LossCall, rows: Side) -> bool:
@@ -201,9 +207,9 @@ def _takes_stripes(call: LossCall, rows: Side) -> bool:
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
-def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> SharedParameters:
+def parameters_with_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> SharedParameters:
     """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
-    scale, bias, *module = numbers
+    scale, bias, *module = parameters
     needs_scale, needs_bias, *needs_module = needed
     return SharedParameters(
         scale,

@@ -143,8 +143,8 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def auto_exchange(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
-    """The name of the exchange that `auto` stands for. `numbers`: the entries in the texts' features of all ranks.
+def auto_exchange(nodes: int, entries: int, itemsize: int, on_gpu: bool) -> str:
+    """The name of the exchange that `auto` stands for. `entries`: of the texts' features of all ranks.
 
     Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
     longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card
@@ -157,6 +157,6 @@ def auto_exchange(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
         limit = SMALL_GATHER_BYTES
     else:
         limit = 0
-    if numbers * (itemsize + 4) <= limit:
+    if entries * (itemsize + 4) <= limit:
         return "gather"
     return "nodes" if nodes > 1 else "ring"

@@ -71,8 +71,8 @@ def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime:
     if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
         nodes = broadcast_from_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
-        numbers = comm.size * inputs.cols.features.numel()
-        name = auto_exchange(nodes, numbers, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
+        entries = comm.size * inputs.cols.features.numel()
+        name = auto_exchange(nodes, entries, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
     if name == "nodes" and nodes > 1:
         return Ring.between_nodes(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)
