@@ -175,5 +175,7 @@ def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, p
     compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile="true"))
     (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)
     assert breaks == 0
-    assert count == 8  # four blocks and their last; chunks of 4 and 2; without and with gradients
+    # Four blocks and their last; chunks of 4 and 2; without and with gradients. Under DDP twice: of a chunk whose
+    # gradients DDP sums, autograd adds them to the weights' own.
+    assert count == {"zero3": 8, "ddp": 16}[parallel]
     assert losses == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
