@@ -240,7 +240,8 @@ def test_the_host_waits_for_the_scale_of_the_loss_alone(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the events that it waits for: the loss, the norm, and the records of the step before."""
-    run_step, waited = TrainLoop.run_step, []
+    run_step = TrainLoop.run_step
+    waited = []
 
     def watched(run: TrainLoop) -> None:
         with warnings.catch_warnings(record=True, action="always") as caught:

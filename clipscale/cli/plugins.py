@@ -135,7 +135,8 @@ def compose_sweep(words: Sequence[str], config_dir: str | None) -> PluginSweep:
     check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
     _, run_words = compose.overrides("train", [word for word in words if word not in hydra_words], sweep=True)
     all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
-    folder, configs = (sweep.runs_of if all_known else first_run)(run_words, config_dir)
+    find_runs = sweep.runs_of if all_known else first_run
+    folder, configs = find_runs(run_words, config_dir)
     return PluginSweep(hydra_words, run_words, chosen, folder, configs)
 
 

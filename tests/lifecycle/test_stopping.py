@@ -103,7 +103,8 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 ) -> None:
     monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
-    with (poller := SignalPoller(ALONE)):
+    poller = SignalPoller(ALONE)
+    with poller:
         signal.raise_signal(signal.Signals[first])
         signal.raise_signal(signal.Signals[second])
         with pytest.raises(SignalError) as caught:
@@ -113,7 +114,8 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 
 def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with (poller := SignalPoller(ALONE)):
+    poller = SignalPoller(ALONE)
+    with poller:
         signal.raise_signal(signal.SIGHUP)
         poller.poll()
     signal.signal(signal.SIGHUP, before)

@@ -86,11 +86,13 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     u = torch.randn(n, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5
     v, scale = u[-m:].clone(), torch.tensor(10.0, device=DEVICE)
     rows, cols = (Side(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
-    rows.lse, cols.lse = rows.initial_lse(), cols.initial_lse()
+    rows.lse = rows.initial_lse()
+    cols.lse = cols.initial_lse()
     block = Block(rows, cols, SharedParameters(scale, scale), None)
     backend = TritonSoftmax(LossRuntime(), LossRuntime().tile_shape(u.device, u.dtype))
     backend.forward(block)
-    cols.weight, rows.grad = None, rows.zero_grad_buffer()
+    cols.weight = None
+    rows.grad = rows.zero_grad_buffer()
     backend.backward(block)
     scores = 10.0 * u[-m:].double() @ v.double().T
     assert float((rows.lse[-m:] - scores.logsumexp(1)).abs().max()) <= 5e-5  # 1.9e-5 on an H100

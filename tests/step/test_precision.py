@@ -68,7 +68,8 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ALONE)
-    before, calls = copy.deepcopy(run.train_step.model.state_dict()), []
+    before = copy.deepcopy(run.train_step.model.state_dict())
+    calls = []
 
     def signalled() -> None:
         calls.append(1)

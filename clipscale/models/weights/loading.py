@@ -41,7 +41,7 @@ DECODER = "text_decoder."
 POOLED = ("visual.ln_post.", "visual.proj")
 # Beginnings of a captioner's weights that CLIP's towers do not have.
 NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
-# Weights that a tower of another task may lack or have besides: its classifier, our projection.
+# Weights that a tower of another task may lack, or have in addition: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 

@@ -92,7 +92,12 @@ class Prediction:
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
         known = sizes.index(self.local)
-        first, end = (known + 1, len(sizes)) if self.fits(self.local) else (0, known)
+        first = 0
+        end = len(sizes)
+        if self.fits(self.local):
+            first = known + 1
+        else:
+            end = known
         # False, for sizes that fit, sorts before True
         num_fitting = bisect(sizes, False, first, end, key=lambda size: not self.fits(size))
         return sizes[num_fitting - 1] * self.config.ranks if num_fitting else 0

@@ -122,7 +122,8 @@ def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> N
     """Folders without end, a little at a time: each answer is progress."""
     (tmp_path / "0.tar").write_bytes(5000 * tarfile.TarInfo("folder/").tobuf())
     web.faults = lambda number, _: "slow"
-    begun, problem = time.monotonic(), ReadFailure()
+    begun = time.monotonic()
+    problem = ReadFailure()
     assert not [*read_shard(f"{web.url}/0.tar", problem, store=Store(limit_s=0.5))]
     assert problem.reason == "unreachable_shard" and "no sample within data.timeout_s=0.5" in problem.detail
     assert time.monotonic() - begun < 30
