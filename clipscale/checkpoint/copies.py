@@ -22,7 +22,7 @@ from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
 from clipscale.common import files
-from clipscale.common.checkpoints import META, RESULT, check_address, checkpoints_of, step_of
+from clipscale.common.checkpoints import META, check_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
@@ -33,10 +33,11 @@ from clipscale.common.remote import (
     no_credentials,
     within_time,
 )
+from clipscale.common.run_records import METRICS, RESULT, RUN_RECORDS
 from clipscale.common.terminal import log_line
 from clipscale.robustness.moving_aside import move_records_aside
 
-COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
+COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 # Seconds of a copy before a run that waits for it says so.
 SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
@@ -134,7 +135,7 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
                         f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
                     ) from error
                 log_line(f"warning: checkpoint.copy: {error}")
-        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start will drop lines of later steps
+        if resume == "auto" and not (run / METRICS).exists():  # the start will drop lines of later steps
             copy_records(store, DirFileSystem(str(run), LOCAL))
     return False
 
@@ -159,7 +160,7 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
     """Copy the run's records. Each appears whole or not at all."""
     for name in source.find("", maxdepth=2):
-        if COPIED_RECORDS.fullmatch(name):
+        if COPIED_FILES.fullmatch(name):
             target.pipe_file(COPYING, source.cat_file(name))
             target.mv(COPYING, name)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from clipscale.common.checkpoints import Best, check_own, step_of
 from clipscale.common.errors import UserError
+from clipscale.common.files import UNFINISHED_END
+from clipscale.common.run_records import EVAL, RUN_RECORDS
 
 # Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"
@@ -16,8 +18,7 @@ COPYING = f".copying{TEMPORARY}"
 # Names of unfinished files that a killed run may leave.
 TEMPORARY_NAMES = re.compile(
     rf"{re.escape(COPYING)}"
-    r"|\.shared-[0-9a-f]{16}\.tmp"
-    r"|\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
+    rf"|\.(shared|{'|'.join(record.replaced for record in RUN_RECORDS if record.replaced)}){UNFINISHED_END}"
     r"|step_\d+(\.old)?\.tmp"
 )
 
@@ -56,7 +57,7 @@ def make_folder(run_dir: Path) -> None:
 
 def remove_temporary(run_dir: Path) -> None:
     """Remove what a killed run has left unfinished. The caller holds the run's lock."""
-    for folder in (run_dir, run_dir / "checkpoints", run_dir / "eval"):
+    for folder in (run_dir, run_dir / "checkpoints", run_dir / EVAL):
         for path in folder.glob(f"*{TEMPORARY}"):
             if TEMPORARY_NAMES.fullmatch(path.name):
                 discard(path)

@@ -8,9 +8,10 @@ from typing import cast
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.checkpoints import RESULT, check_own, check_place, path_of
+from clipscale.common.checkpoints import check_own, check_place, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import RunResult
+from clipscale.common.run_records import CONFIG, RESULT
 from clipscale.common.terminal import log_line, main_rank, show_task
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
@@ -86,7 +87,7 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
-        keys = changed_since(folder / "config.yaml", to_yaml(config)).keys() - {*NOT_TRAINED}
+        keys = changed_since(folder / CONFIG, to_yaml(config)).keys() - {*NOT_TRAINED}
         changed = any(not key.startswith((*set_by_weights, *NOT_TRAINED_SECTIONS)) for key in keys)
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None

@@ -10,17 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.files import visible_entries
+from clipscale.common.files import first_existing, visible_entries
+from clipscale.common.run_records import EVAL
 from clipscale.common.terminal import log_line
 
 # The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
 LOCK = "run.lock"
-# The file of a run's folder with what the run returned. It exists only when the run is complete.
-RESULT = "result.json"
 # Metrics that are better if they are lower.
 LOWER_IS_BETTER = ("loss", "caption_loss", "perplexity", "broken")
 # Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
@@ -47,7 +47,7 @@ def check_own(run: Path) -> None:
 
 def check_place(run: Path) -> None:
     """Raise UserError for a folder that cannot be made or written. Leaves nothing behind."""
-    there = next(path for path in (run, *run.absolute().parents) if path.exists())
+    there = first_existing(run)
     reason = ""
     if not there.is_dir():
         reason = "is a file"
@@ -100,19 +100,39 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
+class SetLabel(NamedTuple):
+    """The name of a set's results, `FOLDER/NAME (MARK) (MARK)`, in its parts."""
+
+    # The folders, then the name.
+    path: tuple[str, ...]
+    marks: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, label: str) -> Self:
+        path, *marks = label.split(" (")
+        return cls(tuple(path.split("/")), tuple(mark.removesuffix(")") for mark in marks))
+
+    def is_meant_by(self, short: "SetLabel") -> bool:
+        """Whether `short` names this set. It may leave out the first folders and the last marks."""
+        return self.path[-len(short.path) :] == short.path and self.marks[: len(short.marks)] == short.marks
+
+
 @dataclass(frozen=True)
 class Best:
     """Which of a run's checkpoints is the best one, by the results of the run's own evaluations."""
 
     run: Path
-    # `SET/METRIC`, as in RUN/eval/step_N.json. A set's addition in parentheses may be left out, and so may the folder
-    # before its name.
+    # `SET/METRIC`, as in RUN/eval/step_N.json. SET may leave out what `SetLabel.is_meant_by` says.
     goal: str
+
+    @property
+    def metric(self) -> str:
+        return self.goal.rpartition("/")[2]
 
     def labels(self, labels: Iterable[str]) -> list[str]:
         """The sets that the goal may mean, among these."""
-        name = self.goal.rpartition("/")[0]
-        return [label for label in labels if f"/{name} (" in f"/{label} ("]
+        short = SetLabel.parse(self.goal.rpartition("/")[0])
+        return [label for label in labels if SetLabel.parse(label).is_meant_by(short)]
 
     def label(self, labels: Iterable[str]) -> str | None:
         """The set that the goal means, among these; None if there is no such set."""
@@ -121,15 +141,14 @@ class Best:
     def results(self, step: int) -> dict[str, dict[str, float]]:
         """The metrics at a step of each set that the goal may mean. Empty: the step was not evaluated on any."""
         with suppress(*files.DAMAGED):
-            results = files.read_record(self.run / "eval" / f"step_{step:08d}.json")["results"]
+            results = files.read_record(self.run / EVAL / f"step_{step:08d}.json")["results"]
             return {label: dict(results[label]) for label in self.labels(results)}
         return {}
 
     def values(self, step: int) -> dict[str, float]:
         """The metric at a step, by the sets that the goal may mean. What was not measured, or is not a number, is left
         out."""
-        metric = self.goal.rpartition("/")[2]
-        found = {label: metrics.get(metric) for label, metrics in self.results(step).items()}
+        found = {label: metrics.get(self.metric) for label, metrics in self.results(step).items()}
         return {
             label: value for label, value in found.items() if isinstance(value, int | float) and not math.isnan(value)
         }
@@ -146,7 +165,7 @@ class Best:
             return None
         label = min(counts, key=lambda label: (-counts[label], len(label)))
         measured = {step: values_of_step[label] for step, values_of_step in values.items() if label in values_of_step}
-        choose = min if self.goal.rpartition("/")[2] in LOWER_IS_BETTER else max
+        choose = min if self.metric in LOWER_IS_BETTER else max
         return choose(measured, key=measured.__getitem__)
 
     def report_improvement(self, step: int, pending: int | None) -> bool:
@@ -176,7 +195,7 @@ def best_of(run: Path) -> Path:
         raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
     step = Best(run, goal).among(map(step_of, checkpoints_of(run)))
     if step is None:
-        raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / 'eval'}; give a step's number")
+        raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / EVAL}; give a step's number")
     return path_of(run, step)
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
+from clipscale.common.run_records import CONFIG
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -24,8 +25,15 @@ T = TypeVar("T")
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 # The safe one. That of libyaml, which PyYAML's wheels have, is ten times as fast.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Pattern of the end of an `unfinished_name`, after `.NAME`.
+UNFINISHED_END = r"-[0-9a-f]{16}\.tmp"
 # Names that operating systems put into folders. They are ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
+
+
+def unfinished_name(name: str) -> str:
+    """A name that no other file has, for a file that is not finished: `.NAME-HEX.tmp`."""
+    return f".{name}-{secrets.token_hex(8)}.tmp"
 
 
 @contextmanager
@@ -34,7 +42,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     It has the permissions of any new file, even if a library has replaced it by another meanwhile.
     """
-    temporary = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(unfinished_name(path.name[:40]))
     try:
         with temporary.open("xb") as file:
             yield file
@@ -78,6 +86,11 @@ def appears(path: Path, size: int, within_s: float) -> bool:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())  # in the encoding that its first bytes tell
+
+
+def first_existing(path: Path) -> Path:
+    """The path itself or the nearest of the folders above it that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def visible_entries(folder: Path) -> list[Path]:
@@ -161,6 +174,6 @@ def check_inside(path: Path, folder: Path) -> None:
 
 def settings_of_run(folder: Path) -> Record:
     """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     with to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return read_record(path)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from clipscale.common import files
 from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
+from clipscale.common.run_records import CONFIG
 from clipscale.common.units import file_name, nearest, run_folder
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
@@ -75,9 +76,9 @@ class EvalRunConfig(AnyModel):
 
 def runs_of_sweep(folder: Path) -> list[Path]:
     """The folders of a sweep's runs; empty if this is a run's folder, or no folder."""
-    if (folder / "config.yaml").exists():
+    if (folder / CONFIG).exists():
         return []
-    return sorted(path.parent for path in folder.glob("*/config.yaml"))
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def existing_run(run: str) -> Path:

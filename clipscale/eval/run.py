@@ -18,6 +18,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import EvalRecord, Metrics, Results
+from clipscale.common.run_records import EVAL
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
@@ -37,7 +38,7 @@ class ResultsFile:
 
     @property
     def path(self) -> Path:
-        return self.run_dir / "eval" / ("final.json" if self.step is None else f"step_{self.step:08d}.json")
+        return self.run_dir / EVAL / ("final.json" if self.step is None else f"step_{self.step:08d}.json")
 
     def record(self) -> EvalRecord:
         """What the file holds; no results where there is none."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.record import Results
+from clipscale.common.run_records import CONFIG, ENVIRONMENT, METRICS
 from clipscale.common.terminal import Progress, log_line
 from clipscale.log.environment import environment
 from clipscale.log.records import StepRecord, parsed_lines
@@ -42,18 +43,18 @@ def open_log(
     none are left, `env.json` and `config.yaml` stay as they are.
     """
     is_training = total is None or resume_step < total
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     run_dir.mkdir(parents=True, exist_ok=True)
-    move_folders_aside(run_dir / name for name in ("metrics.jsonl", "env.json", "config.yaml"))
+    move_folders_aside(run_dir / name for name in (METRICS, ENVIRONMENT, CONFIG))
     records, damaged = parsed_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:
         move_file_aside(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
-        files.write_json(run_dir / "env.json", {**environment(world), "resume_step": resume_step})
-    if is_training or not (run_dir / "config.yaml").exists():
-        files.write_text(run_dir / "config.yaml", settings)
+        files.write_json(run_dir / ENVIRONMENT, {**environment(world), "resume_step": resume_step})
+    if is_training or not (run_dir / CONFIG).exists():
+        files.write_text(run_dir / CONFIG, settings)
     sinks = open_sinks(run_dir, wandb, tensorboard, files.parse_yaml(settings), resume_step)
     return MetricLog(LastingLines(path.open("ab", buffering=0)), sinks, every=every, total=total)
 

@@ -10,6 +10,7 @@ from typing import TypedDict, cast
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord
+from clipscale.common.run_records import EVAL, METRICS
 
 
 class StepRecord(TypedDict, total=False):
@@ -68,7 +69,7 @@ def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
 
 def rate_of_step(run_dir: Path, step: int) -> float | None:
     """The learning rate of a step, by the run's records; None if they do not say."""
-    records, _ = parsed_lines(run_dir / "metrics.jsonl")
+    records, _ = parsed_lines(run_dir / METRICS)
     rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]
     return rates[0] if rates else None
 
@@ -76,7 +77,7 @@ def rate_of_step(run_dir: Path, step: int) -> float | None:
 def read_evaluations(run_dir: Path) -> list[EvalRecord]:
     """The contents of `eval/step_N.json`, by step."""
     records = []
-    for file in (run_dir / "eval").glob("step_*.json"):
+    for file in (run_dir / EVAL).glob("step_*.json"):
         with files.to_user_error("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
             step = int(file.stem.removeprefix("step_"))

@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipscale.common import files
-from clipscale.common.checkpoints import RESULT, checkpoints_of, step_of
+from clipscale.common.checkpoints import checkpoints_of, step_of
 from clipscale.common.files import DAMAGED, reason_of
+from clipscale.common.run_records import EVAL, METRICS, RESULT, RUN_RECORDS
 from clipscale.common.units import unused_path
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# Files and folders of a run beside its checkpoints. The first three hold its measurements.
-RUN_RECORDS = (
-    "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
-)  # fmt: skip
 
 
 # ---- damaged records ----
@@ -70,12 +66,12 @@ def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> 
 
 def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
     """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say `why`."""
-    records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
-    if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
+    records = [record for record in RUN_RECORDS if (run_dir / record.name).exists()]
+    if any(record.is_measurement and (run_dir / record.name).stat().st_size for record in records):
         aside = unused_path(run_dir / "earlier")
         aside.mkdir()
-        for path in records:
-            path.rename(aside / path.name)
+        for record in records:
+            (run_dir / record.name).rename(aside / record.name)
         log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
 
 
@@ -88,8 +84,8 @@ def move_later_aside(run_dir: Path, step: int) -> None:
         aside = unused_path(run_dir / "earlier")
         aside.mkdir()
         with suppress(FileNotFoundError):
-            shutil.copy(run_dir / RUN_RECORDS[0], aside)
-        for path in run_dir.glob("eval/step_*.json"):
+            shutil.copy(run_dir / METRICS, aside)
+        for path in (run_dir / EVAL).glob("step_*.json"):
             if re.fullmatch(r"step_\d+", path.stem) and step_of(path.with_suffix("")) > step:
                 path.rename(aside / path.name)
         log.warning(

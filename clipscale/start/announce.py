@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+from clipscale.common.run_records import CONFIG
 from clipscale.common.terminal import log_line
 from clipscale.config.train import batch_exceeds_data, beyond_published, changes_since, samples_of
 from clipscale.distributed.world import World
@@ -74,7 +75,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
 
 def changes_of(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = read_or_move_aside(settled.folder / "config.yaml", partial(changes_since, settings=settled.yaml)) or []
+    changes = read_or_move_aside(settled.folder / CONFIG, partial(changes_since, settings=settled.yaml)) or []
     before = rate_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
     if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):

@@ -1,7 +1,6 @@
 """Checks that all ranks see the run's folder. Otherwise each host would keep its own part of every checkpoint."""
 
 import logging
-import secrets
 import socket
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def check_shared(folder: Path, world: World) -> None:
         return
 
     def begin() -> tuple[str, str]:
-        name = f".shared-{secrets.token_hex(8)}.tmp"
+        name = files.unfinished_name("shared")
         with files.to_user_error("run", folder, "choose another run=PATH"):
             (folder / name).write_text(name)
         return name, socket.gethostname()

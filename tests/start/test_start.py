@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from clipscale.cli import train as verb
-from clipscale.common.checkpoints import RESULT
 from clipscale.common.errors import UserError
+from clipscale.common.run_records import RESULT
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig

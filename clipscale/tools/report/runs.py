@@ -10,6 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.printable import printable
 from clipscale.common.record import EvalRecord, Record
+from clipscale.common.run_records import ENVIRONMENT, METRICS
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.expected import SOURCE, bands_of
@@ -55,8 +56,8 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 def _read(folder: Path) -> Run:
     config = files.settings_of_run(folder)
     with files.to_user_error("the run's records", folder, "restore them, or move them away"):
-        files.check_inside(folder / "metrics.jsonl", folder)
-        records = read_metrics(folder / "metrics.jsonl")
+        files.check_inside(folder / METRICS, folder)
+        records = read_metrics(folder / METRICS)
         seconds = accumulate(record["batch"] / (record.get("samples_per_s_wall") or inf) for record in records)
         rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
         row_of_step = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
@@ -68,7 +69,7 @@ def _read(folder: Path) -> Run:
                 row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
             rows.append(row)
         settings = {name: as_typed(value) for name, value in flat(config)}
-        environment = files.read_record(folder / "env.json")
+        environment = files.read_record(folder / ENVIRONMENT)
         published = config.get("expected", {})
         expected = Expected(bands_of(published), str(published.get(SOURCE, "")))
         line = expected.line(evaluations[-1]["results"]) if evaluations else ""
