@@ -126,7 +126,9 @@ class TrainLoop:
                 show_task(f"step {step}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
-            result = train_step.run(batch, self.stream, step, save=overdue, poll=self.make_poll(len(batch)))
+            result = train_step.run(
+                batch, self.stream, step, save=overdue, before_chunk=self.make_before_chunk(len(batch))
+            )
         self.step = step  # what fails from here on undoes nothing
         self.loss = result.loss
         stage = ready.stage
@@ -135,8 +137,8 @@ class TrainLoop:
         train_step.set_keep_budget(result.timer)
         return result.next_step
 
-    def make_poll(self, local_batch: int) -> Callable[[], None]:
-        """What a step calls before each chunk. It never waits for the device.
+    def make_before_chunk(self, local_batch: int) -> Callable[[], None]:
+        """The function that a step calls before each chunk. It never waits for the device.
 
         It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous
         step as soon as the device has finished it.
@@ -144,12 +146,12 @@ class TrainLoop:
         chunks = count()
         records = self.ready.records
 
-        def poll() -> None:
+        def before_chunk() -> None:
             self.signal_poller.poll()
             records.poll()
             records.progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
 
-        return poll
+        return before_chunk
 
     def evaluate(self) -> Results:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json. A collective."""

@@ -37,9 +37,9 @@ class BatchEncoder(Protocol):
     def chunk_loss_weight(self) -> float:
         """The weight of the chunks' own losses in the gradients of this batch."""
 
-    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """First pass: the features of the batch, as the cache's loss takes them; and the captions. Perhaps a
-        collective; see StepInputs. `poll`: called before each chunk."""
+        collective; see StepInputs. `before_chunk`: called before each chunk."""
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The features of images and of captions, (N, D) each, from those of `encode`."""
@@ -62,10 +62,10 @@ class TowerBatchEncoder:
     def chunk_loss_weight(self) -> float:
         return 0.0  # the towers' chunks have no loss of their own
 
-    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        image_features = self.cache.encode_tower(0, self.inputs.images(batch), poll)
+    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
         texts = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, texts, poll)], texts
+        return [image_features, self.cache.encode_tower(1, texts, before_chunk)], texts
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         images, texts = features
@@ -102,13 +102,13 @@ class PairBatchEncoder:
     def chunk_loss_weight(self) -> float:
         return self.caption_weight / self.num_tokens
 
-    def encode(self, batch: HostBatch, poll: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if frozen(self.image):
             reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
             pairs.images = FrozenImages(pairs.images, self.image, self.autocast, reserved)
-        features = self.cache.encode_tower(0, pairs, poll, reserved=reserved)
+        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
         self.num_tokens = self.inputs.num_caption_tokens(batch)

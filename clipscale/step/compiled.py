@@ -96,7 +96,7 @@ def run_every_pass(
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
         for sync in (False, True):
-            with batch_norm_preserved(tower), precision.autocast(), weights.used(True, sync):
+            with batch_norm_preserved(tower), precision.autocast(), weights.used(builds_graph=True, sync=sync):
                 both_passes(tower, inputs)
 
 

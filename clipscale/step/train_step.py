@@ -99,7 +99,7 @@ class TrainStep:
         return self.encoder.inputs
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, step: int, *, save: bool, poll: Callable[[], None]
+        self, batch: HostBatch, stream: TrainStream, step: int, *, save: bool, before_chunk: Callable[[], None]
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -107,15 +107,15 @@ class TrainStep:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1, for messages.
             save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
-            poll: called before each chunk of both passes. What it raises ends the step.
+            before_chunk: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
-        and what `poll` raises.
+        and what `before_chunk` raises.
         """
         timer = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, texts = self.encoder.encode(batch, poll)
+            features, texts = self.encoder.encode(batch, before_chunk)
         statistics = self.statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
@@ -124,7 +124,7 @@ class TrainStep:
         # The message travels during the replay.
         next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
         with self.phase(timer, "replay", step):
-            self.cache.replay(poll, chunk_loss_weight=self.encoder.chunk_loss_weight)
+            self.cache.replay(before_chunk, chunk_loss_weight=self.encoder.chunk_loss_weight)
         with self.phase(timer, "optim", step):
             numbers = self.finish(self.encoder.losses(value), stream, step)
         return StepResult(

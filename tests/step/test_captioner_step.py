@@ -119,7 +119,7 @@ def last_of(
     pixels, tokens, taught = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in samples)
     batch = host_batch(pixels, tokens, taught, teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None)
-    return [step.run(batch, stream, number, save=False, poll=lambda: None) for number in numbers][-1]
+    return [step.run(batch, stream, number, save=False, before_chunk=lambda: None) for number in numbers][-1]
 
 
 class Answer(NamedTuple):

@@ -1,6 +1,6 @@
 """Casts weights once for all passes of a step in chunks. Autocast would cast them in every pass: models/linear.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ class CastWeights:
     replay                                  cast      the backward pass adds it to `.grad`
     the same two, DDP summing over ranks    not cast  autograd's own, which DDP's hooks see
 
-    That `.grad` is one tensor in the whole step (see `gradient_of`), because kept graphs hold it.
+    That `.grad` is one tensor in the whole step (see `accumulator`), because kept graphs hold it.
     """
 
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
@@ -49,34 +49,38 @@ class CastWeights:
         self.gradients.clear()
 
     @contextmanager
-    def used(self, builds_graph: bool, sync: bool) -> Iterator[None]:
+    def used(self, *, builds_graph: bool, sync: bool) -> Iterator[None]:
         """Around a pass of one chunk: the layers use their cast weights.
 
         `builds_graph`: the pass has a backward pass, now or later, which adds to the weights' `.grad`. `sync`: that
         backward pass sums the gradients over ranks. DDP then needs autograd's own gradients, so nothing is cast.
         """
-        layers = [] if builds_graph and sync and self.is_ddp else self.layers
-        casts = [
-            (layer, cast._replace(accumulates=builds_graph and layer.weights()[0].requires_grad))
-            for layer, cast in layers
-        ]
-        trained = [layer.weights()[0] for layer, cast in casts if cast.accumulates]
-        try:
-            for weight in trained:
-                weight.grad = self.gradient_of(weight)
-            for layer, cast in casts:
-                layer.cast = cast
+        if builds_graph and sync and self.is_ddp:
             yield
-            self.gradients |= {weight: weight.grad for weight in trained if weight.grad is not None}
-        finally:
-            for layer, _ in layers:
-                layer.cast = None
+        elif builds_graph:
+            with casting(self.layers, accumulates=True), self.accumulating():
+                yield
+        else:
+            with casting(self.layers, accumulates=False):
+                yield
 
-    def gradient_of(self, weight: Tensor) -> Tensor:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step."""
+        weights = [layer.weights()[0] for layer, _ in self.layers]
+        trained = [weight for weight in weights if weight.requires_grad]
+        for weight in trained:
+            weight.grad = self.accumulator(weight)
+        yield
+        self.gradients |= {weight: weight.grad for weight in trained if weight.grad is not None}
+
+    def accumulator(self, weight: Tensor) -> Tensor:
         """The tensor to which a pass adds the weight's gradient, with the present value of `.grad`.
 
-        It is the same tensor in all passes of a step, because kept graphs hold it. In between, somebody else may have
-        set `.grad` to None or to another tensor.
+        Between the passes of a step somebody else may have set `.grad` to None or to another tensor:
+
+        first pass of the step   `.grad`, or zeros if it is None
+        later passes             the same tensor; if `.grad` is not that tensor, with the value of `.grad`, or zeros
         """
         gradient = self.gradients.get(weight)
         if gradient is None:
@@ -84,6 +88,19 @@ class CastWeights:
         if weight.grad is None:
             return gradient.zero_()
         return gradient if weight.grad is gradient else gradient.copy_(weight.grad)
+
+
+@contextmanager
+def casting(layers: Sequence[tuple[CastLayer, Cast]], *, accumulates: bool) -> Iterator[None]:
+    """Inside, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to `.grad`."""
+    try:
+        for layer, cast in layers:
+            weight, _ = layer.weights()
+            layer.cast = cast._replace(accumulates=accumulates and weight.requires_grad)
+        yield
+    finally:
+        for layer, _ in layers:
+            layer.cast = None
 
 
 def layers_to_cast(

@@ -45,12 +45,12 @@ class NestedTensors:
         return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
 
 
-def lazy_input(batch: object) -> LazyInput:
+def lazy_input(tower_input: object) -> LazyInput:
     """The input as a `LazyInput`. Raises ValueError for an input without tensors, or with tensors of unequal length."""
     # Tensors, and some mappings, have a method `chunk` of another meaning.
-    if isinstance(batch, LazyInput) and not isinstance(batch, Tensor | Mapping):
-        return batch
-    tree = _with_dicts(batch)
+    if isinstance(tower_input, LazyInput) and not isinstance(tower_input, Tensor | Mapping):
+        return tower_input
+    tree = _with_dicts(tower_input)
     lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
     if not lengths:
         raise ValueError("an input holds no tensor (a tokenizer of transformers gives them by return_tensors='pt')")

@@ -13,9 +13,8 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
       ├ TowerBatchEncoder.encode                     step/batch_encoder.py: which input goes to which tower
       │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
-      │     └ TowerPasses.encode_chunk               again without a graph, if memory is short
-      │       └ KeptGraphs.first_pass                kept_graphs.py: the graph is kept, measured, or not built
-      │         └ TowerPasses.run                    calls the encoder
+      │     └ KeptGraphs.first_pass                  kept_graphs.py: the graph is kept, measured, or not built
+      │       └ TowerPasses.run                      calls the encoder
       ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
       └ GradCache.replay                             3. here
         └ TowerPasses.replay                         the loop over chunks, backward pass included
@@ -137,12 +136,12 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
-        return [self.encode_tower(i, batch, before_chunk) for i, batch in enumerate(inputs)]
+        return [self.encode_tower(i, tower_input, before_chunk) for i, tower_input in enumerate(inputs)]
 
     def encode_tower(
-        self, i: int, batch: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
+        self, i: int, tower_input: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
     ) -> Tensor:
-        """The first pass of tower i, after those of all earlier towers; see `encode`.
+        """The first pass of tower i, after all earlier towers have had theirs; see `encode`.
 
         `reserved`: bytes of `keep_bytes` that are not for graphs.
         """
@@ -150,7 +149,7 @@ class GradCache:
         # later towers are alive.
         used = sum(max(1, tower.graphs.num_kept) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
         keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used + reserved)
-        return self.towers[i].encode(batch, self.chunks[i], keep, before_chunk)
+        return self.towers[i].encode(tower_input, self.chunks[i], keep, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.

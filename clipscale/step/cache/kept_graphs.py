@@ -81,7 +81,8 @@ class KeptGraphs:
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
-    a graph does not fit after all:               `out_of_memory`; `GradCache` keeps none from then on
+    a graph does not fit after all:               `first_pass` goes on without it and notes `out_of_memory`;
+                                                  `GradCache` keeps none from then on
     """
 
     # The outputs of the kept chunks, in order; they hold the graphs.
@@ -108,18 +109,39 @@ class KeptGraphs:
         self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], *, is_collective: bool) -> Tensor:
+    def first_pass(
+        self,
+        i: int,
+        encode: Callable[[], ChunkOutput],
+        encode_again: Callable[[], ChunkOutput] | None,
+        *,
+        is_collective: bool,
+    ) -> Tensor:
         """The representations of chunk i, detached; its graph is treated by `policy`.
 
-        `is_collective`: the pass communicates, so this rank cannot repeat it alone. It looks at the free memory
-        first, and keeps no more graphs if there is too little. Any other pass is tried, and when it runs out of memory
-        `TowerPasses.encode_chunk` repeats it without a graph. DDP's has to be tried: DDP rebuilds its buckets after the
-        first graph, on all ranks together.
+        `encode_again`: repeats the pass with the same random numbers; None if this rank alone cannot repeat it. Where
+        the memory is short for the chunk's graph:
+
+        a pass that `is_collective`   its memory is looked at beforehand; this rank keeps no more graphs
+        one that can be repeated      is tried, drops all graphs, and is repeated without one. DDP's has to be tried:
+                                      DDP rebuilds its buckets after the first graph, on all ranks together
+        any other                     is tried, and raises OutOfMemoryError
         """
         if is_collective and i < self.num_kept and not self._has_memory():
             self.num_kept = i
             self.out_of_memory = True
-        match self.policy(i, is_collective=is_collective):
+        try:
+            return self._encode(encode, self.policy(i, is_collective=is_collective))
+        except torch.OutOfMemoryError:
+            if i >= self.num_kept or encode_again is None:
+                raise
+        # Behind the handler: until it ends, the error holds the tensors of the failed pass.
+        self.drop()
+        return self._encode(encode_again, self.policy(i, is_collective=False))
+
+    def _encode(self, encode: Callable[[], ChunkOutput], policy: GraphPolicy) -> Tensor:
+        """The representations of a chunk, detached."""
+        match policy:
             case GraphPolicy.KEEP:
                 out = encode()
                 self.outputs.append(out)

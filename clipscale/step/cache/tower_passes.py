@@ -53,27 +53,33 @@ class TowerPasses:
 
     @property
     def trained(self) -> bool:
+        """Whether the encoder has a second pass."""
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(self, batch: object, size: int, keep: KeepBudget, poll: Callable[[], None]) -> Tensor:
-        """First pass, in chunks of `size`. `keep`: for this tower's graphs. `poll`: called before each chunk."""
-        num_rows = self.start_step(batch, size, keep)
+    def encode(self, tower_input: object, size: int, keep: KeepBudget, before_chunk: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`: the representations of all rows. `keep`: for this tower's graphs."""
+        num_rows = self.start_step(tower_input, size, keep)
+        may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
-            poll()
+            before_chunk()
             self.random_states.append(RandomState.now())
-            builds_graph = self.graphs.builds(i)
             sync = self.synchronises and stop == num_rows
-            with chunk_context(self.encoder, False), self.weights.used(builds_graph, sync):
-                out = self.encode_chunk(i, partial(self.run, start, stop))
+            with chunk_context(self.encoder, False), self.weights.used(builds_graph=self.graphs.builds(i), sync=sync):
+                out = self.graphs.first_pass(
+                    i,
+                    partial(self.run, start, stop),
+                    partial(self.run_again, i) if may_repeat else None,
+                    is_collective=is_collective(self.encoder),
+                )
             if i == 0:
                 self.representations = out.new_empty((num_rows, *out.shape[1:]))
             self.representations[self.row_index(start, stop)] = out
         self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.trained)
 
-    def start_step(self, batch: object, size: int, keep: KeepBudget) -> int:
+    def start_step(self, tower_input: object, size: int, keep: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
-        inputs = lazy_input(batch)
+        inputs = lazy_input(tower_input)
         num_rows = len(inputs)
         if num_rows == 0:
             raise ValueError("an empty batch has no gradient")
@@ -93,18 +99,7 @@ class TowerPasses:
         self.weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 
-    def encode_chunk(self, i: int, encode: Callable[[], ChunkOutput]) -> Tensor:
-        """The first pass of chunk i. If a kept graph runs out of memory, drop all of them and encode again."""
-        try:
-            return self.graphs.first_pass(i, encode, is_collective=is_collective(self.encoder))
-        except torch.OutOfMemoryError:
-            if i >= self.graphs.num_kept or not can_rerun(self.encoder):
-                raise
-        self.graphs.drop()
-        self.random_states[i].restore()
-        return self.graphs.first_pass(i, encode, is_collective=False)
-
-    def replay(self, poll: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
@@ -115,16 +110,15 @@ class TowerPasses:
         if gradient is None:
             return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
-            for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
-                poll()
+            for i, (start, stop) in enumerate(self.spans):
+                before_chunk()
                 sync = self.synchronises and stop == self.spans[-1][1]
-                with chunk_context(self.encoder, sync), self.weights.used(True, sync):
+                with chunk_context(self.encoder, sync), self.weights.used(builds_graph=True, sync=sync):
                     if self.graphs.outputs:
                         out = self.graphs.outputs.pop(0)
                         out = rearm_ddp_sync(self.encoder, out) if sync else out
                     else:
-                        random.restore()
-                        out = self.run(start, stop)
+                        out = self.run_again(i)
                     backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
@@ -159,6 +153,11 @@ class TowerPasses:
         if loss is not None and loss.shape != ():
             raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
         return ChunkOutput(out, loss)
+
+    def run_again(self, i: int) -> ChunkOutput:
+        """Another forward pass over chunk i, with the random numbers of its first one."""
+        self.random_states[i].restore()
+        return self.run(*self.spans[i])
 
     def row_index(self, start: int, stop: int) -> slice | Tensor:
         """The rows of the batch in a chunk."""
