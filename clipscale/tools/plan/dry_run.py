@@ -22,7 +22,7 @@ from clipscale.loss.objective import auto_exchange
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_of
 from clipscale.models.lean import LeanDecoder
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import ClipModel, build_model, frozen
 from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.batch_encoder import PairBatchEncoder
@@ -144,6 +144,16 @@ class DryRun:
         """Bytes of a row of each tower's input."""
         image, text = self.inputs
         return (image.nbytes + text.nbytes, 0) if self.is_captioner else (image.nbytes, text.nbytes)
+
+    @cached_property
+    def image_output_bytes(self) -> int:
+        """Bytes of what a captioner's frozen image tower gives the decoder for one image; 0 for other models."""
+        if not self.is_captioner or not frozen(self.model.image):
+            return 0
+        image, _ = self.inputs
+        with torch.no_grad(), self.step.precision.autocast():
+            outputs = self.model.image(torch.empty(1, *image.shape, dtype=image.dtype), with_tokens=True)
+        return sum(rows.nbytes for rows in outputs)
 
     @cached_property
     def passes(self) -> Callable[[int, int, bool, bool], ChunkMemory]:

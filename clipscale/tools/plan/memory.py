@@ -30,6 +30,7 @@ class StepMemory:
     before: dict[str, float]  # live bytes at the start of each phase
     peak: dict[str, float]  # of each stage: "encode image", "loss", ... A frozen tower has no "replay"
     kept: PerTower = (0, 0)  # chunks whose graphs are kept
+    kept_images: int = 0  # images of which a captioner keeps the outputs of its frozen tower
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
@@ -76,13 +77,14 @@ class StepModel:
             for count, share, chunk in zip(self.counts, replayed_share, self.passes)
         )
 
-    def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
-        """`kept`: chunks whose graphs stay until their tower's second pass."""
+    def memory(self, kept: PerTower = (0, 0), kept_images: int = 0) -> StepMemory:
+        """`kept`: chunks whose graphs stay until their tower's second pass; `kept_images`: images whose outputs do."""
         dry_run = self.dry_run
         features_per_row = 2 if dry_run.is_captioner else 1
         features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
         gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
         stays = [self.stays(i, features[i], kept[i]) for i in (0, 1)]
+        stays[0] += kept_images * dry_run.image_output_bytes
         live = float(dry_run.memory.state)
         before = {"encode": live}
         peak = {}
@@ -103,7 +105,7 @@ class StepModel:
             live += dry_run.memory.summed[i] - stays[i] - gradients[i]
         before["optim"] = live
         peak["optim"] = live + dry_run.memory.update
-        return StepMemory(before, peak, kept)
+        return StepMemory(before, peak, kept, kept_images)
 
     def stays(self, tower: int, features: float, kept: int) -> float:
         """Bytes that stay from a tower's first pass to its second one: its features, its kept graphs, and others."""
@@ -121,6 +123,12 @@ class StepModel:
         graphs = {f"replay {name}": chunk.graph for name, chunk in zip(TOWERS, self.passes)}
         highest = max(size - graphs.get(stage, 0) for stage, size in self.memory().peak.items())
         return max(0.0, most - highest)
+
+    def within(self, budget: float) -> StepMemory:
+        """The memory with what is kept in `budget` bytes: outputs of a frozen image tower first, then graphs."""
+        size = self.dry_run.image_output_bytes
+        kept_images = min(self.batch, int(budget // size)) if size else 0
+        return self.memory(self.kept(budget - kept_images * size), kept_images)
 
     def kept(self, budget: float) -> PerTower:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""

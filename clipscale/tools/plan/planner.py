@@ -67,7 +67,7 @@ class Prediction:
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
-        """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
+        """Memory of a step of `batch` samples on a rank, with what `cache.keep` keeps."""
         step = StepModel(self.dry_run, batch, self.chunk_sizes)
         keep = self.config.cache.keep_budget
         budget = keep.bytes
@@ -79,7 +79,7 @@ class Prediction:
                 share = MARGIN["cpu"]
                 free = (self.config.host_memory or free_memory()) / self.config.gpus
             budget = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
-        return step.memory(step.kept(budget))
+        return step.within(budget)
 
     def fits(self, batch: int) -> bool:
         """Whether `batch` samples on each rank fit, with these chunks."""
@@ -112,6 +112,11 @@ class Prediction:
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
         operations = step.operations(replayed_share)
+        kept = memory.kept
+        if dry_run.is_captioner:  # chunks of pairs
+            kept = kept[0], kept[0]
+            pairs = replayed_share[0]
+            replayed_share = [max(0.0, pairs - memory.kept_images / self.local), pairs]
         in_chunks = not all(step.only_chunk)
         min_seconds, time = step_time(
             config, self.gpu, dry_run, replayed_share, in_chunks=in_chunks, launches=operations
@@ -122,10 +127,6 @@ class Prediction:
             peak = memory.phase(name) + self.workspace
             phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
         peak = memory.highest + self.workspace
-        kept = memory.kept
-        if dry_run.is_captioner:  # chunks of pairs
-            kept = (kept[0], kept[0])
-            replayed_share = [replayed_share[0], replayed_share[0]]
         return {
             "fits": self.fits(self.local),
             "peak_bytes": peak,

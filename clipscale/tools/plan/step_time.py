@@ -70,7 +70,7 @@ def step_time(
 ) -> tuple[float, StepTime | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
-    `replayed_share`: by tower, the share of chunks with a second pass; `in_chunks`: more than one chunk; `launches`:
+    `replayed_share`: by tower, the share of inputs with a second pass; `in_chunks`: more than one chunk; `launches`:
     operations that the host of a GPU issues in the passes. For a CPU, whose peak is in no table: operations instead of
     seconds, and None. Also None for a model much smaller than all known ones.
     """
@@ -83,12 +83,11 @@ def step_time(
     has_second = dry_run.trained
     if dry_run.is_captioner:  # one encoder of both towers
         has_second = [True, True]
-        replayed_share = [replayed_share[0], replayed_share[0]]
     for trained, passes, inputs, share in zip(has_second, dry_run.flops, inputs_per_sample, replayed_share):
         if not trained:
             continue
         plain += inputs * passes.backward
-        if config.model.grad_checkpointing:
+        if config.model.grad_checkpointing and passes.backward:
             plain += inputs * passes.forward
         second += inputs * passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(has_second) else 1

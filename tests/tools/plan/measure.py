@@ -16,7 +16,6 @@ from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.start.build import batch_loss, build_step, writes_captions
-from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
@@ -90,23 +89,42 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     return memory
 
 
+class EqualRows:
+    """`StepInputs` of batches whose pixels and tokens are all 1."""
+
+    def __init__(self, step: TrainStep) -> None:
+        side = step.model.image_size
+        self.shapes = {torch.uint8: (3, side, side), torch.int32: (step.model.context_length,)}
+        self.is_resident = step.inputs.is_resident
+
+    def _rows(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        return torch.ones(stop - start, *self.shapes[dtype], dtype=dtype)
+
+    def _loader(self, dtype: torch.dtype, batch: range) -> ChunkLoader:
+        return ChunkLoader(partial(self._rows, dtype), len(batch), CPU, resident=self.is_resident)
+
+    def images(self, batch: range) -> ChunkLoader:
+        return self._loader(torch.uint8, batch)
+
+    def captions(self, batch: range, chunk: int) -> ChunkLoader:
+        return self._loader(torch.int32, batch)
+
+    def pairs(self, batch: range, chunk: int) -> tuple[PairLoader, ChunkLoader]:
+        texts = self.captions(batch, chunk)
+        return PairLoader(self.images(batch), texts), texts
+
+    def num_caption_tokens(self, batch: range) -> int:
+        return len(batch)
+
+
 def one_step(step: TrainStep, local: int) -> None:
     """A step as in clipscale.train. Garbage is collected before each phase."""
-    side = step.model.image_size
-    shapes = {torch.uint8: (3, side, side), torch.int32: (step.model.context_length,)}
-
-    def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones(j - i, *shapes[dtype], dtype=dtype)
-
     step.optimizer.zero_grad()
-    images, texts = (
-        ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=step.inputs.is_resident) for dtype in shapes
-    )
+    encoder: Any = step.encoder
+    encoder.inputs = EqualRows(step)
     gc.collect()
     with record_function("encode"):
-        features = step.cache.encode(
-            *([PairLoader(images, texts)] if isinstance(step.encoder, PairBatchEncoder) else [images, texts])
-        )
+        features, _ = encoder.encode(range(local), lambda: None)
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))

@@ -20,11 +20,10 @@ SMALL = 256 * 1024
 
 
 def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None) -> StepMemory:
-    """A step with the kept graphs that `cache.keep` bytes hold."""
+    """A step with what `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        step = StepModel(run, config.batch // ranks, (chunk, chunk))
-        return step.memory(step.kept(config.cache.keep_budget.bytes))
+        return StepModel(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_budget.bytes)
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:

@@ -87,6 +87,20 @@ def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
+def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_tokens_are_kept() -> None:
+    words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "model.image.train=none"]
+    again, half, once = (predicted(settings(*words, f"cache.keep={keep}"), search=False) for keep in (0, "14M", "56M"))
+    # 25 tokens and a feature, of 128 numbers in bf16.
+    size = 26 * 128 * 2
+    assert [plan["second_pass"]["image"] for plan in (again, half, once)] == pytest.approx([1.0, 0.5, 0.0], abs=0.1)
+    assert once["second_pass"]["text"] == 1.0
+    held = [plan["device"]["phases"]["replay"]["before_bytes"] for plan in (again, once)]
+    assert held[1] - held[0] == pytest.approx(4096 * size, rel=0.1)
+    times = [plan["least_step_s"] for plan in (again, half, once)]
+    assert times[0] > times[1] > times[2]
+
+
+@pytest.mark.usefixtures("of_any_size")
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
