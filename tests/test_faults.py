@@ -21,7 +21,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import read_yaml
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.shards import index, store
+from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
@@ -170,8 +170,9 @@ def test_what_ends_a_run_saves_first(
 def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses, resets, is silent, cuts answers off or gives wrong ones; all is counted."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name, value in {"REQUEST_BYTES": 8192, "MAX_WAIT_S": 0.01, "WAIT_S": 0.3}.items():
-        monkeypatch.setattr(store, name, value)
+    monkeypatch.setattr(store, "REQUEST_BYTES", 8192)
+    monkeypatch.setattr(store, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(requests, "WAIT_S", 0.3)
     paths = write_shards(tmp_path / "set", [40, 40])
     random = Random(7)
     with serving(Web(tmp_path)) as web:

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from clipscale.distributed.tower_blocks import blocks
 from clipscale.distributed.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
 
+# The stage of ZeRO, by the value of `launch.parallel`.
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
+
 
 class ShardedTower(nn.Module):
     """A sharded tower. Gradients are summed, not averaged: each rank has a share of the loss's gradient.

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.distributed.fsdp import shard_tower
+from clipscale.distributed.fsdp import ZERO_STAGES, shard_tower
 
 T = TypeVar("T")
 
@@ -175,8 +175,8 @@ class World:
             return tower
         if self.device.type == "cuda":
             tower = convert_sync_batchnorm(tower)
-        if parallel != "ddp":
-            return shard_tower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
+        if parallel in ZERO_STAGES:
+            return shard_tower(tower, self.mesh(), ZERO_STAGES[parallel], dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: dict[str, Any] = {_BROADCASTS_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)

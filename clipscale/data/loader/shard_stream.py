@@ -78,13 +78,20 @@ class ShardStream:
     """The usable samples of a shard stream, one after another. `open_shard_stream` makes it."""
 
     def __init__(
-        self, spec: WorkerSpec, stream: int, readers: Sequence[ShardReader], store: Store, set_status: SetStatus
+        self,
+        spec: WorkerSpec,
+        stream: int,
+        readers: Sequence[ShardReader],
+        store: Store,
+        broken: Counter[str],
+        set_status: SetStatus,
     ) -> None:
-        """`readers`: one for each source. `store` counts what is skipped, by its reason."""
+        """`readers`: one for each source. `broken` receives the skipped samples by reason."""
         self._spec = spec
         self._stream = stream
         self._readers = readers
         self._store = store
+        self._broken = broken
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream].samples
@@ -122,7 +129,7 @@ class ShardStream:
             try:
                 sample = self._decode(segment, item, row)
             except BrokenSampleError as error:
-                self._store.counts[error.reason] += 1
+                self._broken[error.reason] += 1
                 if self._count_broken(error, segment, item) > MAX_BROKEN_IN_SHARD:
                     reader.abandoned = segment
                 continue
@@ -192,8 +199,10 @@ class ShardStream:
         return self._visits[visit]
 
 
-def open_shard_stream(spec: WorkerSpec, stream: int, store: Store, set_status: SetStatus) -> ShardStream:
-    """A shard stream from its start in `spec` on. `store` opens the shards."""
+def open_shard_stream(
+    spec: WorkerSpec, stream: int, store: Store, broken: Counter[str], set_status: SetStatus
+) -> ShardStream:
+    """A shard stream from its start in `spec` on. `store` opens the shards, `broken` receives the skipped samples."""
     sources = spec.shards.sources
     start = spec.start_of[stream]
     if not isinstance(spec.shards.order, WeightedSources):
@@ -209,7 +218,7 @@ def open_shard_stream(spec: WorkerSpec, stream: int, store: Store, set_status: S
         ShardReader(source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}"))
         for source, position in zip(sources, starts, strict=True)
     ]
-    return ShardStream(spec, stream, readers, store, set_status)
+    return ShardStream(spec, stream, readers, store, broken, set_status)
 
 
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
@@ -225,7 +234,9 @@ class Report:
 
     step: int
     done: int
-    counts: Counter[str]  # skipped samples by reason, and events (EVENT), since the last report
+    # Since the last report: skipped samples by reason, and events that cost no sample.
+    broken: Counter[str]
+    events: Counter[str]
     # The positions of its streams after the batch; only in a batch's last report.
     positions: dict[int, StreamPosition] | None = None
 
@@ -233,11 +244,14 @@ class Report:
 class BatchFiller:
     """Fills one worker's rows of every local batch from its shard streams. `open_filler` makes it."""
 
-    def __init__(self, spec: WorkerSpec, arena: Arena, store: Store, streams: Mapping[int, ShardStream]) -> None:
-        """`store`: with which the streams read; it counts what they skip."""
+    def __init__(
+        self, spec: WorkerSpec, arena: Arena, store: Store, broken: Counter[str], streams: Mapping[int, ShardStream]
+    ) -> None:
+        """`store`: with which the streams read. `broken`: in which they count what they skip."""
         self._spec = spec
         self._arena = arena
         self._store = store
+        self._broken = broken
         self.streams = streams
         self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
@@ -280,8 +294,9 @@ class BatchFiller:
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """A report with the counts since the last one. Clears the counts."""
-        report = Report(step, done, Counter(self._store.counts))
-        self._store.counts.clear()
+        report = Report(step, done, Counter(self._broken), Counter(self._store.events))
+        self._broken.clear()
+        self._store.events.clear()
         return report
 
     def close(self) -> None:
@@ -293,6 +308,7 @@ def open_filler(
     spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
     """One worker's streams, ready to fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
-    store = Store(Counter(), poll, spec.config.timeout_s)
-    streams = {stream: open_shard_stream(spec, stream, store, set_status) for stream in spec.start_of}
-    return BatchFiller(spec, arena, store, streams)
+    store = Store(poll, spec.config.timeout_s)
+    broken: Counter[str] = Counter()
+    streams = {stream: open_shard_stream(spec, stream, store, broken, set_status) for stream in spec.start_of}
+    return BatchFiller(spec, arena, store, broken, streams)

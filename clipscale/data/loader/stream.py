@@ -27,7 +27,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcess, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
-from clipscale.data.shards.errors import CHANGED, EVENT
+from clipscale.data.shards.errors import CHANGED
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
@@ -84,7 +84,10 @@ class TrainStream:
         self._step = -1
         self._given_back = False
         self._batches: dict[int, PendingBatch] = {}
-        self._counts: Counter[str] = Counter()  # what the workers have counted so far
+        # What the workers have counted so far: skipped samples by reason, and events that cost no sample, such as a
+        # request that is repeated.
+        self.broken: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
         self._waited_s = 0.0
         self._defers = False
         self._poll: Callable[[], None] = lambda: None
@@ -99,31 +102,18 @@ class TrainStream:
         for step in range(len(self._arena.slots)):
             self._request(step)
 
-    @property
-    def broken(self) -> Counter[str]:
-        """Reason -> samples that this rank has skipped so far."""
-        return Counter({name: count for name, count in self._counts.items() if not name.startswith(EVENT)})
-
-    @property
-    def events(self) -> Counter[str]:
-        """Event -> how often it has happened. Events cost no sample, such as a repeated request."""
-        counts = self._counts.items()
-        return Counter({name.removeprefix(EVENT): count for name, count in counts if name.startswith(EVENT)})
-
     def record(self) -> LoaderRecord:
         """This rank's counts since the start, and `waited_s`, which it resets."""
-        broken = self.broken
-        events = self.events
         return {
-            "broken": broken.total(),
-            "faults": events.total(),
-            "waited_s": self.waited_s(),
+            "broken": self.broken.total(),
+            "faults": self.events.total(),
+            "waited_s": self.take_waited_s(),
             "host_pinned": self._arena.pinned,
-            "broken_by": dict(broken),
-            "faults_by": dict(events),
+            "broken_by": dict(self.broken),
+            "faults_by": dict(self.events),
         }
 
-    def waited_s(self) -> float:
+    def take_waited_s(self) -> float:
         """Seconds that this process has waited for samples since the last call. Resets them."""
         seconds = self._waited_s
         self._waited_s = 0.0
@@ -238,14 +228,14 @@ class TrainStream:
                 raise failure from error
             return
         for number, message in messages:
-            is_first_change = EVENT + CHANGED in message.counts and EVENT + CHANGED not in self._counts
-            if is_first_change:
+            if CHANGED in message.events and CHANGED not in self.events:
                 log.warning(
                     "data.train: shards have changed since they were indexed; they are read without their index, and "
                     "counted (%s of faults_by); run `clipscale data index` again",
                     CHANGED,
                 )
-            self._counts.update(message.counts)
+            self.broken.update(message.broken)
+            self.events.update(message.events)
             if message.positions is not None:
                 batch = self._batches[message.step]
                 batch.positions |= message.positions

@@ -146,7 +146,7 @@ def build_order(
     known_counts = [count for count in counts if count is not None]
     unknown = len(urls) - len(known_counts)
     if not unknown and not sum(known_counts):
-        listed = f" that {subset.setting} lists" if subset else ""
+        listed = f" that {subset.file.setting} lists" if subset else ""
         problem = f"the {len(urls)} shards hold no sample{listed}; {damage or RULE}"
         raise UserError(f"data.train={config.train}: {problem}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
@@ -154,7 +154,7 @@ def build_order(
             tuple(known_counts), share.batch, _streams(config, share, sum(known_counts), num_streams), seed, expected
         )
     if epochs:
-        listed = f" {subset.setting.removeprefix('data.')}" if subset else ""
+        listed = f" {subset.file.setting.removeprefix('data.')}" if subset else ""
         problem = (
             f"the samples of {unknown} of {len(urls)} shards are not known: run `clipscale data index SHARDS{listed}`"
         )

@@ -1,7 +1,5 @@
-"""The error of a shard, and the names of events that cost no sample."""
+"""The error of a shard, and an event that costs no sample."""
 
-# Prefix of the counters of events that cost no sample, such as repeated requests.
-EVENT = "event:"
 # The event of a shard that has changed since it was indexed, and is read without its index.
 CHANGED = "changed_shard"
 

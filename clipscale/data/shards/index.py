@@ -27,7 +27,8 @@ from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
 from clipscale.data.shards.errors import CHANGED, SourceError
 from clipscale.data.shards.reader import ReadFailure, read_shard
-from clipscale.data.shards.store import ObjectState, Store, local_state
+from clipscale.data.shards.requests import ObjectState
+from clipscale.data.shards.store import Store, local_state
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK_BYTES
 

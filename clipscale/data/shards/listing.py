@@ -21,7 +21,8 @@ from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnRank0, in_this_process
-from clipscale.data.shards.store import UNKNOWN_HOST, look_up
+from clipscale.data.shards.requests import UNKNOWN_HOST
+from clipscale.data.shards.store import look_up
 
 log = logging.getLogger(__name__)
 

@@ -48,24 +48,38 @@ class Table(NamedTuple):
         return hashlib.blake2b(self.rows.view("u1").data).hexdigest()
 
 
+class SubsetFile(NamedTuple):
+    """A file that lists samples, as a setting names it."""
+
+    # The value of the setting.
+    given: str
+    # Whether it is that of `data.sample_weights`; otherwise of `data.only_keys`.
+    has_weights: bool
+
+    @property
+    def setting(self) -> str:
+        """The setting with its value, for messages."""
+        return f"data.{'sample_weights' if self.has_weights else 'only_keys'}={self.given}"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.given).expanduser().absolute()
+
+
 @dataclass(frozen=True)
 class Subset:
     """The samples that a file lists. Pickles as the file's path: each process reads the file itself."""
 
-    # The setting that names the file, with its value.
-    setting: str
-    file: Path
+    file: SubsetFile
     # A digest of the file's path, size and time of change, and of what its index holds.
     name: str
-    # The arguments of `open_subset`.
-    arguments: tuple[str, str]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return open_subset, self.arguments
+        return open_subset, (self.file,)
 
     @property
     def table(self) -> Table:
-        return _read(self.setting, self.file, self.name)
+        return _read(self.file, self.name)
 
     def may_repeat(self, key: str) -> bool:
         """Whether the sample with this key, and any json, may come more than once in an epoch."""
@@ -88,20 +102,18 @@ class Subset:
         return float(rows[row]["weight"]) if rows.dtype == ROW else 1.0
 
 
-def open_subset(name: str, path: str) -> Subset:
-    """The subset of the setting `data.NAME`. Raises UserError if there is no such file."""
-    setting = f"data.{name}={path}"
-    file = Path(path).expanduser().absolute()
-    with to_user_error(f"{setting}: cannot be read"):
-        state = file.stat()
-    return Subset(setting, file, digest(f"{file} {state.st_size} {state.st_mtime_ns} weights"), (name, path))
+def open_subset(file: SubsetFile) -> Subset:
+    """The subset that a file lists. Raises UserError if there is no such file."""
+    with to_user_error(f"{file.setting}: cannot be read"):
+        state = file.path.stat()
+    return Subset(file, digest(f"{file.path} {state.st_size} {state.st_mtime_ns} weights"))
 
 
 def subset_of(config: DataConfig) -> Subset | None:
     """The subset of `data.only_keys` or `data.sample_weights`. Raises UserError if there is no such file."""
     if config.sample_weights is not None:
-        return open_subset("sample_weights", config.sample_weights)
-    return open_subset("only_keys", config.only_keys) if config.only_keys is not None else None
+        return open_subset(SubsetFile(config.sample_weights, has_weights=True))
+    return open_subset(SubsetFile(config.only_keys, has_weights=False)) if config.only_keys is not None else None
 
 
 def _digest(key: str) -> bytes:
@@ -109,26 +121,27 @@ def _digest(key: str) -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _read(setting: str, file: Path, name: str) -> Table:
+def _read(file: SubsetFile, name: str) -> Table:
     """The file's table. Raises UserError."""
-    with to_user_error(f"{setting}: cannot be read"):
-        if setting.startswith("data.sample_weights"):
-            return _weights(setting, file, name)
-        if file.suffix != ".npy":
-            keys = file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")  # as members' names are
+    with to_user_error(f"{file.setting}: cannot be read"):
+        if file.has_weights:
+            return _weights(file, name)
+        if file.path.suffix != ".npy":
+            text = file.path.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
+            keys = text.split("\n")
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
             return Table(np.unique(digests.view(PAIR)), by_uid=False)
-        pairs = np.lib.format.open_memmap(file, mode="r")
+        pairs = np.lib.format.open_memmap(file.path, mode="r")
     if pairs.dtype != PAIR or pairs.ndim != 1:
-        raise UserError(f"{setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
+        raise UserError(f"{file.setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
-        raise UserError(f"{setting}: its rows are not in order; sort and save them again with numpy")
+        raise UserError(f"{file.setting}: its rows are not in order; sort and save them again with numpy")
     return Table(pairs, by_uid=True)
 
 
-def _weights(setting: str, file: Path, name: str) -> Table:
+def _weights(file: SubsetFile, name: str) -> Table:
     """A table of weights. Writes its sorted rows to the user's cache. Raises UserError, and what pyarrow raises."""
-    table = parquet_file(file)
+    table = parquet_file(file.path)
     names = table.schema_arrow.names
     if "uid" in names:
         column = "uid"
@@ -137,7 +150,7 @@ def _weights(setting: str, file: Path, name: str) -> Table:
     else:
         column = ""
     if not column or "weight" not in names:
-        raise UserError(f"{setting}: has the columns {', '.join(names)}, not key or uid, and weight")
+        raise UserError(f"{file.setting}: has the columns {', '.join(names)}, not key or uid, and weight")
     cached = files.user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
         rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
@@ -150,13 +163,13 @@ def _weights(setting: str, file: Path, name: str) -> Table:
                 problem = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
             else:
                 problem = f"{twice.sum()} samples come twice"
-            raise UserError(f"{setting}: {problem}; give each sample one weight")
+            raise UserError(f"{file.setting}: {problem}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(cached) as new:  # several processes may write: the last one wins
             np.save(new, rows)
     rows = np.load(cached, mmap_mode="r")
     if not rows["weight"].any():
-        raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
+        raise UserError(f"{file.setting}: all weights are 0; nothing is left to train on")
     return Table(rows, column == "uid", math.ceil(rows["weight"].max()))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.data.shards import store
+from clipscale.data.shards import requests, store
 from tests.data.shards.web import Web, serving
 
 
@@ -14,7 +14,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shards take many requests, and retries hardly wait."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(store, "REQUEST_BYTES", 4096)
-    monkeypatch.setattr(store, "MIN_PROGRESS_BYTES", 1024)
+    monkeypatch.setattr(requests, "MIN_PROGRESS_BYTES", 1024)
     monkeypatch.setattr(store, "MAX_WAIT_S", 0.002)
 
 

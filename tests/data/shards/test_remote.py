@@ -15,10 +15,11 @@ from fsspec.config import conf
 from clipscale.checkpoint.copies import open_store
 from clipscale.common.errors import LoaderError
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import index, store
+from clipscale.data.shards import index, requests, store
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
-from clipscale.data.shards.store import Store, first_bytes
+from clipscale.data.shards.requests import first_bytes
+from clipscale.data.shards.store import Store
 from tests.conftest import Cap
 from tests.data.files import link, picture, sample, write_shards, write_tar
 from tests.data.shards.web import Web, serving
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def read(url: str) -> tuple[list[RawSample], ReadFailure, Counter[str]]:
-    problem, counts = ReadFailure(), Counter[str]()
-    return list(read_shard(url, problem, store=Store(counts))), problem, counts
+    problem, shards = ReadFailure(), Store()
+    return list(read_shard(url, problem, store=shards)), problem, shards.events
 
 
 def assert_reads(url: str, path: Path) -> Counter[str]:
@@ -82,10 +83,10 @@ def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: b
 def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB, of which a time limit leaves about 2."""
     path = write_shards(tmp_path, [7])[0]
-    monkeypatch.setattr(store, "WAIT_S", 0.2)
+    monkeypatch.setattr(requests, "WAIT_S", 0.2)
     web.faults = lambda number, _: "slow"
     assert_reads(f"{web.url}/{path.name}", path)
-    assert len(web.requests) < path.stat().st_size / store.MIN_PROGRESS_BYTES, "it goes on behind what came"
+    assert len(web.requests) < path.stat().st_size / requests.MIN_PROGRESS_BYTES, "it goes on behind what came"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_server_that_stays_away_ends_in_one_line(
     tmp_path: Path, web: Web, fault: str, wait_s: float, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_shards(tmp_path, [40])[0]
-    monkeypatch.setattr(store, "WAIT_S", wait_s)
+    monkeypatch.setattr(requests, "WAIT_S", wait_s)
     monkeypatch.setattr(store, "RETRIES", 2)
     web.faults = lambda number, _: fault
     samples, problem, counts = read(f"{web.url}/{path.name}")
@@ -250,8 +251,8 @@ def test_google_without_credentials_is_one_line_at_once(
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that takes connections and says nothing, and short limits."""
-    for name, value in {"WAIT_S": 0.5, "ANNOUNCE_S": 0.1}.items():
-        monkeypatch.setattr(store, name, value)
+    monkeypatch.setattr(requests, "WAIT_S", 0.5)
+    monkeypatch.setattr(store, "ANNOUNCE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield "http://{}:{}".format(*server.getsockname())
 
@@ -272,7 +273,7 @@ def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPat
     for name, value in {**names, "AWS_ENDPOINT_URL": silent}.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(store, "WAIT_S", 3.0)  # botocore is imported meanwhile
+    monkeypatch.setattr(requests, "WAIT_S", 3.0)  # botocore is imported meanwhile
     begun = time.monotonic()
     try:
         with refused(r"data\.train: s3://b/0\.tar: no answer .*; the server is silent"):

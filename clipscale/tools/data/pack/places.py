@@ -14,7 +14,7 @@ import fsspec
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_NAME_BYTES, BrokenSampleError
-from clipscale.data.shards.store import first_bytes
+from clipscale.data.shards.requests import first_bytes
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.pack.separated import PICTURE
 
