@@ -32,7 +32,7 @@ def read_values(path: Path) -> CheckpointState:
         return CheckpointState.of(read_meta(path)["values"])
 
 
-def verify(path: Path, rank: int = 0, world: int = 1) -> None:
+def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
     """Compare a rank's share of a checkpoint's files with their checksums. Raises UserError for a damaged one."""
     meta = read_meta(path)
 
@@ -45,7 +45,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
 
     # A signal leaves the pool at once, also where a disk is silent.
     with damage_to_user_error(path), ThreadPool(cores()) as threads:
-        threads.map(check, list(meta["files"])[rank::world])
+        threads.map(check, list(meta["files"])[rank::world_size])
 
 
 # ---- loading ----

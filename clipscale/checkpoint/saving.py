@@ -179,9 +179,9 @@ class Saver:
                 folder.remove(old)
 
 
-def assign_writers(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """The rank that writes each tensor: the largest tensors first, each to the rank with the fewest bytes so far."""
-    loads = [0] * world
+    loads = [0] * world_size
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = loads.index(min(loads))

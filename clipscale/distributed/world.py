@@ -236,16 +236,16 @@ def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores())
-    signals = None
+    signal_store = None
     if size > 1 and not dist.is_initialized():
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start while kernels fill the GPU
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first communicate
         backend, bound = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
-        store, signals = attempt_store(rank, size, timeout)
+        store, signal_store = attempt_store(rank, size, timeout)
         # With device_id NCCL connects now, not in the first step.
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
-    return World(rank, size, chosen, timeout, signals)
+    return World(rank, size, chosen, timeout, signal_store)
 
 
 def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
@@ -261,9 +261,9 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     rank0_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(address, port, is_master=rank0_hosts_store and rank == 0, timeout=timeout)
     prefix = agree_on_prefix(store, rank, size, timeout)
-    signals = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    signals.set_timeout(timedelta(seconds=SIGNAL_S))
-    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signals)
+    signal_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    signal_store.set_timeout(timedelta(seconds=SIGNAL_S))
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signal_store)
 
 
 def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -274,9 +274,9 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta)
         start = store.get(f"answers/{name}").decode()
         store.add(f"{start}/joined", 1)
         return start
-    until = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"{name}/joined", 0) < size - 1:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
         for other in range(1, size):
             # The question may be one of the last attempt. Then this attempt's rank asks again.

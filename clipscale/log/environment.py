@@ -51,7 +51,7 @@ def installed() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def environment(world: int = 1) -> Environment:
+def environment(world_size: int = 1) -> Environment:
     """What this process runs on."""
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     record: Environment = {
@@ -62,7 +62,7 @@ def environment(world: int = 1) -> Environment:
         "python": platform.python_version(),
         "versions": {"clipscale": clipscale.__version__} | installed(),
         "commit": _commit(),
-        "processes": world,
+        "processes": world_size,
         "cpus": cores(),
         "gpus": [gpu.name for gpu in gpus],
         "gpu_bytes": [gpu.total_memory for gpu in gpus],

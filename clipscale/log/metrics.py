@@ -34,7 +34,7 @@ def open_log(
     every: int = 1,
     settings: str,
     resume_step: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     total: int | None = None,
 ) -> "MetricLog":
     """Write `env.json` and `config.yaml` into the run's folder, and open its `metrics.jsonl` and the sinks.
@@ -52,7 +52,7 @@ def open_log(
         move_file_aside(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
-        files.write_json(run_dir / ENVIRONMENT, {**environment(world), "resume_step": resume_step})
+        files.write_json(run_dir / ENVIRONMENT, {**environment(world_size), "resume_step": resume_step})
     if is_training or not (run_dir / CONFIG).exists():
         files.write_text(run_dir / CONFIG, settings)
     sinks = open_sinks(run_dir, wandb, tensorboard, files.parse_yaml(settings), resume_step)

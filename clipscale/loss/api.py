@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from clipscale.common.units import nearest
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.distillation.objective import Distillation, Teacher, add_teachers
+from clipscale.loss.distillation.tile import TeacherSpec
 from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
 from clipscale.loss.runtime import LossRuntime
@@ -174,7 +175,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     )  # fmt: skip
     inputs = add_teachers(inputs, teachers)
     formula = Distillation(
-        teachers=tuple((a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
+        teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
     )
     chosen = "dense" if backend == "dense" else "tiled"
     mean = _mean(formula, inputs, exchange, chosen, module, group, check, machine or LossRuntime())

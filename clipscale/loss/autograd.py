@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,23 @@ def _weights(features: Tensor, weight: float, paired: int) -> Tensor:
     return weights
 
 
+class Needs(NamedTuple):
+    """Which inputs of a call need their gradient."""
+
+    images: bool
+    texts: bool
+    scale: bool
+    bias: bool
+    # One for each parameter of a similarity module.
+    module: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, needed: Sequence[bool]) -> "Needs":
+        """From one entry for each of `ContrastiveLoss`'s tensors."""
+        images, texts, scale, bias, *module = needed
+        return cls(images, texts, scale, bias, tuple(module))
+
+
 class ContrastiveLoss(torch.autograd.Function):
     """(call, images, texts, scale, bias, *the similarity's parameters) -> the mean over all ranks' rows.
 
@@ -89,18 +106,18 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
         with matmul_precision(call, images.device):
             rows, cols = call.local_blocks(images, texts)
-            rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
+            rows.subtrahend = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
-                grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
+                grads = gradients(call, rows, cols, inputs, Needs.of(needed), scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
             total = call.exchange.total(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(float(total), inputs))
-        rows.target = None
+        rows.subtrahend = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
         ctx.names = list(row_tensors), list(col_tensors)
@@ -124,13 +141,13 @@ class ContrastiveLoss(torch.autograd.Function):
             rows = Side(**dict(zip(row_names, sides)))
             cols = Side(**dict(zip(col_names, sides[len(row_names) :])))
             with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
-                grads = gradients(call, rows, cols, inputs, needed, grad_output / ctx.count)
+                grads = gradients(call, rows, cols, inputs, Needs.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
 def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
-    adds to `rows.target`."""
+    adds to `rows.subtrahend`."""
     if rows.weight is not None:
         rows.lse = rows.initial_lse()
     reductions = [] if cols.weight is None else [LOG_SUM_EXP]
@@ -140,9 +157,9 @@ def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedPara
 
 
 def local_value(rows: Side, cols: Side) -> Tensor:
-    """This rank's part of the sum of weighted log-sum-exps less targets, 0-d."""
-    assert rows.target is not None
-    value = -rows.target.sum()
+    """This rank's part of the sum of the weighted log-sum-exps, minus the subtrahends: 0-d."""
+    assert rows.subtrahend is not None
+    value = -rows.subtrahend.sum()
     for side in (rows, cols):
         if side.lse is not None and side.weight is not None:
             value += (side.weight * side.lse).sum()
@@ -154,33 +171,37 @@ def gradients(
     rows: Side,
     cols: Side,
     inputs: Sequence[Tensor],
-    needed: Sequence[bool],
+    needs: Needs,
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`,
-    None for an input that needs none.
+    """A collective: the inputs' gradients times `factor`, None for an input that needs none. One sweep of the backend's
+    backward function:
+
+        images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe
+        texts          the exchange's reduction GRAD, of all ranks' parts
+        scale          the backend's sum, if it makes one; else `_scale_grad`, from the gradient of the features
+        bias, module   the backend's sums, in `parameters`
 
     Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
     float32: the backward pass scales them later, which float16 could not hold.
     """
-    images, texts = inputs[:2]
-    needs_images, needs_texts, needs_scale = needed[:3]
-    parameters = parameters_with_sums(inputs[2:], needed[2:])
+    images, texts, *shared = inputs
+    parameters = parameters_with_sums(shared, needs)
     image_grad = None
-    if needs_images and needs_texts and _takes_stripes(call, rows):
+    if needs.images and needs.texts and _takes_stripes(call, rows):
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
         block_fn = make_striped_block_fn(call, rows, parameters, image_grad, factor)
     else:
-        if needs_images or (needs_scale and not needs_texts):
+        if needs.images or (needs.scale and not needs.texts):
             rows.grad = rows.zero_grad_buffer()
         block_fn = make_block_fn(call.backend.backward, call, rows, parameters)
-    reductions = [GRAD] if needs_texts else []
+    reductions = [GRAD] if needs.texts else []
     column_sums = call.exchange.sweep(cols, reductions, block_fn)
-    text_sum = column_sums.pop() if needs_texts else None
+    text_sum = column_sums.pop() if needs.texts else None
     multiply_([parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum], factor)
-    if needs_scale and parameters.scale_grad is None:  # no backend has summed it
+    if needs.scale and parameters.scale_grad is None:  # no backend has summed it
         parameters.scale_grad = _scale_grad(rows, cols, text_sum, parameters.scale)
-    if needs_images and rows.grad is not None:
+    if needs.images and rows.grad is not None:
         image_grad = rows.grad.to(_gradient_dtype(call, images))
     rows.grad = None  # its memory is free before the texts' gradient is cast
     text_grad = None if text_sum is None else text_sum.to(_gradient_dtype(call, texts))
@@ -207,17 +228,16 @@ def _takes_stripes(call: LossCall, rows: Side) -> bool:
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
-def parameters_with_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> SharedParameters:
+def parameters_with_sums(parameters: Sequence[Tensor], needs: Needs) -> SharedParameters:
     """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
     scale, bias, *module = parameters
-    needs_scale, needs_bias, *needs_module = needed
     return SharedParameters(
         scale,
         bias,
-        trains_scale=needs_scale,
-        bias_grad=bias.new_zeros((), dtype=torch.float64) if needs_bias else None,
+        trains_scale=needs.scale,
+        bias_grad=bias.new_zeros((), dtype=torch.float64) if needs.bias else None,
         module_grads=tuple(
-            to_sum_dtype(torch.zeros_like(p)) if needs else None for p, needs in zip(module, needs_module)
+            to_sum_dtype(torch.zeros_like(p)) if is_needed else None for p, is_needed in zip(module, needs.module)
         ),
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # The fields that another rank needs to use a Side as columns. Sums and gradients stay.
-WIRE_FIELDS = ("features", "keys", "lse", "teachers", "teacher_lse")
+WIRE_FIELDS = ("features", "keys", "lse", "teacher_features", "teacher_lse")
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Side:
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None if there is no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
-    teachers: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
+    teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
-    target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
+    subtrahend: Tensor | None = None  # (n,) float64, rows only: the loss is the log-sum-exps minus its sum
 
     def __len__(self) -> int:
         return len(self.features)

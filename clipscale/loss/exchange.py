@@ -140,9 +140,9 @@ def _make_subgroups(ranks_of_groups: list[list[int]]) -> Communicator:
 
 
 @cache
-def broadcast_from_rank0(group: dist.ProcessGroup, number: int, device: torch.device) -> int:
-    """A collective the first time: rank 0's number, on all ranks of the group. Later calls return it from the cache."""
-    received = torch.tensor(number, device=device)
+def broadcast_from_rank0(group: dist.ProcessGroup, value: int, device: torch.device) -> int:
+    """A collective the first time: rank 0's value, on all ranks of the group. Later calls return it from the cache."""
+    received = torch.tensor(value, device=device)
     dist.broadcast(received, group=group, group_src=0)
     return int(received)
 

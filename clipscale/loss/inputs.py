@@ -37,7 +37,7 @@ class Inputs:
         """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
         u = self.rows.features
         v = self.cols.features
-        teachers = self.rows.teachers
+        teacher_features = self.rows.teacher_features
         return {
             "number of images": len(u),
             "number of texts": len(v),
@@ -45,7 +45,7 @@ class Inputs:
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
             "number of captions of an image": self.captions.count,
-            "width of all teachers' features": 0 if teachers is None else teachers.shape[1],
+            "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
 
     def pad_features(self, step: int) -> "Inputs":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.common import ranks as launched
+from clipscale.common import ranks
 from clipscale.loss.exchange import Communicator
 from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
@@ -31,12 +31,12 @@ class LossRuntime:
         """`ranks_of_node`: ranks on each node; None to take it from torchrun or Slurm."""
         self.ranks_of_node = ranks_of_node
 
-    def nodes(self, ranks: int) -> int:
-        """The number of nodes that a group of `ranks` ranks spans; 1 if unknown, as for a subgroup."""
+    def nodes(self, group_size: int) -> int:
+        """The number of nodes that a group of this size spans; 1 if unknown, as for a subgroup."""
         node_size = self.ranks_of_node
-        if node_size is None and launched.under_launcher() and launched.size() == ranks:
-            node_size = launched.local_world_size(unknown=ranks)
-        return ranks // node_size if node_size and ranks % node_size == 0 else 1
+        if node_size is None and ranks.under_launcher() and ranks.size() == group_size:
+            node_size = ranks.local_world_size(unknown=group_size)
+        return group_size // node_size if node_size and group_size % node_size == 0 else 1
 
     def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:
         """See `Communicator.of`."""

@@ -154,8 +154,8 @@ def row_products(x: Tensor, y: Tensor, slabs_to_run: Callable[[Any], Any] = iter
     `slabs_to_run`: chooses the slabs to compute (LossRuntime.tiles_to_run).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    slab_numbers = 2**24 if x.is_cuda else 2**20
-    step = max(1, slab_numbers // x[0].numel())
+    slab_entries = 2**24 if x.is_cuda else 2**20
+    step = max(1, slab_entries // x[0].numel())
     slabs = zip(x.split(step), y.split(step), products.split(step))
     for a, b, out in slabs_to_run(slabs):
         out.copy_((to_sum_dtype(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))

@@ -16,13 +16,13 @@ class TileOps:
     scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        """Merge a tile into the log-sum-exps, and its positives into the rows' targets."""
+        """Merge a tile into the log-sum-exps, and its positives into the rows' subtrahends."""
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
-        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' targets if the value has terms
-        of single pairs.
+        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' subtrahends if the value has
+        terms of single pairs.
         """
         raise NotImplementedError

@@ -41,7 +41,7 @@ def announce(settled: SettledRun, components: Components, world: World) -> Metri
         every=sinks.every,
         settings=settled.yaml,
         resume_step=settled.step,
-        world=world.size,
+        world_size=world.size,
         total=components.schedule.end,
     )
     log_line(components.stream.memory)

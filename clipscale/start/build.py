@@ -141,11 +141,11 @@ def batch_loss(
     teachers: Sequence[TeacherFeatures] = (),
     *,
     repeats: bool = False,
-    machine: LossRuntime | None = None,
+    runtime: LossRuntime | None = None,
 ) -> BatchLoss:
     """The loss of the run's batches.
 
-    `repeats`: whether a sample may be in a batch twice. `machine`: where it runs; None for this machine.
+    `repeats`: whether a sample may be in a batch twice. `runtime`: where it runs; None for this machine.
     """
     return BatchLoss(
         model,
@@ -153,10 +153,10 @@ def batch_loss(
         objective=config.loss.objective,
         exchange=config.loss.exchange,
         backend=config.loss.backend,
-        sizes=tuple(config.loss.sizes),
-        captions=config.data.captions_per_step,
+        feature_sizes=tuple(config.loss.sizes),
+        captions_per_image=config.data.captions_per_step,
         uses_keys=config.data.same is not None or repeats,
-        machine=machine,
+        runtime=runtime,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
         distill_weights=config.distill.weights,
     )
@@ -185,7 +185,7 @@ def build_step(
     if writes_captions(config, model):
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         encoder = PairBatchEncoder(
-            make_cache([pairs], loss.of_pairs, chunks=[sizes.image]),
+            make_cache([pairs], loss.loss_of_pairs, chunks=[sizes.image]),
             StepInputs(world, is_resident, sort_captions, writes_captions=True),
             world,
             model.image,

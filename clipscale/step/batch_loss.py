@@ -21,9 +21,16 @@ MIN_LENGTH = 1e-3
 class BatchLoss:
     """The global mean of the loss, on every rank. The gradient is the sum of the ranks' gradients.
 
-    With `sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
-    whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are shorter
-    than MIN_LENGTH, they are divided by MIN_LENGTH.
+    With `feature_sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of
+    the whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are
+    shorter than MIN_LENGTH, they are divided by MIN_LENGTH.
+
+    What is computed of each size, with the weights (w, d) = `distill_weights`:
+
+        teachers   objective   value
+        none       any         `contrastive_loss`
+        some       softmax     `distillation_loss` with both weights: one softmax with mixed targets
+        some       any other   w * `contrastive_loss` + `distillation_loss` with the weights (0, d)
     """
 
     # The model, which has the logit scale and bias.
@@ -34,13 +41,13 @@ class BatchLoss:
     objective: str = "softmax"
     exchange: str = "auto"
     backend: str = "auto"
-    sizes: tuple[int, ...] = ()
+    feature_sizes: tuple[int, ...] = ()
     # How many texts of each image are its positives. Texts beyond them are hard negatives.
-    captions: int = 1
+    captions_per_image: int = 1
     # Whether samples with equal keys are not negatives of each other.
     uses_keys: bool = False
     # Where the loss runs; None for this machine.
-    machine: LossRuntime | None = None
+    runtime: LossRuntime | None = None
     # The logit scale of each teacher. Without teachers the loss is the pairs' alone.
     teacher_scales: tuple[float, ...] = ()
     # The weight of the pairs' loss, and of the distillation.
@@ -52,46 +59,60 @@ class BatchLoss:
         text_features: Tensor,
         *,
         keys: Tensor | None = None,
-        teachers: Sequence[Tensor] = (),
+        teacher_features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """`keys`: (N,) int64; see `uses_keys`. `teachers`: each one's features of pictures and captions, (N, 2, D)."""
+        """The loss of this rank's features, (N, D) each.
+
+        `keys`: (N,) int64; see `uses_keys`. `teacher_features`: of each teacher, of pictures and captions, (N, 2, D).
+        """
         keys = keys if self.uses_keys else None
-        scaled_teachers = [
+        teachers = [
             (features[:, 0], features[:, 1], scale)
-            for features, scale in zip(teachers, self.teacher_scales, strict=True)
+            for features, scale in zip(teacher_features, self.teacher_scales, strict=True)
         ]
         with self.autocast():
-            value = self._value(image_features, text_features, keys, scaled_teachers)
-            for size in self.sizes:
+            value = self._value(image_features, text_features, keys, teachers)
+            for size in self.feature_sizes:
                 images = unit_rows(image_features[:, :size], MIN_LENGTH)
                 texts = unit_rows(text_features[:, :size], MIN_LENGTH)
-                value = value + self._value(images, texts, keys, scaled_teachers)
+                value = value + self._value(images, texts, keys, teachers)
             return value
 
-    def of_pairs(self, features: Tensor, **targets: Any) -> Tensor:
-        """The loss of features of images and captions side by side, (N, 2, D). `targets`: as above."""
+    def loss_of_pairs(self, features: Tensor, **loss_options: Any) -> Tensor:
+        """The loss of features of images and captions side by side, (N, 2, D). `loss_options`: the other arguments."""
         images, texts = features.unbind(1)
-        return self(images.contiguous(), texts.contiguous(), **targets)
+        return self(images.contiguous(), texts.contiguous(), **loss_options)
 
     def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
-        """The contrastive loss, the distillation, or both."""
+        """The loss of features of one size, by the table above."""
         if not teachers:
             return self._contrastive(images, texts, keys)
         pair_weight, teacher_weight = self.distill_weights
-        is_one_softmax = self.objective == "softmax"  # then `distillation_loss` computes both
-        value = self.model.logit_scale.new_zeros(())
-        if pair_weight and not is_one_softmax:
-            value = pair_weight * self._contrastive(images, texts, keys)
-        return value + distillation_loss(
+        if self.objective == "softmax":
+            return self._distilled(images, texts, keys, teachers, self.distill_weights)
+        if not pair_weight:
+            return self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
+        contrastive = pair_weight * self._contrastive(images, texts, keys)
+        return contrastive + self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
+
+    def _distilled(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        keys: Tensor | None,
+        teachers: Sequence[Teacher],
+        weights: tuple[float, float],
+    ) -> Tensor:
+        return distillation_loss(
             images,
             texts,
             self.model.logit_scale.exp(),
             teachers,
-            (pair_weight if is_one_softmax else 0.0, teacher_weight),
+            weights,
             exchange=self.exchange,
             backend="auto" if self.backend == "triton" else self.backend,
             keys=keys,
-            machine=self.machine,
+            machine=self.runtime,
             check=False,
         )
 
@@ -105,7 +126,7 @@ class BatchLoss:
             exchange=self.exchange,
             backend=self.backend,
             keys=keys,
-            captions=self.captions,
-            machine=self.machine,
+            captions=self.captions_per_image,
+            machine=self.runtime,
             check=False,
         )

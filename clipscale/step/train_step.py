@@ -38,7 +38,7 @@ class LossOptions(TypedDict):
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
     # For each teacher (N, 2, D).
-    teachers: list[Tensor]
+    teacher_features: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class TrainStep:
         device = self.world.device
         return {
             "keys": batch.keys().to(device, non_blocking=True),
-            "teachers": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
+            "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
     def statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:

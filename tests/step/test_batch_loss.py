@@ -17,7 +17,7 @@ SCALE = torch.tensor(3.0)
 
 def with_sizes() -> BatchLoss:
     model: Any = SimpleNamespace(logit_scale=SCALE, logit_bias=None)
-    return BatchLoss(model, nullcontext, sizes=(4, 2))
+    return BatchLoss(model, nullcontext, feature_sizes=(4, 2))
 
 
 def rows(seed: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipscale.loss.autograd import LossCall, forward_sweep
 from clipscale.loss.block import SharedParameters, Side, sum_dtype
-from clipscale.loss.distillation.tile import DistillationTileOps
+from clipscale.loss.distillation.tile import DistillationTileOps, TeacherSpec
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, Softmax
@@ -38,8 +38,7 @@ class Distillation(Objective):
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
     pairwise: bool = False
-    # The feature width and the logit scale t of each teacher, whose features are side by side in Side.teachers.
-    teachers: tuple[tuple[int, float], ...] = ()
+    teachers: tuple[TeacherSpec, ...] = ()
     # The teachers' share of the targets. The rest is the pairs'.
     share: float = 1.0
 
@@ -67,28 +66,25 @@ def add_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
         dtype = torch.promote_types(images.dtype, texts.dtype)
     return replace(
         inputs,
-        rows=replace(inputs.rows, teachers=images.to(dtype)),
-        cols=replace(inputs.cols, teachers=texts.to(dtype)),
+        rows=replace(inputs.rows, teacher_features=images.to(dtype)),
+        cols=replace(inputs.cols, teacher_features=texts.to(dtype)),
     )
 
 
 @torch.no_grad()
 def add_teacher_lses(
-    inputs: Inputs, teachers: Sequence[tuple[int, float]], exchange: Exchange, runtime: LossRuntime
+    inputs: Inputs, teachers: Sequence[TeacherSpec], exchange: Exchange, runtime: LossRuntime
 ) -> Inputs:
-    """A collective: the inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64.
-
-    `teachers`: the feature width and the logit scale of each.
-    """
-    assert inputs.rows.teachers is not None and inputs.cols.teachers is not None
-    widths = [width for width, _ in teachers]
-    images_by_teacher = inputs.rows.teachers.split(widths, 1)
-    texts_by_teacher = inputs.cols.teachers.split(widths, 1)
+    """A collective: the inputs with the log-sum-exps of each teacher's scores over rows and columns, (n, K) float64."""
+    assert inputs.rows.teacher_features is not None and inputs.cols.teacher_features is not None
+    widths = [teacher.width for teacher in teachers]
+    images_by_teacher = inputs.rows.teacher_features.split(widths, 1)
+    texts_by_teacher = inputs.cols.teacher_features.split(widths, 1)
     softmax = Softmax((0.5, 0.5))
     backend = TorchBackend(softmax.make_tile_ops(), Dot(), runtime, dense=False)
     row_lses = []
     col_lses = []
-    for images, texts, (_, scale) in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
+    for images, texts, teacher in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
         teacher_inputs = replace(
             inputs,
             rows=Side(images, inputs.rows.keys),
@@ -97,7 +93,7 @@ def add_teacher_lses(
         )
         call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_blocks(images, texts)
-        teacher_scale = torch.tensor(scale, dtype=sum_dtype(images.dtype), device=images.device)
+        teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
         forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
         row_lses.append(rows.lse)

@@ -8,6 +8,7 @@ log-sum-exps, a and b their weights.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +18,28 @@ from clipscale.loss.similarity import product
 from clipscale.loss.softmax.tile import SoftmaxTileOps, positive_weights, weighted_probabilities
 
 
+class TeacherSpec(NamedTuple):
+    """A teacher's numbers. The features of all teachers are side by side, in `Side.teacher_features`."""
+
+    width: int
+    # Its logit scale: the multiplier itself.
+    scale: float
+
+
 class DistillationTileOps(SoftmaxTileOps):
     """Needs the log-sum-exps of the teachers' scores, in the blocks' `teacher_lse`."""
 
-    def __init__(self, teachers: Sequence[tuple[int, float]], share: float) -> None:
-        """`teachers`: the feature width and the logit scale of each. `share`: the teachers' share of the targets."""
+    def __init__(self, teachers: Sequence[TeacherSpec], share: float) -> None:
+        """`share`: the teachers' share of the targets."""
         self.teachers = teachers
         self.share = share
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        if tile.rows.target is not None:
+        if tile.rows.subtrahend is not None:
             weights = self._targets(tile, scores)
             masked = tile.masked_pairs()
             counted = scores if masked is None else scores.masked_fill(masked, 0)
-            tile.rows.target += (weights * counted).sum(1, dtype=torch.float64)
+            tile.rows.subtrahend += (weights * counted).sum(1, dtype=torch.float64)
         super().forward(scores, replace(tile, positive_offset=None), bound, scratch)
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
@@ -41,12 +50,12 @@ class DistillationTileOps(SoftmaxTileOps):
         """W (n, m), in the type of `like`."""
         weights = torch.zeros_like(like)
         masked = tile.masked_pairs()
-        widths = [width for width, _ in self.teachers]
+        widths = [teacher.width for teacher in self.teachers]
         scores = torch.empty_like(like)
-        for k, (_, scale) in enumerate(self.teachers):
-            images = _require(tile.rows.teachers).split(widths, 1)[k]
-            texts = _require(tile.cols.teachers).split(widths, 1)[k]
-            product(images, texts.T, scores, scale)
+        for k, teacher in enumerate(self.teachers):
+            images = _require(tile.rows.teacher_features).split(widths, 1)[k]
+            texts = _require(tile.cols.teacher_features).split(widths, 1)[k]
+            product(images, texts.T, scores, teacher.scale)
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):

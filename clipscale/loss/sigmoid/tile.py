@@ -13,14 +13,14 @@ from clipscale.loss.tile import TileOps
 
 
 class SigmoidTileOps(TileOps):
-    """There is no log-sum-exp: `rows.target` holds minus the loss of each row, since the value is -target.sum()."""
+    """Without a log-sum-exp the value is -rows.subtrahend.sum(), so a row's subtrahend is minus the row's loss."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positive_pairs()
         logits = scores.add_(tile.parameters.bias)
         logits[positives] = -logits[positives]  # -z (x + bias)
-        if tile.rows.target is not None:
-            tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
+        if tile.rows.subtrahend is not None:
+            tile.rows.subtrahend -= torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
         g = logits.sigmoid_()
         g[positives] = -g[positives]  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:

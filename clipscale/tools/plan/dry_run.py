@@ -222,7 +222,9 @@ class DryRun:
         self.step.cache.loss(
             *features,
             keys=torch.empty(batch, dtype=torch.int64),
-            teachers=[torch.empty(batch, *array.shape, dtype=getattr(torch, array.dtype)) for array in self.teachers],
+            teacher_features=[
+                torch.empty(batch, *array.shape, dtype=getattr(torch, array.dtype)) for array in self.teachers
+            ],
         ).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
@@ -239,7 +241,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime
     sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = batch_loss(config, model, precision, teachers_of(config, model), machine=machine)
+    loss = batch_loss(config, model, precision, teachers_of(config, model), runtime=machine)
     step = build_step(config, World(0, 1, CPU), model, precision, sizes, loss, sort_captions=False)
     if machine.capability:
         choose_foreach(step.optimizer)
