@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import DataError, LoaderError
-from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.hashing import hash64
 from clipscale.data.loader.host_batch import Arena
@@ -23,7 +22,7 @@ from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, ima
 from clipscale.data.sentences import part_of
 from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
-from clipscale.data.shards.subset import subset_of
+from clipscale.data.shards.subset import Subset
 from clipscale.data.train_transform import TrainTransform
 
 # Takes a phrase for messages: which shard or sample is being read.
@@ -42,8 +41,13 @@ MAX_UNREACHABLE = 3
 class WorkerSpec:
     """Everything that a worker needs. It is sent by pickle."""
 
-    config: DataConfig
     shards: OrderedShards
+    # The samples that are taken; None: all.
+    subset: Subset | None
+    # Whether a sample may come several times in an epoch, always with the same key.
+    repeats_samples: bool
+    # Seconds without progress after which the worker ends the run.
+    timeout_s: float
     transform: TrainTransform
     tokenizer: Callable[[list[str]], Tensor]  # captions -> tokens
     pad: int  # the padding token
@@ -156,7 +160,7 @@ class ShardStream:
         captions = spec.selection.draw(item.members, rng)
         spec.selection.check(item, [caption for caption, _ in captions])
         negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
-        own_number = item.key if spec.config.sample_weights else item.index  # repeats share the key
+        own_number = item.key if spec.repeats_samples else item.index
         key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own_number}")
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
         texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
@@ -213,9 +217,10 @@ def open_shard_stream(
         starts = [(0, 0)] * len(sources)
     teacher_members = {teacher.member for teacher in spec.shards.teachers}
     size_limits = limits(IMAGE_TYPES, spec.selection.members() | teacher_members)
-    subset = subset_of(spec.config)
     readers = [
-        ShardReader(source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}"))
+        ShardReader(
+            source, stream, position, size_limits, store, spec.subset, lambda url: set_status(f", reading {url}")
+        )
         for source, position in zip(sources, starts, strict=True)
     ]
     return ShardStream(spec, stream, readers, store, broken, set_status)
@@ -308,7 +313,7 @@ def open_filler(
     spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
     """One worker's streams, ready to fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
-    store = Store(poll, spec.config.timeout_s)
+    store = Store(poll, spec.timeout_s)
     broken: Counter[str] = Counter()
     streams = {stream: open_shard_stream(spec, stream, store, broken, set_status) for stream in spec.start_of}
     return BatchFiller(spec, arena, store, broken, streams)

@@ -295,8 +295,10 @@ def open_stream(
     arena = create_arena(layout)
     count = max(1, workers)
     spec = WorkerSpec(
-        config=config,
         shards=shards,
+        subset=subset_of(config),
+        repeats_samples=bool(config.sample_weights),
+        timeout_s=config.timeout_s,
         transform=TrainTransform(side, config.augment),
         tokenizer=tokenizer,
         pad=int(empty[0, -1]),
