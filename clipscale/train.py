@@ -132,7 +132,12 @@ class TrainLoop:
         self.step = step  # what fails from here on undoes nothing
         self.loss = result.loss
         stage = ready.stage
-        record: StepRecord = {"step": step, "samples": stage.samples_before(step), "batch": stage.batch, "lr": lr}
+        record: StepRecord = {
+            "step": step,
+            "samples": stage.samples_before(step),
+            "batch": stage.global_batch,
+            "lr": lr,
+        }
         ready.records.add(record, result, train_step.model.logit_scale.exp())
         train_step.set_keep_budget(result.timer)
         return result.next_step

@@ -44,9 +44,11 @@ class UnwritableError(UserError):
 class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
-        save:                   waits for the checkpoint before; copies this rank's share into host memory; returns
-        in a thread:            writes this rank's file into a temporary folder
-        all ranks have written: rank 0 writes meta.json, renames the folder, and deletes outdated checkpoints
+    1. `save` waits for the checkpoint before, copies this rank's share into host memory, and returns.
+    2. `Writer.write_data`, in a thread: writes this rank's file into a temporary folder, with its checksum.
+    3. `Writer.finish`, in rank 0's thread when all ranks have written: writes meta.json.
+    4. `commit`, at its end: renames the folder, asks for a copy, and deletes outdated checkpoints.
+    5. `wait`, or the next `save`: raises or reports what failed.
 
     The copy into host memory is the pause that training sees. A checkpoint appears whole or not at all, and a failed
     write changes no earlier one.
@@ -103,7 +105,7 @@ class Saver:
         ignore_warning_of_one_process()  # here, for the thread that writes, too
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(self._temporary(step), values_text(values), partial(self._complete, step)),
+            storage_writer=Writer(self._temporary(step), values_text(values), partial(self.commit, step)),
             process_group=self.world.checkpoint_group if several else None,
             async_stager=self._stager,
             no_dist=not several,
@@ -164,7 +166,7 @@ class Saver:
     def _temporary(self, step: int) -> Path:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
 
-    def _complete(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         """Give the checkpoint its name, and delete outdated ones. On rank 0, when everything is on the disk."""
         path = path_of(self.run_dir, step)
         if path.exists():
@@ -189,6 +191,14 @@ def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     return owners
 
 
+def disk_error_in(error: BaseException) -> OSError | None:
+    """The disk's error in the context of another one, where torch.save hides it; None if there is none."""
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause if isinstance(cause, OSError) else None
+
+
 @dataclass(frozen=True)
 class ChecksummedWrite(WriteResult):
     """What a rank tells rank 0 of a tensor that it has written: torch's facts, and its file's size and CRC-32."""
@@ -199,21 +209,18 @@ class ChecksummedWrite(WriteResult):
 class Writer(dcp.FileSystemWriter):
     """torch's writer, which adds meta.json with the checksums of all files."""
 
-    def __init__(self, path: Path, values: str, complete: Callable[[], None]) -> None:
-        """`values`: rank 0's text for meta.json. Rank 0 calls `complete` when everything is on the disk."""
+    def __init__(self, path: Path, values: str, commit: Callable[[], None]) -> None:
+        """`values`: rank 0's text for meta.json. Rank 0 calls `commit` when everything is on the disk."""
         super().__init__(path)
         self._values = values
-        self._complete = complete
+        self._commit = commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write the plan's tensors to this rank's file. Raises OSError."""
+        """Write the plan's tensors to this rank's file. The results have its checksum. Raises OSError."""
         try:
             results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch.save hides the disk's error in its context
-            cause: BaseException | None = error
-            while cause and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error from error
+        except RuntimeError as error:
+            raise disk_error_in(error) or error from error
         file_sum = cache(lambda name: size_and_crc32(Path(self.checkpoint_id) / name))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
@@ -227,8 +234,8 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: write torch's metadata, check that all files are here, and write
-        meta.json. Raises OSError.
+        """On rank 0, when all ranks have written: write torch's metadata, check that all files are here, write
+        meta.json, and commit. Raises OSError.
         """
         super().finish(metadata, results)
         path = Path(self.checkpoint_id)
@@ -249,4 +256,4 @@ class Writer(dcp.FileSystemWriter):
             file.write(meta_text(self._values, sums))
             file.flush()
             os.fsync(file.fileno())
-        self._complete()
+        self._commit()

@@ -8,18 +8,9 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from clipscale import __version__
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition
-
-
-@dataclass(frozen=True)
-class ChunkSizes:
-    """Samples per chunk of each tower."""
-
-    image: int
-    text: int
-    # The kind of device that they were found on.
-    device: str
 
 
 class OptimizerState(TypedDict, total=False):

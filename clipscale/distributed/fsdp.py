@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from clipscale.distributed.tower_blocks import blocks
-from clipscale.distributed.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
+from clipscale.common.nested_blocks import nested_blocks
+from clipscale.common.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
 
 # The stage of ZeRO, by the value of `launch.parallel`.
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -53,7 +53,7 @@ def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torc
     """Shard the tower in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
     precision_policy = policy(tower, dtype)
-    for module in [*blocks(tower), tower]:
+    for module in [*nested_blocks(tower), tower]:
         fully_shard(module, mesh=mesh, mp_policy=precision_policy)
     for sharded_module in sharded(tower):
         sharded_module.set_gradient_divide_factor(1.0)

@@ -34,12 +34,12 @@ def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
     blocks, alike = repeated_blocks(tower)
     names = [name for name, _ in blocks.named_children()] if alike else []
     others = [m for m in tower.modules() if isinstance(m, nn.ModuleList) and m is not blocks and len(m) == len(blocks)]
-    if len(alike) <= 2 or others or names != [str(number) for number in range(len(names))]:
+    if len(alike) <= 2 or others or names != [str(index) for index in range(len(names))]:
         yield None, 1
         return
     every = [*blocks]
-    for number in reversed(alike[2:]):
-        del blocks[number]
+    for index in reversed(alike[2:]):
+        del blocks[index]
     try:
         yield blocks[alike[1]], len(alike) - 1
     finally:

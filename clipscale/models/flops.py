@@ -28,7 +28,7 @@ class PassFlops(NamedTuple):
     backward: int
 
 
-def trained_of(encoder: nn.Module) -> set[str]:
+def trained_names(encoder: nn.Module) -> set[str]:
     """The parameters of a built encoder that train, by open_clip's names.
 
     An adapter is counted as its layer's bias, which needs the same gradient of the layer's output. The adapter's own
@@ -171,32 +171,32 @@ class Flops:
     # The device's FLOP/s, if known.
     peak: float | None
     # Captions and hard negatives of a sample.
-    texts: int = 1
+    texts_per_sample: int = 1
 
     @staticmethod
-    def of(config: ModelConfig, model: ClipModel, device: torch.device, texts: int = 1) -> "Flops":
-        """`model`: built by `config`; its parameters say what trains. `texts`: see the field."""
-        trained = trained_of(model.text.encoder)
-        decoder_trained = set() if model.decoder is None else trained_of(model.decoder)
+    def of(config: ModelConfig, model: ClipModel, device: torch.device, texts_per_sample: int = 1) -> "Flops":
+        """`model`: built by `config`; its parameters say what trains. `texts_per_sample`: see the field."""
+        trained = trained_names(model.text.encoder)
+        decoder_trained = set() if model.decoder is None else trained_names(model.decoder)
 
-        def of_caption(width: int | None) -> int:
+        def caption_flops(width: int | None) -> int:
             decoder = sum(decoder_flops(config, decoder_trained, width)) if decoder_trained else 0
             return sum(text_flops(config, trained, width)) + decoder
 
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return Flops(
-            image_flops=sum(image_flops(config, trained_of(model.image.encoder))),
-            text_flops_at=cache(of_caption),
+            image_flops=sum(image_flops(config, trained_names(model.image.encoder))),
+            text_flops_at=cache(caption_flops),
             peak=HARDWARE[gpu].peak("bf16") if gpu else None,
-            texts=texts,
+            texts_per_sample=texts_per_sample,
         )
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         if not widths:
-            return self.image_flops + self.texts * self.text_flops_at(None)
+            return self.image_flops + self.texts_per_sample * self.text_flops_at(None)
         text = sum(count * self.text_flops_at(width) for width, count in widths.items())
-        return self.image_flops + self.texts * text / sum(widths.values())
+        return self.image_flops + self.texts_per_sample * text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -53,7 +53,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
     step = settled.step
     config = settled.config
     if step:
-        changes = changes_of(settled, schedule)
+        changes = changed_settings(settled, schedule)
         changed = ""
         if changes:
             changed = "; changed: " + ", ".join(changes)
@@ -73,7 +73,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
         )
 
 
-def changes_of(settled: SettledRun, schedule: Schedule) -> list[str]:
+def changed_settings(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
     changes = read_or_move_aside(settled.folder / CONFIG, partial(changes_since, settings=settled.yaml)) or []
     before = rate_of_step(settled.folder, settled.step)

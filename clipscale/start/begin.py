@@ -70,7 +70,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
     """
     # The sets first: a mistyped path is found in the first minute.
-    evaluation = evaluation_of(config, world)
+    evaluation = make_evaluation(config, world)
     for name, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
         check_goal(name, goal, [eval_set.label for eval_set in evaluation.sets])
 
@@ -115,7 +115,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     )
 
 
-def evaluation_of(config: TrainConfig, world: World) -> Evaluation:
+def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
     """What a run is evaluated on. A collective. Raises UserError on all ranks for a mistake that one rank finds."""
     if config.eval.has_sets:
         show_task("reading the evaluation sets")

@@ -11,14 +11,14 @@ from functools import partial
 import torch
 
 from clipscale import checkpoint
-from clipscale.checkpoint.state import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
+from clipscale.common.memory import free_memory
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_line, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.train import TrainConfig, samples_of
-from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
@@ -99,7 +99,7 @@ def build(settled: SettledRun, world: World) -> Components:
             model,
             precision,
             # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
-            chunk_sizes(settled, model, precision, share.samples, world),
+            choose_chunk_sizes(settled, model, precision, share.samples, world),
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
@@ -116,7 +116,7 @@ def build(settled: SettledRun, world: World) -> Components:
     return Components(train_step, stream, schedule, flops, is_compiled)
 
 
-def chunk_sizes(
+def choose_chunk_sizes(
     settled: SettledRun, model: ClipModel, precision: Precision, local_batch: int, world: World
 ) -> ChunkSizes:
     """The chunk sizes of the settings or of the checkpoint, and else measured ones. A collective. Raises UserError."""
@@ -129,7 +129,7 @@ def chunk_sizes(
             world,
             settled.saved.chunks if settled.saved and not settled.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
-            texts=config.data.texts_per_step,
+            texts_per_sample=config.data.texts_per_step,
             pairs=pair_encoder(model) if writes_captions(config, model) else None,
         )
 
@@ -167,7 +167,7 @@ def build_step(
     world: World,
     model: ClipModel,
     precision: Precision,
-    sizes: ChunkSizes,
+    chunk_sizes: ChunkSizes,
     loss: BatchLoss,
     *,
     sort_captions: bool,
@@ -185,7 +185,7 @@ def build_step(
     if writes_captions(config, model):
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         encoder = PairBatchEncoder(
-            make_cache([pairs], loss.loss_of_pairs, chunks=[sizes.image]),
+            make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
             StepInputs(world, is_resident, sort_captions, writes_captions=True),
             world,
             model.image,
@@ -197,7 +197,8 @@ def build_step(
         if model.decoder is not None:
             model.decoder.requires_grad_(False)
         encoder = TowerBatchEncoder(
-            make_cache(towers, loss, chunks=[sizes.image, sizes.text]), StepInputs(world, is_resident, sort_captions)
+            make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
+            StepInputs(world, is_resident, sort_captions),
         )
     # The optimizer after `wrap`: FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
@@ -209,7 +210,7 @@ def build_step(
         optimizer=optimizer,
         average=WeightAverage(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
-        chunk_device=sizes.device,
+        chunk_device=chunk_sizes.device,
     )
 
 
@@ -279,7 +280,7 @@ def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> Non
     streams = merge_positions(world.all_gather_object(stream.position())).streams
     divisor = settled.largest_divisor(streams)
     if divisor < streams:
-        batches = sorted({stage.batch for stage in settled.stages})
+        batches = sorted({stage.global_batch for stage in settled.stages})
         raise UserError(
             f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
             f"others, or set data.shard_streams={divisor}"

@@ -26,7 +26,7 @@ class Stage:
     """One stage of a run; a run without stages is one."""
 
     # Pairs per step.
-    batch: int
+    global_batch: int
     # Its first step, counted from 0 in the run.
     first_step: int
     # Samples of the stages before it.
@@ -37,7 +37,7 @@ class Stage:
 
     def samples_before(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
-        return self.first_sample + (step - self.first_step) * self.batch
+        return self.first_sample + (step - self.first_step) * self.global_batch
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SettledRun:
 
     def largest_divisor(self, streams: int) -> int:
         """The largest divisor of `streams` that divides the batches of all stages; `streams` if all are equal."""
-        batches = {stage.batch for stage in self.stages}
+        batches = {stage.global_batch for stage in self.stages}
         return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
@@ -182,7 +182,7 @@ def check_fits(saved: CheckpointState | None, config: TrainConfig, last_trained:
         return
     model = saved.model_config
     for setting, then, now in (
-        ("batch", saved.batch, last_trained.batch),
+        ("batch", saved.batch, last_trained.global_batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),

@@ -64,8 +64,8 @@ class TowerBatchEncoder:
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
-        texts = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, texts, before_chunk)], texts
+        caption_chunks = self.inputs.captions(batch, self.cache.chunks[1])
+        return [image_features, self.cache.encode_tower(1, caption_chunks, before_chunk)], caption_chunks
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         images, texts = features
@@ -103,7 +103,7 @@ class PairBatchEncoder:
         return self.caption_weight / self.num_tokens
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        pairs, texts = self.inputs.pairs(batch, self.cache.chunks[0])
+        pairs, caption_chunks = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if frozen(self.image):
             reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
@@ -112,7 +112,7 @@ class PairBatchEncoder:
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
         self.num_tokens = self.inputs.num_caption_tokens(batch)
-        return [features], texts
+        return [features], caption_chunks
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         return features[0][:, 0], features[0][:, 1]

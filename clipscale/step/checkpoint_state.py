@@ -56,8 +56,8 @@ def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerP
     model = train_step.model
     optimizer = train_step.optimizer
     scaler = train_step.precision.scaler
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    name_by_id = {id(p): name for name, p in model.named_parameters()}
+    names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved.optimizer["param_groups"]] != names:
         raise UserError(
             "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "

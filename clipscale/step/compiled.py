@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from clipscale.checkpoint.state import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import one_line
+from clipscale.common.nested_blocks import nested_blocks
 from clipscale.common.rng import RandomState
-from clipscale.distributed.tower_blocks import blocks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
 from clipscale.step.cache.cast_weights import CastWeights
@@ -52,7 +52,7 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = Fa
 
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer or convolutional network; of nested ones, the innermost."""
-    repeated = blocks(encoder)
+    repeated = nested_blocks(encoder)
 
     def has_inner(block: nn.Module) -> bool:
         return any(module in repeated for module in block.modules() if module is not block)
@@ -61,18 +61,18 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 
 
 def try_compiled(
-    model: ClipModel, towers: list[Tower], sizes: ChunkSizes, batch: int, precision: Precision, world: World
+    model: ClipModel, towers: list[Tower], chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, world: World
 ) -> str:
     """Run the compiled towers once on chunks of random inputs, so that no step compiles.
 
-    `batch`: samples of this process, whose last chunk may be shorter. If a rank fails, all ranks run without compiled
-    code from then on. Returns the reason, empty if all succeed.
+    `local_batch`: samples of this process. Their last chunk may be shorter. If a rank fails, all ranks run without
+    compiled code from then on. Returns the reason, empty if all succeed.
     """
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
-                run_every_pass(model, tower, sizes, batch, precision, is_ddp=world.size > 1)
+                run_every_pass(model, tower, chunk_sizes, local_batch, precision, is_ddp=world.size > 1)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -83,16 +83,16 @@ def try_compiled(
 
 
 def run_every_pass(
-    model: ClipModel, tower: Tower, sizes: ChunkSizes, batch: int, precision: Precision, *, is_ddp: bool
+    model: ClipModel, tower: Tower, chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, *, is_ddp: bool
 ) -> None:
     """Run every kind of pass of a tower, on random inputs: full and last chunks, with and without DDP's sums."""
     is_image = tower is model.image
-    chunk = sizes.image if is_image else sizes.text
+    chunk = chunk_sizes.image if is_image else chunk_sizes.text
     draw = random_pixels if is_image else random_captions
     weights = CastWeights()
-    weights.start_step(tower, precision.autocast, num_chunks=math.ceil(batch / chunk))
+    weights.start_step(tower, precision.autocast, num_chunks=math.ceil(local_batch / chunk))
     weights.is_ddp = is_ddp
-    last_chunk = batch % chunk or chunk
+    last_chunk = local_batch % chunk or chunk
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
         for sync in (False, True):

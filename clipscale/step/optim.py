@@ -191,14 +191,14 @@ class Schedule:
     def build(
         config: ScheduleConfig,
         optim: OptimConfig,
-        batch: int,
+        global_batch: int,
         samples: int,
         epoch_samples: int | None,
         first_step: int = 0,
     ) -> "Schedule":
         """The schedule of a run of `samples`; `epoch_samples`: of one epoch, None if unknown. Raises UserError."""
-        total = max(1, samples // batch)
-        per_epoch = None if epoch_samples is None else epoch_samples / batch
+        total = max(1, samples // global_batch)
+        per_epoch = None if epoch_samples is None else epoch_samples / global_batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         cosine = config.name == "cosine"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clipscale.distributed.weight_types import cast_gathered_
+from clipscale.common.weight_types import cast_gathered_
 from clipscale.step.cache.pass_contexts import trains
 
 # Type of autocast.

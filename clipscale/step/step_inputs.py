@@ -36,36 +36,36 @@ class StepInputs:
 
         A collective if captions are sorted and the last step's all-reduce did not say the number of chunks.
         """
-        texts = self.own_captions(batch, size) if self.sorted_ahead is None else self.sorted_ahead
-        if isinstance(texts, SortedCaptions):
+        caption_chunks = self.own_captions(batch, size) if self.sorted_ahead is None else self.sorted_ahead
+        if isinstance(caption_chunks, SortedCaptions):
             num_chunks = self.info.num_text_chunks if self.info else 0
             if not num_chunks:
-                [num_chunks] = self.world.all_reduce_max(texts.num_chunks)
-            texts.split(num_chunks)
-        return texts
+                [num_chunks] = self.world.all_reduce_max(caption_chunks.num_chunks)
+            caption_chunks.split(num_chunks)
+        return caption_chunks
 
     def own_captions(self, batch: HostBatch, size: int) -> ChunkLoader:
         """The text tower's input. If it is sorted, in this rank's own chunks; that waits for all captions."""
         device = self.world.device
         if not self.sort_captions:
-            return ChunkLoader(batch.tokens, batch.texts, device, resident=self.is_resident)
-        texts = SortedCaptions(
+            return ChunkLoader(batch.tokens, batch.num_texts, device, resident=self.is_resident)
+        caption_chunks = SortedCaptions(
             batch.tokens,
             batch.lengths,
-            batch.texts,
+            batch.num_texts,
             device,
             resident=self.is_resident,
             is_even=self.writes_captions,
         )
-        texts.make_chunks(size)
-        return texts
+        caption_chunks.make_chunks(size)
+        return caption_chunks
 
     def pairs(self, batch: HostBatch, size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
         """The input of a captioner's encoder; and the captions in it. `size`: pairs of a chunk."""
-        texts = self.captions(batch, size)
-        if isinstance(texts, SortedCaptions):
-            return SortedPairs(batch.pixels, texts), texts
-        return PairLoader(self.images(batch), texts), texts
+        caption_chunks = self.captions(batch, size)
+        if isinstance(caption_chunks, SortedCaptions):
+            return SortedPairs(batch.pixels, caption_chunks), caption_chunks
+        return PairLoader(self.images(batch), caption_chunks), caption_chunks
 
     def num_caption_tokens(self, batch: HostBatch) -> int:
         """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
@@ -79,8 +79,8 @@ class StepInputs:
 
         `upcoming`: the next batch, if it has arrived. `size`: captions of a chunk.
         """
-        texts = self.own_captions(upcoming, size) if upcoming else None
-        self.sorted_ahead = texts if isinstance(texts, SortedCaptions) else None
+        caption_chunks = self.own_captions(upcoming, size) if upcoming else None
+        self.sorted_ahead = caption_chunks if isinstance(caption_chunks, SortedCaptions) else None
         caption_tokens = None
         if self.writes_captions:
             caption_tokens = own_caption_tokens(upcoming) if upcoming else 0
@@ -96,4 +96,4 @@ class StepInputs:
 
 def own_caption_tokens(batch: HostBatch) -> int:
     """The labels in this rank's captions. Waits for all samples."""
-    return int(count_caption_tokens(batch.tokens(0, batch.texts)))
+    return int(count_caption_tokens(batch.tokens(0, batch.num_texts)))

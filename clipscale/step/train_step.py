@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from clipscale.checkpoint.state import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
@@ -115,7 +115,7 @@ class TrainStep:
         timer = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, texts = self.encoder.encode(batch, before_chunk)
+            features, caption_chunks = self.encoder.encode(batch, before_chunk)
         statistics = self.statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
@@ -133,7 +133,7 @@ class TrainStep:
             grad_norm=numbers.grad_norm if numbers.is_finite else None,
             next_step=next_step,
             timer=timer,
-            widths=self.widths(texts),
+            widths=self.widths(caption_chunks),
             statistics=statistics,
         )
 
@@ -153,9 +153,11 @@ class TrainStep:
             return None
         return begin_statistics(*self.encoder.images_and_texts(features))
 
-    def widths(self, texts: ChunkLoader) -> dict[int, int]:
+    def widths(self, caption_chunks: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> captions that the text tower computed at it."""
-        return dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
+        if isinstance(caption_chunks, SortedCaptions):
+            return dict(caption_chunks.widths())
+        return {self.model.context_length: len(caption_chunks)}
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
@@ -175,12 +177,12 @@ class TrainStep:
             with timer(name):
                 yield
         except torch.OutOfMemoryError as error:
-            sizes = self.chunk_sizes
+            chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
             graphs = sum(self.cache.kept)
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
-                f"step {step}: out of memory in {name}, in chunks of {sizes.image} images and {sizes.text} captions"
-                f"{kept} ({one_line(error)}); clipscale plan with the settings of this run says what fits"
+                f"step {step}: out of memory in {name}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
+                "plan with the settings of this run says what fits"
             ) from error
 
     # ---- update ----

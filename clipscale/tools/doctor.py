@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from clipscale.common.memory import free_memory
 from clipscale.common.units import format_bytes
-from clipscale.data.loader.memory import free_memory
 from clipscale.log.environment import environment
 from clipscale.log.table import TextTable, show
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from clipscale.data.loader import memory
+from clipscale.common import memory
 from tests.data.test_captions import SAMPLES
 
 FREE = 20 << 30

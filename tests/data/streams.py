@@ -72,7 +72,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
     """The keys, pixels and tokens of a batch."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
-    tokens = batch.tokens(0, batch.texts)
+    tokens = batch.tokens(0, batch.num_texts)
     return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 

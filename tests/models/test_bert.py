@@ -8,7 +8,7 @@ import torch
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.flops import text_flops, trained_of
+from clipscale.models.flops import text_flops, trained_names
 from clipscale.models.towers import build_model
 from clipscale.step.cache.chunk_sizes import random_captions
 from tests.support.bert import save_bert
@@ -38,7 +38,7 @@ def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Pat
         rows = torch.nn.functional.normalize(ours.proj(expected), dim=-1)
         assert torch.allclose(model.text(tokens), rows, atol=1e-6)
     assert all(p.requires_grad for p in model.text.parameters())
-    flops = text_flops(config, trained_of(ours))
+    flops = text_flops(config, trained_names(ours))
     assert 1 < flops.forward / (2 * 77 * 2 * (4 * 32 * 32 + 2 * 32 * 48)) < 1.9 and flops.backward > flops.forward
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_of, unbuilt_encoders
+from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names, unbuilt_encoders
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
 from tests.support.towers import captioner_architecture
@@ -56,8 +56,8 @@ def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) 
         pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     config = ModelConfig(name="small", architecture=SMALL, **settings)  # type: ignore[arg-type]
     model = build_model(config)
-    assert image_flops(config, trained_of(model.image.encoder)) == (IMAGE_FORWARD, image)
-    assert text_flops(config, trained_of(model.text.encoder)) == (TEXT_FORWARD, text)
+    assert image_flops(config, trained_names(model.image.encoder)) == (IMAGE_FORWARD, image)
+    assert text_flops(config, trained_names(model.text.encoder)) == (TEXT_FORWARD, text)
     flops = Flops.of(config, model, torch.device("cpu"))
     assert flops.per_sample() == IMAGE_FORWARD + image + TEXT_FORWARD + text
     assert flops.utilisation(100.0) is None, "a CPU's peak is not known"
@@ -75,7 +75,7 @@ def test_two_of_many_blocks_count_for_all(train: str, monkeypatch: pytest.Monkey
     """Also where only the upper ones train; and the encoders, which are shared, keep their blocks."""
     config = ModelConfig(name="deep", architecture=DEEP, image=TowerConfig(train=train), text=TowerConfig(train=train))
     model = build_model(config)
-    image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
+    image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))
     counted = image_flops(config, image), text_flops(config, text)
     assert len(list(unbuilt_encoders(config).visual.parameters())) == len(list(model.image.parameters()))
     monkeypatch.setattr("clipscale.models.blocks.repeated_blocks", lambda tower: ([], []))
@@ -92,7 +92,7 @@ def test_a_captioners_decoder_costs_its_layers_and_the_vocabulary() -> None:
     width = 32
     across = 2 * labels * width * width * (1 + 1 + 8) + 2 * seen * width * width * 2 + 2 * 2 * labels * seen * width
     forward = 2 * (sum(block(labels).values()) + across) + 2 * labels * width * 50
-    assert decoder_flops(config, trained_of(model.decoder), labels + 1) == (forward, 2 * forward)
+    assert decoder_flops(config, trained_names(model.decoder), labels + 1) == (forward, 2 * forward)
     with_decoder = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})
     model.decoder.requires_grad_(False)
     alone = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})

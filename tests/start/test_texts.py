@@ -93,7 +93,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
             run.run_step()
     assert all(run.train_step.cache.kept) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
-    rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.texts), batch.keys()]
+    rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.num_texts), batch.keys()]
     rows += batch.teachers()
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()

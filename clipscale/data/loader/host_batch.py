@@ -53,7 +53,7 @@ class Layout:
     teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
 
     @property
-    def texts(self) -> int:
+    def num_texts(self) -> int:
         """Captions and hard negatives of the local batch."""
         return self.samples * (self.captions + self.negatives)
 
@@ -69,10 +69,10 @@ class Layout:
     def slot_arrays(self) -> dict[str, ArraySpec]:
         """The arrays of one slot in shared memory."""
         return {
-            "tokens": ArraySpec((self.texts, self.context_length), "int32"),
+            "tokens": ArraySpec((self.num_texts, self.context_length), "int32"),
             "keys": ArraySpec((self.samples,), "int64"),
             **{teacher.member: ArraySpec((self.samples, *teacher.shape), teacher.dtype) for teacher in self.teachers},
-            "lengths": ArraySpec((self.texts,), "int16"),
+            "lengths": ArraySpec((self.num_texts,), "int16"),
             "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
         }
 
@@ -175,7 +175,7 @@ class HostBatch:
         return len(self._slot["pixels"])
 
     @property
-    def texts(self) -> int:
+    def num_texts(self) -> int:
         """The number of texts: captions, of which caption j belongs to sample j // captions, then hard negatives."""
         return len(self._slot["tokens"])
 

@@ -1,45 +1,10 @@
 """Whether the memory of a rank's batches fits this machine."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import psutil
-
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
+from clipscale.common.memory import free_memory
 from clipscale.common.units import format_bytes
 from clipscale.data.loader.host_batch import Layout
-
-GROUPS = Path("/sys/fs/cgroup")
-# Lines `number:controllers:path`; without controllers in version 2 of control groups.
-OWN_GROUPS = Path("/proc/self/cgroup")
-# File of the limit, in versions 2 and 1 of control groups -> the fields of `memory.stat` that count as used. The page
-# cache does not count.
-LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
-
-
-def free_memory() -> int:
-    """Bytes that are free on this machine and in this process's control groups (container, Slurm job, service)."""
-    free = int(psutil.virtual_memory().available)
-    for folder in control_groups():
-        for name, fields in LIMITS.items():
-            file = folder / name
-            limit = file.read_text().strip() if file.is_file() else "max"
-            if limit != "max":
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                used = sum(int(stat.get(field, 0)) for field in fields)
-                free = min(free, int(limit) - used)
-    return max(0, free)
-
-
-def control_groups() -> Iterator[Path]:
-    """The folders of this process's memory groups and of their parents. In a container some do not exist."""
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(",") or not controllers:
-            folder = GROUPS / controllers / path.lstrip("/")
-            yield folder
-            yield from folder.parents
 
 
 def check_memory(layout: Layout, free: int | None) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from clipscale.checkpoint.state import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
@@ -32,12 +32,12 @@ Inputs = Tensor | tuple[Tensor, ...]
 Draw = Callable[[ClipModel, torch.device, int], Inputs]
 
 
-def check_sizes(sizes: Sequence[int | None], local_batch: int, texts: int = 1) -> None:
+def check_sizes(sizes: Sequence[int | None], local_batch: int, texts_per_sample: int = 1) -> None:
     """Raise UserError for a chunk larger than the local batch.
 
-    `sizes`: of the settings; None to measure one. `texts`: captions and hard negatives of a sample.
+    `sizes`: of the settings; None to measure one. `texts_per_sample`: captions and hard negatives of a sample.
     """
-    for size, rows, noun in zip(sizes, (local_batch, local_batch * texts), ("samples", "captions")):
+    for size, rows, noun in zip(sizes, (local_batch, local_batch * texts_per_sample), ("samples", "captions")):
         if size is not None and size > rows:
             raise UserError(f"cache.chunk={size}: one process holds {rows} {noun} of the batch; choose 1 to {rows}")
 
@@ -66,7 +66,7 @@ def agreed_chunk_sizes(
     earlier: ChunkSizes | None,
     *,
     keeps_graphs: bool,
-    texts: int = 1,
+    texts_per_sample: int = 1,
     pairs: nn.Module | None = None,
 ) -> ChunkSizes:
     """A collective: the chunk sizes of both towers, the same on all ranks. The first of these that exists counts:
@@ -78,7 +78,7 @@ def agreed_chunk_sizes(
 
     Random numbers are drawn chunk by chunk. So a resumed run needs the checkpoint's size to draw the same ones.
 
-    `texts`: captions and hard negatives of a sample. `pairs`: a captioner's encoder; its chunks are of images and
+    `texts_per_sample`: captions and hard negatives. `pairs`: a captioner's encoder; its chunks are of images and
     captions alike.
     """
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -103,7 +103,7 @@ def agreed_chunk_sizes(
         size = choose("image", pairs, random_pairs, local_batch, image_size, earlier_image)
         return ChunkSizes(size, size, device)
     image = choose("image", model.image, random_pixels, local_batch, image_size, earlier_image)
-    text = choose("text", model.text, random_captions, local_batch * texts, text_size, earlier_text)
+    text = choose("text", model.text, random_captions, local_batch * texts_per_sample, text_size, earlier_text)
     return ChunkSizes(image, text, device)
 
 

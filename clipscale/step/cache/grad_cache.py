@@ -105,7 +105,7 @@ class GradCache:
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
-        self.keep = keep_of(keep_bytes)
+        self.keep = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
             TowerPasses(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
@@ -204,7 +204,7 @@ class GradCache:
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | KeepBudget | None) -> None:
-        self.keep = keep_of(value)
+        self.keep = to_keep_budget(value)
 
     @property
     def trained(self) -> list[bool]:
@@ -248,7 +248,7 @@ def _sum(losses: list[Tensor]) -> Tensor:
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
 
 
-def keep_of(keep_bytes: float | KeepBudget | None) -> KeepBudget:
+def to_keep_budget(keep_bytes: float | KeepBudget | None) -> KeepBudget:
     """The argument `keep_bytes` of `GradCache` as a `KeepBudget`."""
     if isinstance(keep_bytes, KeepBudget):
         return keep_bytes

@@ -4,7 +4,7 @@ import torch
 
 from clipscale.common import ranks
 from clipscale.common.keep_budget import KeepBudget
-from clipscale.data.loader.memory import free_memory
+from clipscale.common.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.cache.kept_graphs import free_gpu_memory
 from clipscale.step.timer import StepTimer

@@ -13,14 +13,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from clipscale.checkpoint.state import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
 from clipscale.models.families import family_of
-from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_of
+from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model, frozen
 from clipscale.models.weights.loading import without_weights
@@ -123,7 +123,7 @@ class DryRun:
         return teachers_of(self.config, self.model)
 
     @property
-    def texts(self) -> int:
+    def texts_per_sample(self) -> int:
         """Captions and hard negatives of a sample."""
         return self.config.data.texts_per_step
 
@@ -211,7 +211,7 @@ class DryRun:
             low = self.loss(size)
             high = self.loss(2 * size)
             return round(high + (batch / size - 2) * (high - low))
-        rows = batch, batch * self.texts
+        rows = batch, batch * self.texts_per_sample
         features = [
             torch.empty(size, self.model.width).requires_grad_(trained) for size, trained in zip(rows, self.trained)
         ]
@@ -238,11 +238,11 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime
     give_memory(model)
     precision = Precision(DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
-    sizes = ChunkSizes(1, 1, "")
+    chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
     loss = batch_loss(config, model, precision, teachers_of(config, model), runtime=machine)
-    step = build_step(config, World(0, 1, CPU), model, precision, sizes, loss, sort_captions=False)
+    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
     if machine.capability:
         choose_foreach(step.optimizer)
     return step
@@ -315,11 +315,11 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     ranks_of_node = ranks // nodes
     simulated_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
-    image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))
+    image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     decoder = PassFlops(0, 0)
     if model.decoder is not None and config.caption.weight:
-        decoder = decoder_flops(config.model, trained_of(model.decoder))
+        decoder = decoder_flops(config.model, trained_names(model.decoder))
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
         step = build_dry_step(config, model, DryRunRuntime(capability, min(ranks, simulated_ranks), ranks_of_node))

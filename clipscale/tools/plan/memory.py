@@ -51,7 +51,7 @@ class StepModel:
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
         # Rows of pictures and of texts; for a captioner of pairs, and 0.
-        self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts
+        self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts_per_sample
         # Rows of a chunk.
         image, text = (min(chunk, rows) for chunk, rows in zip(chunks, self.rows))
         self.sizes = image, image if dry_run.is_captioner else text

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
+from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
 from clipscale.config.stages import changed
 from clipscale.config.train import beyond_published
-from clipscale.data.loader.memory import free_memory
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.cache.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
@@ -52,7 +52,7 @@ class Prediction:
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
         fixed = [*self.config.cache.sizes]
-        rows = (self.local, self.local * self.dry_run.texts)
+        rows = (self.local, self.local * self.dry_run.texts_per_sample)
         for i, name in enumerate(TOWERS):
             if batch_norm_chunk(self.dry_run.towers[i], name, fixed[i], rows[i]):
                 fixed[i] = ASSUMED.largest_batch

@@ -40,7 +40,7 @@ def on_machine(config: PlanConfig) -> PlanConfig:
     gpu = None if config.hardware else gpu_here()
     if config.hardware not in ("", "cpu"):
         return config
-    from clipscale.data.loader.memory import free_memory
+    from clipscale.common.memory import free_memory
 
     config = replace(config, host_memory=config.host_memory or Bytes(free_memory()))
     if gpu is None:

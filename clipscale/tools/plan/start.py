@@ -3,11 +3,11 @@
 import torch
 
 from clipscale.common.hardware import cores, gpu_here, hardware_of
+from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.memory import free_memory
 from clipscale.launch.local import workers
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.distributed.tower_blocks import blocks
-from clipscale.distributed.weight_types import cast_gathered_, gathered_type
+from clipscale.common.nested_blocks import nested_blocks
+from clipscale.common.weight_types import cast_gathered_, gathered_type
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -39,7 +39,7 @@ class GatheredWeights:
         everything = set(tower.parameters())
         rest = everything
         block = 0
-        for module in blocks(tower):
+        for module in nested_blocks(tower):
             block = max(block, size(rest & set(module.parameters())))
             rest = rest - set(module.parameters())
         if parallel == "zero2":

@@ -76,10 +76,10 @@ def step_time(
     """
     image, text = dry_run.flops
     writes = dry_run.decoder_flops
-    forward = image.forward + text.forward * dry_run.texts + writes.forward
+    forward = image.forward + text.forward * dry_run.texts_per_sample + writes.forward
     plain = float(forward + writes.backward)
     second = 0.0
-    inputs_per_sample = 1, dry_run.texts
+    inputs_per_sample = 1, dry_run.texts_per_sample
     has_second = dry_run.trained
     if dry_run.is_captioner:  # one encoder of both towers
         has_second = [True, True]
@@ -91,7 +91,7 @@ def step_time(
             plain += inputs * passes.forward
         second += inputs * passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(has_second) else 1
-    scores = 2 * config.batch * dry_run.texts * (dry_run.model.width + sum(config.loss.sizes))
+    scores = 2 * config.batch * dry_run.texts_per_sample * (dry_run.model.width + sum(config.loss.sizes))
     plain += (sweeps + sum(has_second)) * scores
     operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)

@@ -97,7 +97,7 @@ def test_keys_follow_the_field(tmp_path: Path) -> None:
 
 
 def texts(batch: HostBatch) -> list[str]:
-    return [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
+    return [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.num_texts)]
 
 
 def test_several_texts_of_a_sample_change_nothing_else(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
     capsys: Cap, monkeypatch: pytest.MonkeyPatch, memory: str, status: int, first: str
 ) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: None)
-    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: parse_count(memory))
+    monkeypatch.setattr("clipscale.common.memory.free_memory", lambda: parse_count(memory))
     hardware = [] if status else ["hardware=cpu"]
     assert main(["plan", *TINIEST, "batch=64", "cache.chunk=16", *hardware]) == status
     out = capsys.readouterr().out
