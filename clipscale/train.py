@@ -153,7 +153,7 @@ class TrainLoop:
 
         def before_chunk() -> None:
             self.signal_poller.poll()
-            records.poll()
+            records.log_if_ready()
             records.progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
 
         return before_chunk

@@ -44,7 +44,7 @@ LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
 class TimeLimited:
-    """A file system whose calls end: with TimeoutError if the store does not answer in time."""
+    """A file system with time limits: a call raises TimeoutError if the store does not answer in time."""
 
     def __init__(self, system: AbstractFileSystem, awaited: str, *, announce: bool) -> None:
         """`announce`: after a while a line says that `awaited` is waited for."""
@@ -100,7 +100,7 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Path | None = None) -> bool:
-    """Fetch the store's newest complete checkpoint and its records. Returns whether it has. Raises UserError.
+    """Fetch the store's newest complete checkpoint and its records. Returns whether one was fetched. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
     run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning and no

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Whether this torch (2.15 or later) gathers each parameter in a type of its own.
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
-# Layers whose weights autocast rounds.
+# Autocast rounds the weights of these layers.
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 

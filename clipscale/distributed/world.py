@@ -82,7 +82,7 @@ class World:
         return self.all_reduce_max_async(*values).values()
 
     def one_hot(self, value: int) -> list[int]:
-        """Zeros, with the value at this rank's place. `all_reduce_max` makes of them the values of all ranks."""
+        """Zeros, and the value at this rank's place. Their `all_reduce_max` over ranks has the values of all ranks."""
         values = [0] * self.size
         values[self.rank] = value
         return values
@@ -109,8 +109,8 @@ class World:
 
     @cached_property
     def checkpoint_group(self) -> dist.ProcessGroup:
-        """Like `cpu_group`, for the thread that writes checkpoints. On `cpu_group` its messages could be taken for
-        those of a step. Created with the first checkpoint.
+        """Like `cpu_group`, for the thread that writes checkpoints. On `cpu_group` its messages could be taken for a
+        step's. Created with the first checkpoint.
 
         Its timeout is four times as long, for slow disks.
         """
@@ -163,6 +163,7 @@ class World:
                 self.sum_(p.grad)
 
     def mesh(self) -> DeviceMesh:
+        """All ranks, in one dimension."""
         return init_device_mesh(self.device.type, (self.size,))
 
     def wrap(self, tower: nn.Module, parallel: str = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -63,7 +63,7 @@ class StepRecords:
         self._measured_at = now
         self._unfinished = UnfinishedStep({**record, **measured}, result, Readback.start(logit_scale))
 
-    def poll(self) -> None:
+    def log_if_ready(self) -> None:
         """Log the last step's record if the device has done the step."""
         if self._unfinished and self._unfinished.ready:
             self.finish()

@@ -90,7 +90,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: for `clipscale plan`, whose dry run replaces the hardware and the process group. Leave it out.
+        machine: for `clipscale plan`: its dry run replaces the hardware and the process group. Leave it out.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:
@@ -142,9 +142,9 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         weights[0] * contrastive_loss + weights[1] / 2 * (-mean_i sum_j P_ij log softmax_j x_ij
                                                           -mean_j sum_i Q_ij log softmax_i x_ij)
 
-    with x_ij of `contrastive_loss`. P is the mean over the teachers of softmax_j(t <a_i, b_j>), Q that of softmax_i
+    with x_ij of `contrastive_loss`. P is the mean over the teachers of softmax_j(t <a_i, b_j>), and Q of softmax_i
     (MobileCLIP, arXiv 2311.17049; with one teacher and weights of 1 open_clip's DistillClipLoss). Both parts are one
-    softmax whose targets are mixed, so the scores of the student are computed as often as for one of them.
+    softmax with mixed targets, so the student's scores are computed as often as for one part alone.
 
     Args:
         image_features, text_features: (n, D) each, text i belonging to image i.

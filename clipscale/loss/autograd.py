@@ -22,7 +22,7 @@ from clipscale.loss.runtime import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
-STRIPE = 2**16  # rows whose gradients one process sums at a time: some panels of the Triton backend
+STRIPE = 2**16  # rows of a stripe, whose gradients are summed at a time: some panels of the Triton backend
 
 
 class Backend(Protocol):

@@ -67,19 +67,19 @@ class Communicator:
         return wait
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """A collective: each rank's (n, ...) to (P n, ...), in rank order."""
+        """A collective: the x of all ranks, (P n, ...) in rank order, from each rank's (n, ...)."""
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """A collective: each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
+        """A collective: this rank's (n, ...) of the sum over ranks of their (P n, ...)."""
         mine = x.new_empty(len(x) // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(mine, x, group=self.group)
         return mine
 
     def reduce_scatter_lse(self, x: Tensor) -> Tensor:
-        """Two collectives, the maximum, then the sums: each rank's log-sum-exps (P n,), joined, to this rank's (n,).
+        """Two collectives, the maximum and the sums: this rank's (n,) of the ranks' log-sum-exps (P n,), joined.
 
         The maximum is finite: every column has pairs that count, if not on this rank.
         """
@@ -93,7 +93,7 @@ class Communicator:
         return x
 
     def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
-        """A collective: two subgroups, the ranks of this local rank in all nodes and the ranks of this node.
+        """A collective: two subgroups, the ranks with this local rank in all nodes, and the ranks of this node.
 
         The group's ranks must be numbered node by node.
         """

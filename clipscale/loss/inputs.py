@@ -34,7 +34,7 @@ class Inputs:
         return len(self.rows) == len(self.cols)
 
     def shapes(self) -> dict[str, int]:
-        """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
+        """Sizes and types that must be the same on all ranks: otherwise their transfers of features would not match."""
         u = self.rows.features
         v = self.cols.features
         teacher_features = self.rows.teacher_features
@@ -79,7 +79,7 @@ def _gather_with_grad(side: Side, comm: Communicator) -> Side:
 
 
 def _share_gradient(x: Tensor, ranks: int) -> Tensor:
-    """x, whose gradient is divided by the number of ranks."""
+    """x. Its gradient is divided by the number of ranks."""
     return x.detach() + (x - x.detach()) / ranks
 
 

@@ -149,7 +149,7 @@ def auto_exchange(nodes: int, entries: int, itemsize: int, on_gpu: bool) -> str:
     Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
     longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card
     per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers in half
-    precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`, whose rings use all cards, too.
+    precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`: its rings use all cards, too.
     """
     if nodes > 1:
         limit = GATHER_BYTES

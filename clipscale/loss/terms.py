@@ -1,4 +1,4 @@
-"""The terms of a call: the losses whose mean it returns. The exchange decides how many there are, and of which rows.
+"""The terms of a call, which returns the mean of their losses. The exchange decides how many there are, of which rows.
 
 Letters: P ranks; n rows (images) and m columns (texts) of this rank.
 """

@@ -38,7 +38,7 @@ GROUPS: LayerGroups = {
 
 @dataclass(frozen=True)
 class Family:
-    """Encoders whose parameters have the same names, and what can be done with them."""
+    """Encoders with the same names of parameters, and what can be done with them."""
 
     # open_clip's class of the encoders.
     encoder: type[nn.Module] = nn.Module

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a model's passes: those of matrix products, 2 per multiply-add. MFU follows from them."""
+"""Counts the FLOPs of a model's passes: matrix products alone, 2 per multiply-add. MFU follows from them."""
 
 import json
 from collections.abc import Callable, Mapping, Set
@@ -127,7 +127,7 @@ def _count(
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts the products of a forward pass, and those of the backward pass that follows from it.
+    """Counts the products of a forward pass, and of the backward pass that follows from it.
 
     The gradient of each operand that needs one costs as much as the product.
     """

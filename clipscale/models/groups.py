@@ -16,7 +16,7 @@ from clipscale.models.families import family_of
 
 
 class WithoutTrunk(nn.Module):
-    """An encoder whose parameters have the names that timm's patterns know: without a leading `trunk.`."""
+    """An encoder that names its parameters as timm's patterns expect: without a leading `trunk.`."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()

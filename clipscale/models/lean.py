@@ -153,7 +153,7 @@ class LeanNorm(Replacement, LayerNorm):
 
 
 class LeanPatches(Replacement, nn.Conv2d):
-    """A convolution whose windows do not overlap, over (N, C, H, W). C: channels, P: side of a window."""
+    """A convolution with windows that do not overlap, over (N, C, H, W). C: channels, P: side of a window."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x) if x.is_cuda else super().forward(x)
@@ -232,7 +232,7 @@ class LeanText(Replacement, TextTransformer):
         return pooled if self.text_projection is None else pooled @ self.text_projection
 
     def position(self, text: Tensor) -> TokenIndex | None:
-        """The token whose output is the feature; None if all outputs are."""
+        """The position of the token that becomes the feature; None if all outputs count."""
         if self.pool_type == "argmax":
             return text.argmax(dim=-1)
         if self.pool_type == "eos":
@@ -243,8 +243,8 @@ class LeanText(Replacement, TextTransformer):
 class LeanCaptions(Replacement, TextTransformer):
     """A captioner's text tower: tokens (N, T) -> features (N, D) and the caption's tokens (N, T, W).
 
-    The features are those of the class token, which stands behind the caption. T is any length up to the context's.
-    Padding changes neither.
+    The features come from the class token, which stands behind the caption. T is any length up to the context's.
+    Padding changes neither output.
     """
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +286,7 @@ class LeanDecoder(Replacement, MultimodalTransformer):
     With `wanted`, bool (N, T), the logits of these K tokens alone, (K, V).
     """
 
-    # Whether the caller may pass `wanted`. Not in a dry run, whose tensors have no values to choose tokens by.
+    # Whether the caller may pass `wanted`. Not in a dry run: its tensors have no values to choose tokens by.
     takes_wanted = True
 
     def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:

@@ -16,6 +16,8 @@ from clipscale.models.replacement import Replacement
 
 
 class CastLinear(Replacement, CastLayer, nn.Linear):
+    """torch's linear layer; in a pass with `cast`, by `linear`."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.cast)
 
@@ -34,9 +36,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) ->
     """x W' + b: (..., inputs) -> (..., outputs). `cast`: computed with it, and in its type."""
     if cast is None:
         return F.linear(x, weight, bias)
-    # Our backward pass adds the weight's gradient to `.grad` itself, so the weight need not be an input. But autograd
-    # calls that pass only if an input requires a gradient. If x does not, the weight is given, and autograd adds its
-    # gradient. `.grad` is read here, in a tower's pass: before it DDP may still replace it.
+    # Who adds the weight's gradient to `.grad`:
+    #   x requires a gradient   our backward pass, if the cast accumulates. The weight need not be an input then.
+    #   it requires none        autograd. It calls our backward pass only if an input requires a gradient: the weight is
+    #                           given as one.
+    # `.grad` is read here, in the tower's pass. Before the pass DDP may still replace it.
     weight_grad = weight.grad if cast.accumulates and x.requires_grad else None
     x = x.to(cast.weight.dtype)
     return _Linear.apply(x, weight if weight_grad is None else None, bias, cast.weight, cast.bias, weight_grad)

@@ -28,11 +28,9 @@ OPTIONS = {
 }  # fmt: skip
 # Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more.
 CHARS_PER_TOKEN = 32
-
-
-# The context length where a description gives none: CLIP's.
+# Tokens of the vocabulary where a description gives no number: CLIP's.
 VOCABULARY = 49408
-# Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever.
+# Most words that are remembered with their tokens. open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
 
 
@@ -80,7 +78,10 @@ class Tokenizer:
         return " ".join(inner.decode(inside).split())
 
     def shortened(self, text: str) -> str:
-        """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
+        """As many characters of a caption as can matter. Tokenizers take a run of spaces for one.
+
+        JSON can hold lone surrogates, which no tokenizer takes.
+        """
         most = CHARS_PER_TOKEN * self.length
         text = text.encode("utf-8", "replace").decode()
         return text if len(text) <= most else " ".join(text.split())[:most]

@@ -44,7 +44,7 @@ FOREIGN_TOWER_KEYS = ("timm_model_name", "hf_model_name")
 Encoders: TypeAlias = CustomTextCLIP | CoCa
 # Side of the pictures in pixels, where open_clip's description has none.
 IMAGE_SIZE = 224
-# Descriptions, as JSON, whose encoders `check_encoders` has found usable: many of a sweep or an average are alike.
+# Descriptions, as JSON, that `check_encoders` has found usable: many of a sweep or an average are alike.
 USABLE_DESCRIPTIONS = set[str]()
 
 
@@ -200,7 +200,7 @@ def architecture(config: ModelConfig) -> Record:
 
 
 def check_captioner(name: str, description: Record) -> None:
-    """Raise UserError for a captioner whose towers do not give the tokens that its decoder reads."""
+    """Raise UserError for a captioner if its towers do not give the tokens that its decoder reads."""
     towers = [description[section] for section in ("vision_cfg", "text_cfg")]
     if "multimodal_cfg" in description and not all(tower.get("output_tokens") for tower in towers):
         raise UserError(f"model.name={name!r}: a captioner's vision_cfg and text_cfg need output_tokens: true")
@@ -252,7 +252,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     text = description["text_cfg"]
     pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
-    towers = []  # those of open_clip's own
+    towers = []  # towers of open_clip's own classes
     if "timm_model_name" not in vision:
         towers.append(("image", encoders.visual, pixels))
     if not text.get("hf_model_name"):
@@ -324,8 +324,8 @@ def inputs_of(config: ModelConfig) -> tuple[int, Tokenizer]:
 def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer | None = None) -> ClipModel:
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
-    `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own. `tokenizer`: that
-    of `inputs_of`; None: another one.
+    `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own. `tokenizer`: from
+    `inputs_of`; None: load one.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """

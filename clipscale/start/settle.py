@@ -42,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class SettledRun:
-    """A run whose settings are final and whose checkpoint is found, before anything is built."""
+    """A run with final settings, and with its checkpoint if it has one, before anything is built."""
 
     # The settings of this stage, completed by what the weights say of architecture and pictures.
     config: TrainConfig
@@ -88,13 +88,13 @@ class SettledRun:
 def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
 
-    `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than those of the run's folder.
+    `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
 
     The weights come from the first of these that exists:
 
     1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
-    3. The initial weights `model.weights` and those of the towers.
+    3. The initial weights of the model (`model.weights`) and of each tower.
     4. Random weights, by `seed`.
     """
     path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")

@@ -42,7 +42,7 @@ class BatchEncoder(Protocol):
         collective; see StepInputs. `before_chunk`: called before each chunk."""
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The features of images and of captions, (N, D) each, from those of `encode`."""
+        """The features of images and of captions, (N, D) each, given what `encode` returned."""
 
     def losses(self, contrastive: Tensor) -> list[Tensor]:
         """After the replay: the losses of the global batch, without their weights, 0-d. A collective."""

@@ -73,7 +73,7 @@ def try_compiled(
         with RandomState.now(world.device).preserved():
             for tower in towers:
                 run_every_pass(model, tower, chunk_sizes, local_batch, precision, is_ddp=world.size > 1)
-    except Exception as error:  # a compiler's failure is no reason to end a run
+    except Exception as error:  # a compiler's failure does not end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
     if problem:

@@ -1,4 +1,4 @@
-"""The images of a captioner whose image tower is frozen: encoded once where memory for their tokens allows.
+"""The images of a captioner with a frozen image tower: encoded once, where memory for their tokens allows.
 
 N: images of a chunk, D: feature width, P: tokens of an image, W: width of the decoder.
 """

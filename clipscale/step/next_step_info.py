@@ -10,11 +10,11 @@ TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_TOKENS = range(4)
 
 @dataclass(frozen=True)
 class NextStepInfo:
-    """What a step has to know of all ranks before it begins, and whether to save before. Reading it waits.
+    """What a step needs from all ranks before it begins, and whether a checkpoint is saved before it. Reading waits.
 
-    step n:    replay begins -> `start` begins the all-reduce with this rank's numbers of step n + 1
+    step n:    replay begins -> `start` begins the all-reduce, with this rank's counts of step n + 1
                replay, update
-    step n+1:  reads `num_text_chunks` and `num_caption_tokens`; 0: it asks the ranks itself
+    step n+1:  reads `num_text_chunks` and `num_caption_tokens`; where one is 0, it asks the ranks itself
     """
 
     # The maximum over ranks of [text chunks, is unknown, wants save], and for a captioner of each rank's caption tokens

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
-# Optimizers -> numbers of state that they keep for each weight.
+# Optimizer -> entries of its state for each weight.
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 # timm's names of torch's optimizers that have a fused kernel, also on a CPU.
 FUSED = ("adamw", "adam", "adagrad")
@@ -52,7 +52,7 @@ def build_optimizer(
 
 
 class FastMuon(torch.optim.Optimizer):
-    """The steps and the state of timm's Muon, with two differences in how they are computed.
+    """timm's Muon, with the same steps and state. Two things are computed differently.
 
     Embeddings and vectors are updated by torch's fused AdamW, not one by one in Python. On a CPU the iteration of
     matrices runs in float32: many CPUs have no bfloat16, and emulate it thirty times as slowly.

@@ -17,8 +17,8 @@ class StepInputs:
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
     is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by the captions' length, and lose their padding. For text
-    # towers whose features do not depend on the padding.
+    # Whether captions, or a captioner's pairs, are sorted by the captions' length, and lose their padding. Only where
+    # the text tower's features do not depend on the padding.
     sort_captions: bool
     # Whether the model writes captions: its one input is pairs.
     writes_captions: bool = False

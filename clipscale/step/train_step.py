@@ -87,7 +87,7 @@ class TrainStep:
     clip_norm: float | None
     # The kind of device on which the cache's chunk sizes were measured.
     chunk_device: str
-    # Whether an update has begun and not ended. If an error ends it, the weights are those of no step.
+    # Whether an update has begun and not ended. If an error ends it, some weights may be updated and others not.
     is_updating: bool = False
 
     @property

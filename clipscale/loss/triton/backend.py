@@ -24,8 +24,8 @@ from clipscale.loss.triton.tuning import TileShape
 
 
 class TritonBackend:
-    """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
-    width is a multiple of WIDTH_STEP, without keys. Each objective with kernels has a subclass."""
+    """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features
+    without keys. Their width is a multiple of WIDTH_STEP. Each objective with kernels has a subclass."""
 
     def __init__(self, runtime: LossRuntime, tiles: TileShape) -> None:
         self.runtime = runtime

@@ -39,5 +39,5 @@ SHAPES = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
 
 
 def tiles_for(capability: int, dtype: torch.dtype) -> TileShape:
-    """For a compute capability (90 for 9.0) and the features' type."""
+    """The tiles for a compute capability (90 for 9.0) and the features' type."""
     return FLOAT32 if dtype == torch.float32 else SHAPES.get(capability // 10, AMPERE)

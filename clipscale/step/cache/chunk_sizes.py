@@ -19,7 +19,7 @@ from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.pass_contexts import batch_norms, trains
 
-# Samples per chunk on a CPU. Larger chunks fit there too, but are no faster.
+# Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256
 # Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid.
 MIN_CHUNK = 16

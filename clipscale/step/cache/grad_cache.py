@@ -52,7 +52,7 @@ class GradCache:
             `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
             so a loss of its own is never counted. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
-            synchronised once, with its last chunk; those of clipscale's own `ShardedTower` after each chunk. A module
+            synchronised once, with its last chunk; clipscale's own `ShardedTower` does it after each chunk. A module
             with a method `gradient_sync(sync)`, a context around a chunk's pass, decides itself. The forward pass of
             such an encoder counts as a collective, unless it has an attribute `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.

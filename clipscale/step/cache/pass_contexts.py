@@ -66,8 +66,8 @@ def can_rerun(encoder: Callable[..., object]) -> bool:
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
     """Re-arm DDP for an `out` computed under `no_sync`: a backward pass from the returned output sums gradients.
 
-    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, whose
-    module is replaced by the identity meanwhile.
+    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again.
+    Meanwhile the identity is in the place of the wrapped module.
     """
     if not isinstance(encoder, DistributedDataParallel):
         return out

@@ -194,7 +194,7 @@ def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
 
 
 def refuse_static_graph(encoder: Callable[..., object]) -> None:
-    """Raise ValueError for DDP whose user has promised that all passes are alike."""
+    """Raise ValueError for DDP with static_graph=True, a promise that all passes are alike."""
     if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
         raise ValueError(
             "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
