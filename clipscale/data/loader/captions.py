@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.common.chunks import MAX_CHUNK, Span, equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
 # The width of a chunk is a multiple of this: fast on tensor cores, and few shapes.
 WIDTH_MULTIPLE = 8
-# Most captions in a chunk: with more, attention kernels exceed the largest grid.
-MAX_CAPTIONS = 2**15
 # Assumed cost of one more chunk, as a share of a full one. A chunk ends early if that saves more in padding.
 CHUNK_COST = 1 / 16
 
@@ -54,7 +53,7 @@ class SortedCaptions(ChunkLoader):
         self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
-        self._spans: list[tuple[int, int]] = []
+        self._spans: list[Span] = []
 
     @property
     def num_chunks(self) -> int:
@@ -76,9 +75,9 @@ class SortedCaptions(ChunkLoader):
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
             if self._is_even:
-                self._spans = [(start, min(start + size, self.count)) for start in range(0, self.count, size)]
+                self._spans = equal_spans(self.count, size)
             else:
-                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CAPTIONS))
+                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CHUNK))
 
     def split(self, count: int) -> None:
         """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
@@ -89,7 +88,7 @@ class SortedCaptions(ChunkLoader):
             middle = (start + stop + 1) // 2
             spans[i : i + 1] = [(start, middle), (middle, stop)]
 
-    def spans(self, size: int) -> list[tuple[int, int]]:
+    def spans(self, size: int) -> list[Span]:
         """The chunks as ranges of positions in the sorted order."""
         self.make_chunks(size)
         return self._spans
@@ -143,7 +142,7 @@ class SortedPairs:
         return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
-def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
+def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
     """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
     spans = []
     start = 0

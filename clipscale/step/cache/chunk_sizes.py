@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import MAX_CHUNK, ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
@@ -21,9 +21,8 @@ from clipscale.step.cache.pass_contexts import batch_norms, trains
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256
-# Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid.
+# The first chunk size that is tried on a GPU.
 MIN_CHUNK = 16
-MAX_CHUNK = 2**15
 # Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is
 # taken: small chunks leave less of the memory for graphs unused.
 GOOD_ENOUGH = 0.95
@@ -119,18 +118,18 @@ def measured_chunk(
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
-    """TowerInput of a captioner's encoder."""
+    """Random input of a captioner's encoder."""
     return random_pixels(model, device, count), random_captions(model, device, count)
 
 
 def random_pixels(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """TowerInput of the image tower: (count, 3, side, side) uint8."""
+    """Random input of the image tower: (count, 3, side, side) uint8."""
     side = model.image_size
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=device)
 
 
 def random_captions(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """TowerInput of the text tower: (count, context length) int64."""
+    """Random input of the text tower: (count, context length) int64."""
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 

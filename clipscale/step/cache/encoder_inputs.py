@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# A chunk: its range start..stop.
-Span = tuple[int, int]
+from clipscale.common.chunks import Span
 
 
 @runtime_checkable
@@ -65,8 +64,3 @@ def _with_dicts(tree: object) -> object:
         lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
         tree,
     )
-
-
-def equal_spans(rows: int, size: int) -> list[Span]:
-    """Chunks of `size` rows. The last one may be shorter."""
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]

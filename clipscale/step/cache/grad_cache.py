@@ -29,8 +29,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.chunks import equal_spans
 from clipscale.common.keep_budget import KeepBudget
-from clipscale.step.cache.encoder_inputs import equal_spans
 from clipscale.step.cache.kept_graphs import largest_of_ranks
 from clipscale.step.cache.pass_contexts import can_rerun, trains
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
