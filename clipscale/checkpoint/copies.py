@@ -103,7 +103,7 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
     """Whether a checkpoint was fetched: the store's newest complete one, with its records. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
-    run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning and no
+    run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning, not an
     error.
     """
     unreadable = f"checkpoint.copy={address} cannot be read"
@@ -124,19 +124,28 @@ def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Pat
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to go on from it"
             )
-        to_fetch = newer if resume else []
-        for path in reversed(to_fetch):
-            try:
-                restore(store, path, run)
-                return True
-            except UserError as error:
-                if path is newer[0] and not newest_own:
-                    raise UserError(
-                        f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
-                    ) from error
-                log_line(f"warning: checkpoint.copy: {error}")
+        if resume and restore_newest(store, newer, run, address, has_own=newest_own is not None):
+            return True
         if resume == "auto" and not (run / METRICS).exists():  # the start will drop lines of later steps
             copy_records(store, DirFileSystem(str(run), LOCAL))
+    return False
+
+
+def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: str, *, has_own: bool) -> bool:
+    """Whether one of the checkpoints was fetched: the last one that is not damaged, with its records.
+
+    `has_own`: whether the run's own folder has a checkpoint. If not, and all of these are damaged, raises UserError.
+    """
+    for path in reversed(newer):
+        try:
+            restore(store, path, run)
+            return True
+        except UserError as error:
+            if path is newer[0] and not has_own:
+                raise UserError(
+                    f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
+                ) from error
+            log_line(f"warning: checkpoint.copy: {error}")
     return False
 
 

@@ -152,7 +152,7 @@ def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
 
 def test_epochs_are_counted_in_steps_of_the_batch() -> None:
     config = ScheduleConfig(warmup="0.5ep", cooldown="1ep")
-    of_epochs = Schedule.build(config, OptimConfig(), batch=8, samples=4000, epoch_samples=800)
+    of_epochs = Schedule.build(config, OptimConfig(), global_batch=8, samples=4000, epoch_samples=800)
     assert (of_epochs.total, of_epochs.warmup, of_epochs.cooldown) == (500, 50, 100)
 
 
