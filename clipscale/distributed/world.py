@@ -143,11 +143,11 @@ class World:
                 raise error_of_rank if self.size == 1 else error_of_rank.of_all_ranks()
         return result
 
-    def leave_signal(self, number: int) -> None:
+    def leave_signal(self, signal_number: int) -> None:
         """Leave a signal for the ranks that ask. Safe in any thread."""
         if self.signal_store:
             with suppress(RuntimeError):  # the rank that hosts the store has ended, and with it the run
-                self.signal_store.set(SIGNAL, str(number))
+                self.signal_store.set(SIGNAL, str(signal_number))
 
     def left_signal(self) -> int:
         """The signal that a rank has left; 0 without one."""

@@ -27,9 +27,11 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
 
 @contextmanager
 def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
-    """Inside, the tower has two of its identical blocks. Yields the second one and the number of blocks for which it
-    stands; None where there are no more. The first stands for itself: its input may need no gradient. A decoder keeps
-    all its blocks: they are in two lists, which go together.
+    """Inside, the tower has only two of its identical blocks. Yields the second one, and how many blocks it stands for;
+    None and 1 if there are no more than two.
+
+    The first one stands for itself: its input may need no gradient. A decoder keeps all its blocks: they are in two
+    lists, which go together.
     """
     blocks, alike = repeated_blocks(tower)
     names = [name for name, _ in blocks.named_children()] if alike else []

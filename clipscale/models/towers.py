@@ -227,9 +227,9 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
 
 
 def _length(text: Record, encoder: Any) -> int:
-    """Tokens of a caption. Of a tower of transformers open_clip says how many positions it has, which are often more.
+    """Tokens of a caption. A tower of transformers often has more positions, which open_clip takes for its context.
 
-    Raises ValueError where they are fewer.
+    Raises ValueError if it has fewer.
     """
     length = length_of(text)
     positions = encoder.context_length
@@ -242,8 +242,8 @@ def _length(text: Record, encoder: Any) -> int:
 def check_encoders(encoders: Encoders, description: Record) -> None:
     """Raise UserError unless open_clip's own towers take a sample and give a row of features.
 
-    Some of a description is checked at first use alone. The sample is on the meta device: nothing is computed. Once
-    in a process for each description.
+    Parts of a description are checked only at first use. The sample is on the meta device: nothing is computed. Done
+    once in a process for each description.
     """
     described = json.dumps(description, sort_keys=True, default=str)
     if described in USABLE_DESCRIPTIONS:

@@ -43,6 +43,7 @@ class TowerPasses:
     # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
     synchronises: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
+    # Of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the loss's gradient.
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
     spans: list[Span] = field(default_factory=list)
@@ -117,15 +118,21 @@ class TowerPasses:
                 before_chunk()
                 sync = self.synchronises and stop == self.spans[-1][1]
                 with chunk_context(self.encoder, sync), self.weights.used(builds_graph=True, sync=sync):
-                    if self.graphs.outputs:
-                        out = self.graphs.outputs.pop(0)
-                        out = rearm_ddp_sync(self.encoder, out) if sync else out
-                    else:
-                        out = self.run_again(i)
+                    out = self.output_with_graph(i, sync=sync)
                     backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
+
+    def output_with_graph(self, i: int, *, sync: bool) -> ChunkOutput:
+        """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass.
+
+        `sync`: its backward pass sums the gradients over ranks.
+        """
+        if not self.graphs.outputs:
+            return self.run_again(i)
+        out = self.graphs.outputs.pop(0)
+        return rearm_ddp_sync(self.encoder, out) if sync else out
 
     def end_step(self) -> None:
         """Let go of the batch, its representations and the cast weights."""
