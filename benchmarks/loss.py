@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, nearest
+from clipscale.common.units import did_you_mean, format_count
 from clipscale.config.presets import conf_dir
 from clipscale.loss.reference import dense_contrastive_loss
 
@@ -134,7 +134,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     methods, dtypes = settings.methods.split(","), settings.dtype.split(",")
     for word, known in (*((name, [*METHODS]) for name in methods), *((dtype, [*DTYPES]) for dtype in dtypes)):
         if word not in known:
-            raise UserError(f"{word}: unknown{nearest(word, known)}; there are {', '.join(known)}")
+            raise UserError(f"{word}: unknown{did_you_mean(word, known)}; there are {', '.join(known)}")
     common = {key: getattr(settings, key) for key in ("device", "repeats", "reference", "profile")}
     cases = sorted(product(counts(settings.n), counts(settings.d), dtypes), key=lambda case: case[0] ** 2 * case[1])
     jobs = []

@@ -21,7 +21,7 @@ from open_clip.model import CLIP, CustomTextCLIP
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware
-from clipscale.common.units import format_bytes, nearest
+from clipscale.common.units import did_you_mean, format_bytes
 from clipscale.config.presets import conf_dir
 from clipscale.tools.plan.memory import outside_torch
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
@@ -91,7 +91,7 @@ def measured(name: str, chunk: int, precision: str) -> Model:
     preset: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"name": name}
     description: Any = preset.get("architecture") or open_clip.get_model_config(preset["name"])
     if description is None:
-        raise UserError(f"model={name}: unknown{nearest(name, open_clip.list_models())}")
+        raise UserError(f"model={name}: unknown{did_you_mean(name, open_clip.list_models())}")
     description.pop("custom_text", None)
     kind = CustomTextCLIP if "hf_model_name" in description["text_cfg"] else CLIP
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
@@ -135,7 +135,7 @@ def main(words: list[str]) -> dict[str, Any]:
     """The figures of the settings. Raises UserError."""
     settings = settings_of(DEFAULTS, words)
     if settings.loss not in METHODS:
-        raise UserError(f"loss={settings.loss}: known are {', '.join(METHODS)}{nearest(settings.loss, METHODS)}")
+        raise UserError(f"loss={settings.loss}: known are {', '.join(METHODS)}{did_you_mean(settings.loss, METHODS)}")
     gpu = hardware(settings.hardware)
     chunk = min(settings.chunk, settings.batch // settings.gpus)
     model = measured(settings.model, chunk, settings.precision)

@@ -163,7 +163,7 @@ def speed(job: Row, runs: Path) -> list[Row]:
 
 
 def compare(rows: list[Row]) -> None:
-    """The rate of each count of processes over so many times that of one."""
+    """The rate of each count of processes, over as many times the rate of one."""
     one = next((row["samples_per_s"] for row in rows if row.get("procs") == 1 and "samples_per_s" in row), None)
     for row in rows:
         if one and "samples_per_s" in row:

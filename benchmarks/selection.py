@@ -35,7 +35,7 @@ DEFAULTS = {
 }
 
 COPY = "copy"
-"""Begins the key of a copy, before that of its original."""
+"""Begins the key of a copy; the key of its original follows."""
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:

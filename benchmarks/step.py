@@ -36,7 +36,7 @@ from torch import Tensor
 
 from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, nearest, parse_count
+from clipscale.common.units import did_you_mean, format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
 from clipscale.data.loader.captions import SortedCaptions, SortedPairs
@@ -89,7 +89,9 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
         method, _, size = word.partition("@")
         base = named(method)[1]
         if base not in ("plain", "cache", "keep", "open_clip", "open_clip-plain") and not base.startswith("keep-"):
-            raise UserError(f"methods={word}: unknown{nearest(method, ('plain', 'cache', 'keep-20G', 'open_clip'))}")
+            raise UserError(
+                f"methods={word}: unknown{did_you_mean(method, ('plain', 'cache', 'keep-20G', 'open_clip'))}"
+            )
         batch = parse_count(size) if size else settings.batch
         jobs.append({"case": f"{method}@{batch}", "method": method, **common, "batch": batch, "round": number})
     return f"step-{settings.device}", jobs
@@ -262,7 +264,7 @@ class Step:
 
 
 def measure(**job: Any) -> list[Row]:
-    """Seconds and memory of steps after a warm-up; the memory is that of the first."""
+    """Seconds of steps after a warm-up, and the memory of the first."""
     if job["method"].removeprefix("compiled-").startswith("open_clip") and find_spec("open_clip_train") is None:
         return [{"status": "not installed", "reason": "install open_clip_torch with its training loop"}]
     step = Step(job["method"], job["model"], job["chunk"], job["precision"], job["device"])
@@ -327,7 +329,7 @@ def profile(step: Step, batch: int, most: int, step_ms: float) -> Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Seconds a sample over those of plain, and of open_clip's plain step at the same batch."""
+    """Seconds a sample, divided by plain's and by open_clip's plain step's at the same batch."""
     timed = [row for row in rows if "step_s" in row]
     for row in timed:
         plain = "frozen-plain" if named(row["method"])[0] == "frozen" else "plain"

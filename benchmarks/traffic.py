@@ -8,7 +8,7 @@ operand once. Of two chunk sizes the slope is what a sample costs. At least so l
 
     FLOP / (rate of matrix products) + bytes / (rate of copies)
 
-Compiled: the blocks' bytes are those of inductor's fused kernels (`inductor.py`), the rest of a tower stays eager.
+Compiled: the blocks' bytes are counted in inductor's fused kernels (`inductor.py`), the rest of a tower stays eager.
 """
 
 from collections import defaultdict

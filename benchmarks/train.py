@@ -139,7 +139,7 @@ def open_clip(place: Path, files: list[bytes], samples: int, options: SimpleName
 
 
 def compare(rows: list[Row]) -> None:
-    """A method's median rate over that of open_clip."""
+    """A method's median rate over open_clip's."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if "samples_per_s" in row:

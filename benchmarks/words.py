@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest, parse_count
+from clipscale.common.units import did_you_mean, parse_count
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ def settings_of(defaults: Row, words: Sequence[str]) -> SimpleNamespace:
         key, equals, value = word.partition("=")
         if not equals or key not in defaults:
             known = ", ".join(f"{key}=" for key in defaults)
-            raise UserError(f"{word}: unknown{nearest(key, defaults)}; there are {known}")
+            raise UserError(f"{word}: unknown{did_you_mean(key, defaults)}; there are {known}")
         try:
             values[key] = kinds.get(type(defaults[key]), str)(value)
         except ValueError as error:

@@ -84,7 +84,7 @@ class TrainLoop:
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
-        """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
+        """Run the remaining steps and the final evaluation."""
         results: Results = {}
         ready = self.ready
         self.stream.poll_while_waiting(self.signal_poller.poll_while_waiting)
@@ -113,10 +113,7 @@ class TrainLoop:
         return result
 
     def run_step(self) -> NextStepInfo:
-        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
-
-        Returns what the ranks say of the next step, and whether one wishes to save before it.
-        """
+        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
         step = self.step + 1
         train_step = self.train_step
         ready = self.ready
@@ -162,12 +159,12 @@ class TrainLoop:
         return before_chunk
 
     def evaluate(self) -> Results:
-        """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
+        """Evaluate the current model, and write the results to RUN/eval/step_N.json. A collective."""
         train_step = self.train_step
         evaluation = self.ready.evaluation
         records = self.ready.records
         records.finish()
-        average = train_step.average if evaluation.of_average else None
+        average = train_step.average if evaluation.uses_average else None
         with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.components.is_compiled):
             results = evaluate(
                 train_step.model,

@@ -11,7 +11,7 @@ from clipscale import __version__
 from clipscale.cli.help import COUNTS, shown
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import default_choices, group_options, header
-from clipscale.config.setting import Setting, nested, settings_of, summary
+from clipscale.config.setting import Setting, sections_of, settings_of, summary
 from clipscale.config.train import TrainConfig
 
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
@@ -52,7 +52,7 @@ def settings() -> str:
     """All settings of `train`, section by section."""
     sections = {
         "": "Keys without a section.",
-        **{name: summary(of) for name, of in nested(VERBS["train"].settings).items()},
+        **{name: summary(of) for name, of in sections_of(VERBS["train"].settings).items()},
     }
     links = ", ".join(f"[{section or 'the run'}](#{section or 'the-run'})" for section in sections)
     parts = ["# Settings", f"`clipscale train KEY=VALUE ...`. {COUNTS} Empty defaults are null, or nothing."]

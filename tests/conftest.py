@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from tests.support.forked_processes import share_one_server, start_the_server
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment has it already
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it in its environment already
     # Indexes know shards by their path: neither the user's nor an earlier session's.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="clipscale-tests-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -80,7 +80,7 @@ def server() -> None:
         start_the_server()
 
 
-Cap = pytest.CaptureFixture[str]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="session")
@@ -117,11 +117,11 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, to which others are compared. Each of pytest's workers has a copy."""
     from clipscale.config.sections import EvalConfig, LogConfig
     from clipscale.train import train
-    from tests.support.runs import settings
+    from tests.support.runs import ten_step_config
 
     def make(run: Path) -> None:
         sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
-        result = train(settings(demo, run, eval=sets, log=LogConfig()))
+        result = train(ten_step_config(demo, run, eval=sets, log=LogConfig()))
         assert result["step"] == 10
         assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
 
@@ -150,7 +150,7 @@ def s3() -> Iterator[str]:
 
 
 @pytest.fixture
-def short() -> Iterator[Path]:
+def short_folder() -> Iterator[Path]:
     """A folder of a short path, for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)

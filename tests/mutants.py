@@ -38,7 +38,7 @@ from tests.support import line_notes
 CHECKOUT = Path(__file__).parents[1]
 # What is broken, below clipscale/.
 TARGETS = ("loss", "step", "data/order.py", "data/loader", "checkpoint", "distributed")
-# Tests beside those of a file's own folder, by the start of its path.
+# Further tests of a file, beside its own folder's, by the start of its path.
 MORE = {
     "step": ("step", "test_exactness.py", "start", "distributed", "test_train.py"),
     "distributed": (

@@ -28,7 +28,7 @@ from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
-from tests.support.runs import curve, records, small
+from tests.support.runs import curve, four_step_config, records
 from tests.support.user_errors import refused
 
 
@@ -51,11 +51,11 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full, monkeypatch.context() as before:
         before.setattr("clipscale.start.build.build_model", None)
-        train(small(shards, tmp_path / "run"))
+        train(four_step_config(shards, tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
     (size,) = re.findall(r"a checkpoint takes ([\d.]+) MiB, and the first one needs room for two; ", str(full.value))
     room = round(2.01 * float(size) * 2**20)
-    train(small(shards, tmp_path / "run"))
+    train(four_step_config(shards, tmp_path / "run"))
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     files = sum(file.stat().st_size for file in saved.iterdir())
     assert float(size) * 2**20 == pytest.approx(files, rel=0.02)
@@ -65,7 +65,7 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
 def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of `small` as it is."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(small(shards, run))
+    train(four_step_config(shards, run))
     return curve(run)
 
 
@@ -83,7 +83,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
             if used:
                 other.acquire()
 
-    config = small(shards, run, checkpoint=CheckpointConfig(every="2"))
+    config = four_step_config(shards, run, checkpoint=CheckpointConfig(every="2"))
     line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
     with between_steps(remove), refused(line):
         train(config)
@@ -104,7 +104,7 @@ def test_a_shard_that_goes_while_it_is_read_is_left_out(
     first, _ = write_shards(tmp_path / "set", [40, 40])
     data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
     with between_steps(lambda step: harm(first) if step == 2 else None):
-        assert train(small("", tmp_path / "run", samples=144, data=data))["step"] == 12
+        assert train(four_step_config("", tmp_path / "run", samples=144, data=data))["step"] == 12
     assert records(tmp_path / "run")[-1]["broken_by"][reason] > 0
 
 
@@ -113,14 +113,14 @@ def test_shards_that_are_replaced_are_counted_and_said_once(tmp_path: Path, capl
     dict(index.update_indexes(map(str, paths)))
     data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
     with between_steps(lambda step: [path.touch() for path in paths]):
-        train(small("", tmp_path / "run", samples=240, data=data))
+        train(four_step_config("", tmp_path / "run", samples=240, data=data))
     assert records(tmp_path / "run")[-1]["faults_by"]["changed_shard"] > 2
     assert caplog.text.count("have changed since they were indexed") == 1
 
 
 def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "set", [40, 40])
-    config = small(str(tmp_path / "set/{00000..00001}.tar"), tmp_path / "run", samples=144)
+    config = four_step_config(str(tmp_path / "set/{00000..00001}.tar"), tmp_path / "run", samples=144)
     with (
         between_steps(lambda step: [path.unlink(missing_ok=True) for path in paths] if step == 2 else None),
         refused(r"no usable sample among the last .* No such file"),
@@ -155,7 +155,7 @@ def test_what_ends_a_run_saves_first(
     shards: str, undisturbed: list[float], tmp_path: Path, part: str, error: Exception, saved: list[int]
 ) -> None:
     """Unless its weights may be half updated."""
-    config = small(shards, tmp_path / "run")
+    config = four_step_config(shards, tmp_path / "run")
     work = resolve_name(f"clipscale.{part}")
     third = mock.Mock(side_effect=[mock.DEFAULT] * 2 + [error])
     patch = mock.patch(f"clipscale.{part}", lambda *given, **named: third() and work(*given, **named))
@@ -181,7 +181,7 @@ def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypa
         web.faults = lambda number, path: random.choice(kinds) if random.random() < 0.4 else None
         for name, source in (("local", tmp_path / "set"), ("remote", f"{web.url}/set/{{00000..00001}}.tar")):
             data = DataConfig(train=[str(source)], workers=0, shard_streams=2)
-            train(small("", tmp_path / name, samples=72, data=data))
+            train(four_step_config("", tmp_path / name, samples=72, data=data))
     assert curve(tmp_path / "remote") == curve(tmp_path / "local")
     last = records(tmp_path / "remote")[-1]
     assert 5 < last["faults"] <= web.done.total() and not last["broken"], last
@@ -189,7 +189,7 @@ def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypa
 
 
 def test_a_checkpoint_of_wrong_content_is_one_line(shards: str, tmp_path: Path) -> None:
-    train(small(shards, tmp_path, samples=12))
+    train(four_step_config(shards, tmp_path, samples=12))
     meta = tmp_path / "checkpoints/step_00000001/meta.json"
     whole = meta.read_text().partition('"meta": ')[2][:-2]
     for form in read_yaml(Path(__file__).with_name("meta.yaml")).values():

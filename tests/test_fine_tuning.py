@@ -14,20 +14,20 @@ from clipscale.tools.export.verb import main as export
 from clipscale.tools.report.page import charts_of, points, write_report
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.eval.sets import pair_set
-from tests.support.runs import ARCHITECTURE, curve, small
+from tests.support.runs import ARCHITECTURE, curve, four_step_config
 
 
-def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_path: Path, capsys: Cap) -> None:
+def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_path: Path, capsys: Capture) -> None:
     """Its curve begins where it started, and its scores are shown beside those. It changes no bit of the training."""
     start, plain, tuned = tmp_path / "start", tmp_path / "plain", tmp_path / "tuned"
     sets = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
-    at_start = train(small(shards, start, eval=sets))["eval"]
+    at_start = train(four_step_config(shards, start, eval=sets))["eval"]
     model = ModelConfig(name="test", architecture=ARCHITECTURE, weights=f"run:{start}")
-    train(small(shards, plain, model=model))
+    train(four_step_config(shards, plain, model=model))
     band = {"pairs.text_to_image_r10": [0, 100], "source": "a paper"}
-    config = small(shards, tuned, model=model, eval=sets, expected=band)
+    config = four_step_config(shards, tuned, model=model, eval=sets, expected=band)
     capsys.readouterr()
     train(config)
     said = capsys.readouterr().out

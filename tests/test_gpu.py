@@ -33,7 +33,7 @@ from clipscale.tools.data.demo import train_shards
 from clipscale.train import TrainLoop, train
 from tests.step.cache.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
-from tests.support.runs import curve, records, settings
+from tests.support.runs import curve, records, ten_step_config
 from tests.support.towers import samples, small_model
 from tests.test_exactness import Case, inputs_of, model_of
 
@@ -183,7 +183,7 @@ def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident:
 
 def run(demo: Path, folder: Path, **changes: Any) -> list[float]:
     data = DataConfig(train=[train_shards(demo)], workers=changes.pop("workers", 0))
-    train(settings(demo, folder, device=DEVICE, data=data, **changes))
+    train(ten_step_config(demo, folder, device=DEVICE, data=data, **changes))
     return curve(folder)
 
 

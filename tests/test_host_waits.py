@@ -14,7 +14,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.train import TrainLoop, train
-from tests.support.runs import ARCHITECTURE, small
+from tests.support.runs import ARCHITECTURE, four_step_config
 
 PACKAGE = str(Path(clipscale.__file__).parent)
 # Operations for whose result the host would wait on a GPU.
@@ -71,7 +71,7 @@ def test_a_step_waits_for_two_values_of_the_device(
 
     monkeypatch.setattr(TrainLoop, "run_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)
-    train(small(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
+    train(four_step_config(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
     assert len(steps) == 4
     expected = READ | {"block.py:scale_number": passes}  # of the loss; on a GPU the softmax reads it in one
     for places in steps[2:]:  # the first ones check the inputs and measure graphs

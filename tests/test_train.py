@@ -35,9 +35,9 @@ from clipscale.launch import local
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
 from clipscale.trained_model import load_model
-from tests.support.checkpoints import ALONE, steps
+from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, ten_step_config, train_loop
 from tests.support.user_errors import refused
 
 FIELDS = {
@@ -51,7 +51,7 @@ FIELDS = {
 def test_the_last_line_names_a_run_so_that_it_can_be_pasted(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(small(shards, tmp_path / "my run", samples=12))
+    train(four_step_config(shards, tmp_path / "my run", samples=12))
     assert f"clipscale report '{tmp_path}/my run' shows it" in capsys.readouterr().out
 
 
@@ -60,7 +60,7 @@ def test_the_best_step_is_saved_and_stays_also_after_a_resume(
 ) -> None:
     values = iter([0.1, 0.9, 0.3, 0.5, 0.9, 0.2])  # after steps 1 to 4 and, resumed, 5 and 6
     monkeypatch.setattr(ClassificationSet, "measure", lambda *_: Measurement([{"top1": next(values)}], Counter()))
-    config = small(
+    config = four_step_config(
         shards,
         tmp_path / "run",
         eval=EvalConfig(every=1, sets=[str(demo / "objects")], limit=8),
@@ -86,7 +86,7 @@ def test_the_best_step_is_kept_where_all_are_worse_than_the_start(
 ) -> None:
     values = iter([0.9, 0.1, 0.3, 0.2, 0.2])  # of the start, and after steps 1 to 4
     monkeypatch.setattr(ClassificationSet, "measure", lambda *_: Measurement([{"top1": next(values)}], Counter()))
-    config = small(
+    config = four_step_config(
         shards,
         tmp_path / "run",
         model=ModelConfig(name="test", architecture=ARCHITECTURE, weights=str(finished)),
@@ -127,7 +127,7 @@ def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, mo
     decode = TrainTransform.__call__
     late = chain([0.2] * 12, [0.0] * 12, [0.1] * 12, repeat(0.0))
     monkeypatch.setattr(TrainTransform, "__call__", lambda *given: (time.sleep(next(late)), decode(*given)))
-    train(small(shards, tmp_path / "run", samples=36))
+    train(four_step_config(shards, tmp_path / "run", samples=36))
     shares, seconds = zip(*((record["data_wait_frac"], record["step_s"]) for record in records(tmp_path / "run")))
     assert max(shares) <= 1 and shares[2] * seconds[2] > 0.6, (shares, seconds)
 
@@ -137,7 +137,7 @@ def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, mo
 def test_the_number_of_processes_does_not_change_the_curve(
     demo: Path, finished: Path, tmp_path: Path, procs: int, started: bool
 ) -> None:
-    config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
+    config = ten_step_config(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
     if started:  # as users start them, each with loader processes
         data = replace(config.data, workers=2)
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
@@ -148,13 +148,13 @@ def test_the_number_of_processes_does_not_change_the_curve(
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
-    train(settings(demo, tmp_path / "run", precision=precision))
+    train(ten_step_config(demo, tmp_path / "run", precision=precision))
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.15)
 
 
 def diverging(demo: Path, run: Path, precision: str = "fp32", **optim: Any) -> TrainConfig:
     """A first step so large that the second is not finite."""
-    return settings(
+    return ten_step_config(
         demo,
         run,
         samples=256,
@@ -217,7 +217,7 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception
 )
 def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int, error: Exception) -> None:
     """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
-    config = small(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
+    config = four_step_config(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
     run_ranks(losing_a_loader, world, config, error)
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
@@ -236,7 +236,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
     expected = "out of memory in replay, in chunks of 4 images and 6 captions"
     with monkeypatch.context() as patch, refused(expected) as raised:
         patch.setattr(GradCache, "replay", too_large)
-        train(small(shards, tmp_path / "run"))
+        train(four_step_config(shards, tmp_path / "run"))
     line = str(raised.value)
     assert line.startswith("step 1: ")
     assert line.endswith("; clipscale plan with the settings of this run says what fits")
@@ -244,7 +244,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
 
 def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Path) -> None:
     """Without the garbage collector: the next stage's model is built in the memory of the last one's."""
-    run = train_loop(small(shards, tmp_path / "run", ema=0.9), ALONE)
+    run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9), ONE_RANK)
     for _ in range(2):
         run.run_step()
     run.stream.close()

@@ -22,7 +22,7 @@ from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
 from clipscale.common import files
-from clipscale.common.checkpoints import META, check_address, checkpoints_of, step_of
+from clipscale.common.checkpoints import META, check_copy_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
@@ -76,7 +76,7 @@ def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
 
     Raises UserError for an address that cannot keep a copy.
     """
-    check_address(address)
+    check_copy_address(address)
     subject = f"checkpoint.copy={address}"
     check_credentials(address.partition("://")[0], subject)
     system, root = url_to_fs(address, use_listings_cache=False)
@@ -100,7 +100,7 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Path | None = None) -> bool:
-    """Whether a checkpoint was fetched: the store's newest complete one, with its records. Raises UserError.
+    """Fetch the store's newest complete checkpoint and its records. Returns whether one was fetched. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
     run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning, not an
@@ -183,7 +183,7 @@ def remove_parts(store: DirFileSystem) -> None:
         store.rm_file(COPYING)
 
 
-class CopyTask(Enum):
+class Event(Enum):
     """What the thread of Copies is to do next."""
 
     COPY = "copy"
@@ -213,7 +213,7 @@ class Copies:
         self.results: RunResult | None = None
         # Whether the run has ended without its last copy.
         self.abandoned = False
-        self._tasks: SimpleQueue[CopyTask] = SimpleQueue()
+        self._events: SimpleQueue[Event] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class Copies:
 
     def request(self) -> None:
         """Copy the present state, after the copy that is being made, if one is."""
-        self._tasks.put(CopyTask.COPY)
+        self._events.put(Event.COPY)
 
     def close(self, limit: float, results: RunResult | None = None) -> None:
         """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
@@ -234,7 +234,7 @@ class Copies:
         """
         self.results = results
         self.request()
-        self._tasks.put(CopyTask.END)
+        self._events.put(Event.END)
         if self.thread.ident:
             self.thread.join(SILENT_S)
             if self.thread.is_alive():
@@ -255,7 +255,7 @@ class Copies:
 
     def _work(self) -> None:
         reported: type | None = None
-        while self._tasks.get() is CopyTask.COPY:
+        while self._events.get() is Event.COPY:
             self.problem = "it is not complete"
             try:
                 self._copy(open_store(self.address, announce=False))

@@ -54,7 +54,7 @@ def split_tensors(state: Mapping[str, object], prefix: str = "") -> tuple[dict[s
 
 
 def merge_tensors(values: dict[str, object], tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """The tree of `split_tensors`, with its tensors back in place."""
+    """Put the tensors of `split_tensors` back into the tree, in place."""
     for name, tensor in tensors.items():
         *path, leaf = name.split(SEPARATOR)
         node = values
@@ -94,7 +94,7 @@ def read_meta(path: Path) -> Meta:
             return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
 
-    with damage_to_user_error(path):
+    with damaged_checkpoint_to_user_error(path):
         check_inside(path / META, path)
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
@@ -115,7 +115,6 @@ def size_and_crc32(file: Path) -> tuple[int, int]:
 
 
 def stream_size_and_crc32(stream: RawIOBase) -> tuple[int, int]:
-    """Size and CRC-32 of what can still be read."""
     size = 0
     checksum = 0
     while block := stream.read(READ_BYTES):
@@ -133,7 +132,7 @@ def ignore_warning_of_one_process() -> None:
 
 
 @contextmanager
-def damage_to_user_error(path: Path) -> Iterator[None]:
+def damaged_checkpoint_to_user_error(path: Path) -> Iterator[None]:
     """Around what reads a checkpoint's files: turns DAMAGED into a UserError."""
     try:
         yield

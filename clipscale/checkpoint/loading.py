@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.format import (
     SEPARATOR,
-    damage_to_user_error,
+    damaged_checkpoint_to_user_error,
     ignore_warning_of_one_process,
     merge_tensors,
     read_meta,
@@ -28,7 +28,7 @@ from clipscale.common.hardware import cores
 
 def read_values(path: Path) -> CheckpointState:
     """A checkpoint without its tensors. Raises UserError."""
-    with damage_to_user_error(path):
+    with damaged_checkpoint_to_user_error(path):
         return CheckpointState.of(read_meta(path)["values"])
 
 
@@ -44,7 +44,7 @@ def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
             raise ValueError(f"size or checksum of {name} differs")
 
     # A signal leaves the pool at once, also where a disk is silent.
-    with damage_to_user_error(path), ThreadPool(cores()) as threads:
+    with damaged_checkpoint_to_user_error(path), ThreadPool(cores()) as threads:
         threads.map(check, list(meta["files"])[rank::world_size])
 
 
@@ -55,7 +55,7 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, which unpickles from `.metadata` only the classes that describe tensors and files."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """torch's metadata of the checkpoint. Raises UserError."""
+        """Raises UserError."""
         path = Path(self.checkpoint_id)
         with to_user_error(f"checkpoint {path} is damaged or not a checkpoint"):
             check_inside(path / ".metadata", path)
@@ -120,5 +120,5 @@ def load(
     if tensors:
         ignore_warning_of_one_process()
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    with damage_to_user_error(path):
+    with damaged_checkpoint_to_user_error(path):
         return CheckpointState.of(merge_tensors(read_meta(path)["values"], tensors))

@@ -24,7 +24,7 @@ from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import main_rank, print_line
-from clipscale.common.units import nearest, one_of
+from clipscale.common.units import did_you_mean, one_of
 from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is_known_key, removal_message, unknown_key
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
@@ -33,7 +33,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.models.weights.sources import resolve_architecture
 
 QUOTES = "'\""
-# The version of Hydra whose behaviour is meant.
+# Behave as this version of Hydra.
 VERSION = "1.3"
 # What Hydra and OmegaConf raise for wrong words and presets.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
@@ -56,7 +56,7 @@ REMEDY = "settings are KEY=VALUE; page 'Moving from open_clip' has its flags"
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}{nearest(message.rpartition(' ')[2], FLAGS)}; {REMEDY}")
+        raise UserError(f"{message}{did_you_mean(message.rpartition(' ')[2], FLAGS)}; {REMEDY}")
 
 
 def parse(name: str, argv: Sequence[str]) -> Namespace:
@@ -83,7 +83,7 @@ def answer_to_flag(name: str, flag: str) -> str:
     names = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
     if key in names:
         return f"write {key}=..."
-    meant = nearest(flag, FLAGS)
+    meant = did_you_mean(flag, FLAGS)
     return (
         f"unknown flag{meant}"
         if meant and key not in {*ALIASES, *ABSENT["open_clip"]}
@@ -99,7 +99,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     verb = VERBS[name]
     declared = settings_of(verb.settings)
     lists = {key for key, setting in declared.items() if setting.kind is list}
-    sections = {key for key, setting in declared.items() if setting.of_items}
+    sections = {key for key, setting in declared.items() if setting.item_type}
     texts = lists - sections | {key for key, setting in declared.items() if setting.kind is str}
     groups = default_choices(verb.conf)
     plain = []
@@ -237,7 +237,7 @@ def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False)
 
 
 def is_in_dictionary(key: str, config: type) -> bool:
-    """Whether the key is one of the settings whose values are dictionaries, or in such a dictionary."""
+    """Whether the setting is a dictionary, or in one."""
     dictionaries = (name for name, setting in settings_of(config).items() if setting.kind is dict)
     return any(f"{key}.".startswith(f"{name}.") for name in dictionaries)
 
@@ -312,7 +312,7 @@ def one_line_error(error: Exception) -> UserError:
         group, _, choice = file.rpartition("/") if is_hydra_setting(file) else file.partition("/")
         options = error.options or []
         meant = ALIASES.get(f"{group}={choice}", choice.lower())
-        text = f"{group}={choice}: unknown; choose {one_of(options)}{nearest(meant, options)}"
+        text = f"{group}={choice}: unknown; choose {one_of(options)}{did_you_mean(meant, options)}"
         if group == "data":
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):

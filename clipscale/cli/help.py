@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest
+from clipscale.common.units import did_you_mean
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import default_choices, group_options, preset_title
-from clipscale.config.setting import Setting, nested, settings_of, summary
+from clipscale.config.setting import Setting, sections_of, settings_of, summary
 
 # Most columns of a help text; longer lines are hard to read.
 WIDTH = 120
@@ -56,7 +56,7 @@ def show_verb(name: str) -> None:
     declared = settings_of(verb.settings)
     top = [setting for key, setting in declared.items() if "." not in key]
     describe([*top, *(declared[key] for key in verb.common_keys.split())])
-    if sections := nested(verb.settings):
+    if sections := sections_of(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys, `--help KEY` explains one")
         columns((f"{section}.", summary(config)) for section, config in sections.items())
     if chosen := default_choices(verb.conf):
@@ -74,7 +74,7 @@ def show_verb(name: str) -> None:
 def show_section(name: str, section: str) -> None:
     """One setting; or all keys of a section, and the presets of the group of that name."""
     verb = VERBS[name]
-    sections = nested(verb.settings)
+    sections = sections_of(verb.settings)
     groups = default_choices(verb.conf)
     meaning = dict.fromkeys(groups, "whole sets of settings") | {
         key: summary(config) for key, config in sections.items()
@@ -83,7 +83,7 @@ def show_section(name: str, section: str) -> None:
     described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
     if not described and section not in meaning:
         names = [*meaning, *declared]
-        raise UserError(f"{name} --help {section}: no such section or setting{nearest(section, names)}")
+        raise UserError(f"{name} --help {section}: no such section or setting{did_you_mean(section, names)}")
     if section in meaning:
         print(f"{section}: {meaning[section]}")
     describe(described)

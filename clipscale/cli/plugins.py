@@ -35,13 +35,11 @@ from clipscale.common.checkpoints import LOWER_IS_BETTER, Best
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
-from clipscale.common.run_records import RESULT
 from clipscale.common.terminal import print_failure, print_line
-from clipscale.common.units import counted, nearest, one_of
+from clipscale.common.units import did_you_mean, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
-from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.robustness.output import ignore_output_errors, prepare_output
 from clipscale.tools.data import demo
 
@@ -94,12 +92,18 @@ def main(line: Namespace) -> int:
 
     What can be checked of the runs is checked before the first one starts. Raises UserError.
     """
-    with exit_on_signal(" before a run began; the same command goes on"):
-        swept = prepared(line)
-    if not swept:
+    swept = compose_sweep(line.words, line.config_dir)
+    if not swept.has_sweeper:
+        sweep.warn_of_metric(swept.configs[0])
+    # the machine of the command line may have no GPU
+    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
+    sweep.check_runs(checked, line)
+    if line.cfg or line.check:
         return 0
     jobs = JobFolder(swept.folder)
     jobs.begin()
+    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
+        demo.main()  # once, and not in several jobs at the same time
     if swept.is_on_slurm:
         prepare_slurm(swept.hydra.launcher)
         print_line(f"submitting the runs to Slurm; what they print is in {swept.folder}/.submitit")
@@ -124,26 +128,11 @@ def main(line: Namespace) -> int:
     return sweep.report_end(swept.folder, jobs.failed())
 
 
-def prepared(line: Namespace) -> PluginSweep | None:
-    """The sweep, composed and checked, and its data rendered; None if nothing is to start. Raises UserError."""
-    swept = compose_sweep(line.words, line.config_dir)
-    if not swept.has_sweeper:
-        sweep.warn_of_metric(swept.configs[0])
-    # the machine of the command line may have no GPU
-    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
-    sweep.check_runs(checked, line)
-    if line.cfg or line.check:
-        return None
-    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
-        demo.main()  # once, and not in several jobs at the same time
-    return swept
-
-
 def compose_sweep(words: Sequence[str], config_dir: str | None) -> PluginSweep:
     """Compose the settings of Hydra, of its plugins and of the runs. Raises UserError."""
     hydra_words = [word for word in words if compose.is_hydra_setting(word)]
     chosen = hydra_settings(hydra_words)
-    check_launcher(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
+    check_one_task(chosen.runtime.choices["hydra/launcher"], chosen.launcher)
     _, run_words = compose.overrides("train", [word for word in words if word not in hydra_words], sweep=True)
     all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
     find_runs = sweep.runs_of if all_known else first_run
@@ -175,7 +164,7 @@ def hydra_settings(words: Sequence[str]) -> DictConfig:
         if ".".join(key.split(".")[:3]) not in allowed:
             group = section.replace(".", "/")
             choice = chosen.runtime.choices[group]
-            raise UserError(f"{word}: {group}={choice} has no such setting{nearest(key, allowed)}")
+            raise UserError(f"{word}: {group}={choice} has no such setting{did_you_mean(key, allowed)}")
     return compose_hydra(words)
 
 
@@ -191,7 +180,7 @@ def compose_hydra(words: Sequence[str]) -> DictConfig:
         raise compose.one_line_error(error) from error
 
 
-def check_launcher(name: str, launcher: DictConfig) -> None:
+def check_one_task(name: str, launcher: DictConfig) -> None:
     """Raise UserError for jobs of several tasks, which would all train the same run."""
     for key in ("nodes", "tasks_per_node"):
         if launcher.get(key, 1) != 1:
@@ -230,8 +219,8 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
         elif override.is_sweep_override():
             chosen.append(f"{override.get_key_element()}={next(override.sweep_string_iterator())}")
     config = compose.settings("train", chosen, config_dir)
-    folder = sweep.folder_of(config.run)
-    return folder, [sweep.of_sweep(config, folder, "first")]
+    folder = sweep.folder_of_sweep(config.run)
+    return folder, [sweep.run_in_sweep(config, folder, "first")]
 
 
 def default_words(swept: PluginSweep) -> list[str]:
@@ -243,7 +232,7 @@ def default_words(swept: PluginSweep) -> list[str]:
         "hydra.sweeper.direction": "minimize" if low else "maximize",
         # a run that fails ends nothing but itself
         "hydra.sweeper.max_failure_rate": 1.0,
-        # the same command again proposes the same values, whose runs are complete
+        # the same command again proposes the same values: those runs are complete
         "hydra.sweeper.sampler.seed": 0,
     }
     typed = {key_of(word) for word in swept.hydra_words}
@@ -271,7 +260,7 @@ def launch(job: "Job", swept: PluginSweep) -> None:
     typed = sys.argv
     sys.argv = ["clipscale", "--multirun", *hydra_command_line(job, swept)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
-    signals = passing_signals_on(job.jobs, swept) if swept.launcher == "joblib" else nullcontext()
+    signals = passing_signals_on(job.jobs) if swept.launcher == "joblib" else nullcontext()
     try:
         with to_user_error(f"hydra/launcher={swept.launcher} hydra/sweeper={swept.sweeper}"), signals:
             hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
@@ -381,7 +370,7 @@ class Job:
 
     def train(self, words: Sequence[str], name: str) -> float:
         """Check and train the run; the result for the sweeper."""
-        config = sweep.of_sweep(compose.settings("train", words, self.config_dir), self.jobs.sweep, name)
+        config = sweep.run_in_sweep(compose.settings("train", words, self.config_dir), self.jobs.sweep, name)
         cli_train.check(config)
         cli_train.check_weights(config)
         return objective(cli_train.main(config, isolated=True), config.sweep.metric)
@@ -395,41 +384,27 @@ class Job:
 
 
 @contextmanager
-def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
+def passing_signals_on(jobs: JobFolder) -> Iterator[None]:
     """Around joblib's work: at the first signal all runs save, and then StoppedError is raised.
 
     joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
     no child of it.
     """
-    first: StoppedError | None = None
 
     def stop(number: int, _: object) -> None:
-        nonlocal first
-        if first:
+        if jobs.is_stopping:
             raise KeyboardInterrupt
-        first = StoppedError("", number)
         jobs.stop()
         if number not in TO_GROUP:
             for child in psutil.Process().children():
                 child.send_signal(number)
         jobs.wait_for_jobs()
-        first = StoppedError(f"{stop_message(number)}; {what_remains(swept)}", number)
-        raise first
+        raise StoppedError("stopped: the same command goes on", number)
 
     numbers = (*TO_GROUP, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
-        if first:  # an import has swallowed it
-            raise first
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def what_remains(swept: PluginSweep) -> str:
-    """The end of the line about a sweep that a signal has ended."""
-    if swept.has_sweeper:  # its runs are not known beforehand
-        return "the same command goes on"
-    complete = sum((Path(config.run) / RESULT).is_file() for config in swept.configs)
-    return f"{complete} of {counted(len(swept.configs), 'run')} complete; the same command goes on"

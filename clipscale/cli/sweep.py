@@ -93,21 +93,21 @@ def runs_of(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[Tr
     """
     by_settings = {repr(config): (differing, config) for differing, config in compose.combinations(words, config_dir)}
     combinations = [*by_settings.values()]  # combinations with equal settings run once
-    folder = folder_of(combinations[0][1].run)
+    folder = folder_of_sweep(combinations[0][1].run)
     names = [folder_name(differing) for differing, _ in combinations]
-    configs = [of_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
+    configs = [run_in_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
     shared = {name for name in names if names.count(name) > 1}
     if shared:
         raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
     return folder, configs
 
 
-def folder_of(run: str) -> Path:
+def folder_of_sweep(run: str) -> Path:
     """The folder of a sweep that is called `run`, or has no name."""
     return run_folder(run) if run else unused_path(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
 
 
-def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
+def run_in_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     """The run, with its own folder in the sweep's, and its own address of a copy."""
     copy = config.checkpoint.copy
     if copy:

@@ -26,7 +26,7 @@ NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 
 
 def check(config: TrainConfig) -> None:
-    """Every check that needs no torch, those of local shards included. Raises UserError, prints warnings.
+    """Every check that needs no torch, also of local shards. Raises UserError, prints warnings.
 
     Writes nothing.
     """
@@ -39,7 +39,7 @@ def check(config: TrainConfig) -> None:
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
-    from clipscale.data.shards.reader import unusable
+    from clipscale.data.shards.reader import why_unusable
     from clipscale.tools.data import demo
 
     missing = demo.is_missing(config.data.train or ())
@@ -49,7 +49,7 @@ def check(config: TrainConfig) -> None:
     shards = local_shards(config.data)
     epoch_samples = counted_at_once(config.data, shards)
     if shards and epoch_samples is not None:
-        if holds := unusable(shards[0], source_names(config.data.captions)):
+        if holds := why_unusable(shards[0], source_names(config.data.captions)):
             log_line(f"warning: data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch_samples)

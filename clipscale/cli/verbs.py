@@ -6,7 +6,7 @@ from typing import Any
 
 from clipscale.cli import train
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest
+from clipscale.common.units import did_you_mean
 from clipscale.config.eval import EvalRunConfig, check_eval
 from clipscale.config.parse import removal_message
 from clipscale.config.train import TrainConfig
@@ -24,7 +24,7 @@ FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
 class Verb:
     """What one command does."""
 
-    # The dataclass of its settings, whose docstring says what it does.
+    # The dataclass of its settings. Its docstring says what the verb does.
     settings: type[Any]
     # MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, or anything else.
     main: str
@@ -190,4 +190,4 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
             raise UserError(gone)
     first = words[0]
     name = first if first not in {verb.partition(" ")[0] for verb in VERBS} else " ".join(words[:2])
-    raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")
+    raise UserError(f"unknown verb '{name}'{did_you_mean(name, VERBS)}; there are {', '.join(VERBS)}")

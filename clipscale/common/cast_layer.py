@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cast once, for several passes."""
+"""Linear layers that cast their weight once, for several passes."""
 
 from typing import NamedTuple
 

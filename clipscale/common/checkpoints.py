@@ -62,7 +62,7 @@ def check_place(run: Path) -> None:
         raise UserError(f"run={run} cannot be written ({there} {reason}); choose another run=PATH")
 
 
-def check_address(address: str) -> None:
+def check_copy_address(address: str) -> None:
     """Raise UserError for a `checkpoint.copy` that cannot keep a copy. Asks no server.
 
     fsspec cannot open it, or takes it for a pattern; or its files end with this process.
@@ -88,14 +88,17 @@ def is_run(folder: Path) -> bool:
 
 
 def path_of(run: Path, step: int) -> Path:
+    """The path of a run's checkpoint of a step, whether it is there or not."""
     return run / "checkpoints" / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step_"))
 
 
 def checkpoints_of(run: Path) -> list[Path]:
+    """The paths of a run's checkpoints, by step."""
     paths = (run / "checkpoints").glob("step_*")
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 

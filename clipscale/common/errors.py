@@ -70,7 +70,7 @@ def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
 
 def _of_another(error: BaseException) -> bool:
     """Whether the error comes from another package than the block inside `to_user_error`."""
-    # The first frame is that of `to_user_error`.
+    # The first frame is `to_user_error` itself.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
     return packages[0] != packages[-1]

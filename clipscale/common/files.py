@@ -124,7 +124,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 @contextmanager
-def to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
+def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
     """Around what reads or writes a file: turns DAMAGED into a UserError, `SUBJECT: PATH (why); REMEDY`."""
     try:
         yield
@@ -175,5 +175,5 @@ def check_inside(path: Path, folder: Path) -> None:
 def settings_of_run(folder: Path) -> Record:
     """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
     path = folder / CONFIG
-    with to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
+    with damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return read_record(path)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from clipscale.common import files, ranks
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest
+from clipscale.common.units import did_you_mean
 
 # The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+# Most pictures or captions in a pass on a GPU: with more, attention kernels exceed the largest grid.
+MAX_SEQUENCES = 2**15
 
 
 def prepare_torch() -> None:
@@ -92,7 +94,7 @@ def hardware(name: str) -> Hardware:
     word = name.lower()
     alike = [listed for listed in HARDWARE if listed.startswith(f"{word}-")]
     if word not in HARDWARE and len(alike) != 1:
-        raise UserError(f"hardware={name}: unknown{nearest(word, HARDWARE)}; there is {', '.join(HARDWARE)}")
+        raise UserError(f"hardware={name}: unknown{did_you_mean(word, HARDWARE)}; there is {', '.join(HARDWARE)}")
     return HARDWARE.get(word) or HARDWARE[alike[0]]
 
 

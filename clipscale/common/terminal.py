@@ -36,7 +36,7 @@ BAR_WIDTH = 20
 
 
 def main_rank() -> bool:
-    """Whether this process prints for its run: rank 0, a single process, or one whose rank is invalid."""
+    """Whether this process prints for its run: rank 0, a single process, or one with an invalid rank."""
     with suppress(UserError):
         return ranks.rank() == 0 or ranks.rank() >= ranks.size()
     return True

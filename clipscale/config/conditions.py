@@ -37,7 +37,7 @@ class Condition:
     values: tuple[str, ...]
 
     @property
-    def of_field(self) -> bool:
+    def is_of_field(self) -> bool:
         """Whether it is about a field of the json."""
         return self.name not in (SAMPLE, CAPTION, *SIZES)
 
@@ -58,7 +58,7 @@ def _equal(value: object, text: str) -> bool:
 
 def conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
     """Parse `data.filter`, the cheapest conditions first: captions, fields, pictures. Raises UserError."""
-    return tuple(sorted(map(condition, texts), key=lambda each: (each.name in SIZES, each.of_field)))
+    return tuple(sorted(map(condition, texts), key=lambda each: (each.name in SIZES, each.is_of_field)))
 
 
 def condition(text: str) -> Condition:

@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.checkpoints import locate
 from clipscale.common.errors import UserError
 from clipscale.common.run_records import CONFIG
-from clipscale.common.units import file_name, nearest, run_folder
+from clipscale.common.units import did_you_mean, file_name, run_folder
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.setting import changed_settings, setting
@@ -87,7 +87,7 @@ def existing_run(run: str) -> Path:
         raise UserError("run is not set; give run=NAME or run=PATH")
     folder = run_folder(run)
     if not folder.is_dir():
-        near = nearest(folder.name, sorted(path.name for path in folder.parent.glob("*/")))
+        near = did_you_mean(folder.name, sorted(path.name for path in folder.parent.glob("*/")))
         raise UserError(f"run={run}: there is no folder {folder}{near}")
     runs = runs_of_sweep(folder)
     if runs:
@@ -131,15 +131,15 @@ def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
     Raises UserError if there is no set.
     """
     saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
-    of_run = saved.get("eval", {})
+    eval_of_run = saved.get("eval", {})
     chosen = config.eval
     if not chosen.has_sets:
-        chosen = replace(chosen, sets=of_run.get("sets", []), suite=of_run.get("suite", "none"))
+        chosen = replace(chosen, sets=eval_of_run.get("sets", []), suite=eval_of_run.get("suite", "none"))
     if not chosen.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
     candidates = (config.precision, saved.get("precision"))
     precision = next((name for name in candidates if name in sections.PRECISIONS), "fp32")
-    return replace(config, eval=replace(chosen, root=chosen.root or of_run.get("root")), precision=precision)
+    return replace(config, eval=replace(chosen, root=chosen.root or eval_of_run.get("root")), precision=precision)
 
 
 def check_eval(config: EvalRunConfig) -> Path:

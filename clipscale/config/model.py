@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, parse_count
+from clipscale.common.units import did_you_mean, parse_count
 from clipscale.config.libraries import architectures, model_description
 from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import group_options
@@ -145,5 +145,5 @@ class ModelConfig:
         if self.name and not self.weights and not self.description:
             preset = self.name.lower().replace("_", "-").replace("/", "-")
             is_preset = preset in group_options()["model"]
-            meant = f"; the preset is model={preset}" if is_preset else nearest(self.name, architectures())
+            meant = f"; the preset is model={preset}" if is_preset else did_you_mean(self.name, architectures())
             raise UserError(f"model.name={self.name!r} is not an open_clip architecture{meant}")

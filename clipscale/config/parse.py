@@ -13,8 +13,8 @@ from typing import TypedDict, TypeVar, cast, get_args
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import Bytes, nearest, one_of, parse_bytes, parse_count
-from clipscale.config.setting import Setting, nested, settings_of
+from clipscale.common.units import Bytes, did_you_mean, one_of, parse_bytes, parse_count
+from clipscale.config.setting import Setting, sections_of, settings_of
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str 
     settings = settings_of(declared, prefix)
 
     def build(section: type, values: Mapping[str, object], prefix: str) -> object:
-        inside = nested(section)
+        inside = sections_of(section)
         arguments: dict[str, object] = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
@@ -88,7 +88,9 @@ def accepted_value(setting: Setting, value: object) -> object:
     if setting.choices and result not in setting.choices:
         meant = ALIASES.get(f"{key}={result}", str(result))
         gone = removal_message(f"{key}={result}")
-        raise UserError(gone or f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
+        raise UserError(
+            gone or f"{key}={result}: choose {one_of(setting.choices)}{did_you_mean(meant, setting.choices)}"
+        )
     values = result if isinstance(result, tuple | list) else [result]
     numbers = cast("list[float]", values)
     for name, bound in setting.bounds.items():
@@ -102,8 +104,8 @@ def converted_value(setting: Setting, value: object) -> object:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
     wanted_types = get_args(setting.required)
-    if setting.of_items:
-        return items(setting.of_items, key, cast("Iterable[object]", value or []))
+    if setting.item_type:
+        return items(setting.item_type, key, cast("Iterable[object]", value or []))
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
@@ -162,7 +164,7 @@ def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
         return f"unknown key '{key}'; did you mean '{meant}'?"
     if leaf in ABSENT["open_clip"]:
         return f"unknown key '{key}': {ABSENT['open_clip'][leaf]}"
-    return f"unknown key '{key}'{nearest(key, names) or '; --help lists the keys'}"
+    return f"unknown key '{key}'{did_you_mean(key, names) or '; --help lists the keys'}"
 
 
 def removal_message(word: str, verb: str = "") -> str:

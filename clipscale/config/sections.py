@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
-from clipscale.common.units import nearest, one_of, parse_count
+from clipscale.common.units import did_you_mean, one_of, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting, validate
@@ -34,16 +34,17 @@ WANDB_MODES = ("disabled", "offline", "online")
 SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 
-def steps_of(setting: str, text: str) -> tuple[str, str, str]:
-    """The parts of a length: the steps of `2000`; or the count and the unit of `5%` (of the run) or `0.5ep` (epochs).
-    Parts that the text does not have are None.
+def parse_length(setting: str, text: str) -> tuple[str, str, str]:
+    """The parts of a length: steps (of `2000`), count and unit (of `5%` of the run, or `0.5ep`: epochs).
+
+    What the text does not have is empty: there are steps, or else count and unit.
 
     Raises UserError for other texts.
     """
     match = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
     if not match:
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
-    return match[1], match[2], match[3]
+    return match[1] or "", match[2] or "", match[3] or ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class OptimConfig:
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
         if self.name not in SHARDABLE_OPTIMIZERS and not has_optimizer(self.name):
-            meant = nearest(self.name, optimizers_in_file() or optimizers())
+            meant = did_you_mean(self.name, optimizers_in_file() or optimizers())
             raise UserError(f"optim.name={self.name!r} is not one of timm's{meant}")
 
 
@@ -146,7 +147,7 @@ class ScheduleConfig:
     def check(self) -> None:
         """Raises UserError for other forms of steps, and for more than the whole run."""
         for name, text in (("warmup", self.warmup), ("cooldown", self.cooldown)):
-            _, count, unit = steps_of(f"schedule.{name}", text)
+            _, count, unit = parse_length(f"schedule.{name}", text)
             if unit == "%" and float(count) > 100:
                 raise UserError(f"schedule.{name}={text}: that is more than the run; give at most 100%")
 

@@ -79,7 +79,7 @@ class Setting:
         return get_origin(self.required) or self.required
 
     @property
-    def of_items(self) -> type | None:
+    def item_type(self) -> type | None:
         """The dataclass of a list's items; None for other settings."""
         item = get_args(self.required)[0] if self.kind is list else None
         return item if is_dataclass(item) else None
@@ -91,7 +91,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     A dataclass that uses only a part of a section has a dictionary ONLY: section -> the names that it uses.
     """
     settings: dict[str, Setting] = {}
-    inside = nested(declared)
+    inside = sections_of(declared)
     defaults = declared()
     only = getattr(declared, "ONLY", {})
     for each in fields(declared):
@@ -112,7 +112,7 @@ def changed_settings(old: Mapping[str, object], new: Mapping[str, object]) -> di
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
-def nested(declared: type) -> dict[str, type]:
+def sections_of(declared: type) -> dict[str, type]:
     """Section -> its dataclass."""
     return {each.name: each.type for each in fields(declared) if is_dataclass(each.type)}  # type: ignore[misc]
 

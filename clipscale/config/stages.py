@@ -1,4 +1,4 @@
-"""The stages of a run: settings that replace those of the whole run for a part of it (CLIPA, arXiv 2305.07017)."""
+"""The stages of a run: parts of it with settings of their own (CLIPA, arXiv 2305.07017)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

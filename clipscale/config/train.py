@@ -11,12 +11,12 @@ from pathlib import Path
 import yaml
 
 from clipscale.common import files
-from clipscale.common.checkpoints import check_address
+from clipscale.common.checkpoints import check_copy_address
 from clipscale.common.errors import UserError
 from clipscale.common.units import (
+    did_you_mean,
     format_count,
     format_decimal,
-    nearest,
     parse_count,
     path_or_run,
     run_folder,
@@ -32,7 +32,7 @@ from clipscale.config.setting import UNSET, Section, changed_settings, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
-# Epochs of a run whose settings give no length.
+# Epochs of a run without a length in its settings.
 EPOCHS = 32.0
 # Values of `resume` that are not paths.
 RESUMES = ("auto", "none")
@@ -180,7 +180,7 @@ def check(config: TrainConfig) -> None:
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "
             "for a copy there"
         )
-    check_address(config.checkpoint.copy)
+    check_copy_address(config.checkpoint.copy)
     if config.checkpoint.best and not config.eval.every:
         raise UserError(f"checkpoint.best={config.checkpoint.best}: nothing is evaluated in between; give eval.every=N")
     if config.samples is not None and config.epochs is not None:
@@ -193,7 +193,7 @@ def check(config: TrainConfig) -> None:
         raise UserError(f"sweep.metric={config.sweep.metric}: nothing is evaluated; give eval.sets=FOLDER")
     if config.resume not in RESUMES and not path_or_run(config.resume).exists():
         meant = ALIASES.get(f"resume={config.resume}", config.resume)
-        raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
+        raise UserError(f"resume={config.resume}: there is no such file or run folder{did_you_mean(meant, RESUMES)}")
     width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
@@ -227,7 +227,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def check_captioner(config: TrainConfig) -> None:
-    """Raise UserError for settings of captions that do not go with the model, whose settings are complete."""
+    """Raise UserError for settings of captions that do not go with the model. The settings are complete."""
     weight = config.caption.weight
     writes = "multimodal_cfg" in config.model.description
     if not writes and weight != sections.CaptionConfig().weight:

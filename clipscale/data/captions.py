@@ -38,13 +38,14 @@ def json_fields(text: str | bytes) -> dict[str, object]:
     return fields if isinstance(fields, dict) else {}
 
 
-def captions_of(members: dict[str, bytes], key: str) -> list[str]:
-    """The captions that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`. The
-    field holds a text or a list of texts.
+def captions_in(members: dict[str, bytes], source: str) -> list[str]:
+    """The captions of a sample's source, an entry of `data.captions`: a member's extension (`txt`), or `json:FIELD`.
+
+    The field holds a text or a list of texts.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
-    name, _, field = key.partition(":")
+    name, _, field = source.partition(":")
     if name not in members:
         raise BrokenSampleError("no_caption")
     text = text_of(members[name])
@@ -70,5 +71,5 @@ def first_caption(members: dict[str, bytes], sources: Sequence[str]) -> str:
     """
     for source in sources:
         with suppress(BrokenSampleError):
-            return captions_of(members, source)[0]
-    return captions_of(members, sources[0])[0]
+            return captions_in(members, source)[0]
+    return captions_in(members, sources[0])[0]

@@ -41,7 +41,7 @@ BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"heic": "a HEIC", b"heix": "a
 PROBE_BYTES = 64
 
 
-def content_of(data: bytes) -> str:
+def describe_content(data: bytes) -> str:
     """What these bytes are, by the first of them; empty where nothing known begins so."""
     start = data[:PROBE_BYTES]
     if start[4:8] == b"ftyp":

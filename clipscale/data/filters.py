@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, CaptionSource, Condition, caption_sources, conditions
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
-from clipscale.data.captions import captions_of, first_caption, json_fields
+from clipscale.data.captions import captions_in, first_caption, json_fields
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
@@ -38,7 +38,7 @@ class Selection:
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
         members = {source.name.partition(":")[0] for source in self.captions}
-        reads_field = any(condition.of_field for condition in self.conditions)
+        reads_field = any(condition.is_of_field for condition in self.conditions)
         if self.negatives or reads_field or self.same not in (None, "caption"):
             members.add("json")
         return members
@@ -56,7 +56,7 @@ class Selection:
         for source in self.captions:
             if source.weight:
                 with suppress(BrokenSampleError):
-                    texts = captions_of(members, source.name)
+                    texts = captions_in(members, source.name)
                     pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
             pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
@@ -67,7 +67,7 @@ class Selection:
         if not self.negatives:
             return []
         try:
-            pool = [(1.0, text, "") for text in captions_of(members, self.negatives)]
+            pool = [(1.0, text, "") for text in captions_in(members, self.negatives)]
         except BrokenSampleError as error:
             raise BrokenSampleError("no_negative", str(error)) from error
         return [text for text, _ in draw_by_weight(pool, self.negatives_count, rng)]
@@ -78,19 +78,19 @@ class Selection:
         picture: Picture | None = None
         for condition in self.conditions:
             if condition.name == SAMPLE:
-                _require(condition, utf8(name_of(sample)))
+                _check_condition(condition, utf8(sample_name(sample)))
             elif condition.name == CAPTION:
                 for caption in captions:
-                    _require(condition, len(caption))
+                    _check_condition(condition, len(caption))
             elif condition.name in SIZES:
                 picture = picture or Picture.read(image_bytes(sample.members))
-                _require(condition, SIZES[condition.name](picture.width, picture.height))
+                _check_condition(condition, SIZES[condition.name](picture.width, picture.height))
             else:
                 if fields is None:
                     fields = json_fields(sample.members.get("json", b"{}"))
-                _require(condition, fields.get(condition.name))
+                _check_condition(condition, fields.get(condition.name))
 
-    def key(self, sample: RawSample, caption: str, own_name: str) -> int:
+    def sameness_key(self, sample: RawSample, caption: str, own_name: str) -> int:
         """A signed 64-bit hash, equal for samples that are the same by `same`.
 
         Captions are compared without regard to case and white space, a field's text or number without white space
@@ -118,7 +118,7 @@ def same_key(value: object, own_name: str) -> int:
     return hash64(name) - (1 << 63)
 
 
-def _require(condition: Condition, value: object) -> None:
+def _check_condition(condition: Condition, value: object) -> None:
     """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition.
 
     The reason is `filter_no_NAME` if there is no value, or if it is not a number where one is needed.
@@ -136,7 +136,7 @@ def _require(condition: Condition, value: object) -> None:
 def draw_by_weight(pool: Sequence[tuple[float, str, str]], count: int, rng: CounterRNG) -> list[tuple[str, str]]:
     """Draw texts and their parts by weight without replacement; once all are drawn, all can be drawn again.
 
-    pool: weight, text, part. The order is that of exponential variates at rates of the weights (Efraimidis and
+    pool: weight, text, part. Sorted by exponential variates at rates of the weights (Efraimidis and
     Spirakis 2006).
     """
     texts: list[tuple[str, str]] = []
@@ -146,7 +146,7 @@ def draw_by_weight(pool: Sequence[tuple[float, str, str]], count: int, rng: Coun
     return texts[:count]
 
 
-def name_of(sample: RawSample) -> str:
+def sample_name(sample: RawSample) -> str:
     """`SHARD/KEY`; messages and conditions name samples by its `utf8`."""
     return f"{basename(sample.url)}/{sample.key}"
 

@@ -241,8 +241,8 @@ class WeightedSources:
 
     def within(self, source: int) -> Resampled:
         """The order of one source's shards."""
-        of_source = [shard for shard, number in enumerate(self.source_of) if number == source]
-        filled = tuple(shard for shard in of_source if self.counts[shard] != 0)
+        shards_of_source = [shard for shard, number in enumerate(self.source_of) if number == source]
+        filled = tuple(shard for shard in shards_of_source if self.counts[shard] != 0)
         return Resampled(filled, self.counts, self.num_streams, rng_key(self.seed, source))
 
     def description(self) -> list[object]:

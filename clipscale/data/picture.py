@@ -14,7 +14,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from clipscale.data.content import content_of
+from clipscale.data.content import describe_content
 from clipscale.data.jpeg import usual_frame
 from clipscale.data.sample import BrokenSampleError
 
@@ -87,7 +87,7 @@ def open_picture(data: bytes, most: float = MAX_PIXELS) -> Image.Image:
     try:
         image: Image.Image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError:
-        content = content_of(data) or f"begins with {data[:8]!r}"
+        content = describe_content(data) or f"begins with {data[:8]!r}"
         if "damaged" not in content:
             content = f"{content}, no picture of {', '.join(FORMATS)}"
         raise BrokenSampleError("unreadable_image", content) from None

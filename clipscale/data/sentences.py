@@ -29,7 +29,7 @@ def sentences(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
+def draw_part(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
     """A part of a caption, drawn with the sample's random numbers.
 
     `part` is one of these:

@@ -17,7 +17,7 @@ from clipscale.common.record import Metrics, Written
 from clipscale.eval.encode import Encoder, gather_batches
 from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, write_captions
 
-# Pairs whose logits are in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
+# Pairs with logits in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
 PAIRS_AT_ONCE = 32
 # A report shows the first pictures of a set, this many.
 MAX_SHOWN = 8

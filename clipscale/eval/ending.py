@@ -1,4 +1,4 @@
-"""The last lines of a run: its results, beside those of its start and the published ones, and its best checkpoint."""
+"""The last lines of a run: its results, beside the first and the published ones, and its best checkpoint."""
 
 import shlex
 from pathlib import Path

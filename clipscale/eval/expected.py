@@ -23,7 +23,7 @@ class Expected:
         parts = []
         for key, (low, high) in self.bands.items():
             name, _, metric = key.rpartition(".")
-            for label in labels_of(name):
+            for label in result_labels(name):
                 if metric in results.get(label, {}):
                     value = round(100 * results[label][metric], 1)
                     parts.append(f"{label} {metric} {value:.1f} %, {place(value, low, high)} {low:g} to {high:g}")
@@ -31,8 +31,8 @@ class Expected:
         return f"published: {'; '.join(parts)}{source}" if parts else ""
 
 
-def labels_of(name: str) -> list[str]:
-    """The names that results of a set may have, by the folder where it lies, and those of its moving average."""
+def result_labels(name: str) -> list[str]:
+    """The names that a set's results may have, by the folder where it lies; also with the moving average."""
     known_set = known_sets().get(name)
     labels = {label.removeprefix("wds_") for label in known_set.candidates} if known_set else {name}
     return sorted(labels | {f"{label} (ema)" for label in labels})

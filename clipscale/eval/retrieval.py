@@ -40,7 +40,7 @@ class Relevance:
     caption_id: Tensor
 
     @classmethod
-    def of_distinct(cls, owner_M: Tensor) -> "Relevance":
+    def for_distinct_captions(cls, owner_M: Tensor) -> "Relevance":
         """As if no two images and no two captions were equal."""
         image_N = torch.arange(distinct(owner_M), device=owner_M.device)
         return cls(owner_M, image_N, torch.arange(len(owner_M), device=owner_M.device))
@@ -116,7 +116,7 @@ class RetrievalSet(EvalSet):
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
         """What `retrieval_metrics` gives for these features."""
-        return retrieval_metrics(images_ND, captions_MD, Relevance.of_distinct(relevance.owner))
+        return retrieval_metrics(images_ND, captions_MD, Relevance.for_distinct_captions(relevance.owner))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class Evaluation:
     # The first numbers of the features have results of their own, named `SET (size 64)`.
     sizes: Sequence[int] = ()
     # Whether the moving average is evaluated, not the weights themselves.
-    of_average: bool = False
+    uses_average: bool = False
     # What the results' file says of all results.
     facts: Mapping[str, object] = field(default_factory=dict)
 
@@ -136,7 +136,7 @@ def evaluate(
 
 
 def sized_sets(eval_set: EvalSet, sizes: Sequence[int]) -> list[EvalSet]:
-    """The set itself, and for each of the `sizes` of features one whose results have a name of their own."""
+    """The set itself, then a set for each of the `sizes` of features: its results have a name of their own."""
     return [eval_set, *(replace(eval_set, marks=(*eval_set.marks, f"size {size}")) for size in sizes)]
 
 

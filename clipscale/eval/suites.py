@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def chosen_sets(config: EvalConfig) -> list[EvalSet]:
-    """The sets of `eval.sets`, then those of `eval.suite`, up to `eval.limit`. Raises UserError.
+    """The sets of `eval.sets`, then of `eval.suite`, up to `eval.limit`. Raises UserError.
 
     Their results are marked with the limit, and with `ema` where the averaged weights are evaluated.
     """

@@ -28,8 +28,8 @@ def main(config: EvalRunConfig) -> Results:
     return cast(Results, local.run(complete_config, f"{__name__}:work"))
 
 
-def loss_of(run: Path) -> tuple[str, list[int]]:
-    """A run's objective (that of its last stage, if it has stages), and the sizes of its features."""
+def objective_and_sizes(run: Path) -> tuple[str, list[int]]:
+    """A run's objective, in its last stage if it has stages, and the sizes of its features."""
     saved = files.settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
     last_stage = (saved.get("stages") or [{}])[-1]
@@ -42,9 +42,8 @@ def work(config: EvalRunConfig) -> Results:
     run = folder if config.run else None
     world = init_world(config.device, config.launch.timeout_s)
     try:
-        sets = world.raise_together(
-            lambda: chosen_sets(config.eval)
-        )  # before a model is loaded: a mistyped path is reported
+        # before a model is loaded: a mistyped path is reported
+        sets = world.raise_together(lambda: chosen_sets(config.eval))
         precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
@@ -58,7 +57,7 @@ def work(config: EvalRunConfig) -> Results:
             facts = {"checkpoint": Path(config.which).name} if run else source
             results = evaluate(
                 model.to(world.device),
-                Evaluation(sets, config.eval.batch, *(loss_of(folder) if run else ())),
+                Evaluation(sets, config.eval.batch, *(objective_and_sizes(folder) if run else ())),
                 world,
                 precision.autocast,
                 file=ResultsFile(folder, step, facts | {"precision": config.precision}),

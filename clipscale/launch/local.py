@@ -30,7 +30,7 @@ from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
 from clipscale.log.sinks import wandb_module
-from clipscale.robustness.launcher import check_launcher
+from clipscale.robustness.launcher import check_launcher_variables
 from clipscale.robustness.limits import as_user_error
 from clipscale.robustness.output import ignore_output_errors, prepare_output
 
@@ -93,7 +93,7 @@ class Failure:
 
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
-    check_launcher()
+    check_launcher_variables()
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
@@ -113,7 +113,7 @@ def run(config: Launched, main: str = TRAIN_FUNCTION, *, isolated: bool = False)
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
-    check_launcher()
+    check_launcher_variables()
     with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
@@ -199,7 +199,7 @@ def start(config: Launched, main: str, count: int) -> object:
             check_interrupted()
             return elastic_launch(elastic, worker)(config, main, Path(folder))[0]
         except ChildFailedError as error:
-            raise cause_of(error, Path(folder)) from None
+            raise cause_of_end(error, Path(folder)) from None
         except SignalException as error:
             first = first_failure(Path(folder))
             if first and isinstance(first.error, UserError):  # stopped, or the last save failed
@@ -264,7 +264,7 @@ def first_failure(folder: Path) -> Failure | None:
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time), default=None)
 
 
-def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
+def cause_of_end(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
     """Why the workers ended. The first of these that exists:
 
     1. a failure that a worker has written, unless it only lost another worker,

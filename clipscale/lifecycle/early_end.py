@@ -54,7 +54,7 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
 def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: int) -> Iterator[None]:
     """Around a save. If somebody has removed the run's folder, a new one takes the checkpoint, and the run ends.
 
-    `lock`: that of the folder; None if nobody else uses it. `step`: the one that is saved.
+    `lock`: the folder's; None if nobody else uses it. `step`: the one that is saved.
 
     Raises UserError on every rank: after the save, or before it where another run has begun in the folder.
     """

@@ -78,7 +78,7 @@ def read_evaluations(run_dir: Path) -> list[EvalRecord]:
     """The contents of `eval/step_N.json`, by step."""
     records = []
     for file in (run_dir / EVAL).glob("step_*.json"):
-        with files.to_user_error("results", file, "evaluate again"):
+        with files.damage_to_user_error("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
             step = int(file.stem.removeprefix("step_"))
             records.append((step, cast(EvalRecord, files.read_record(file) | {"step": step})))

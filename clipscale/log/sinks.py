@@ -64,7 +64,7 @@ def open_sinks(
 ) -> Sinks:
     """The sinks that the settings ask for.
 
-    `wandb_mode`: online, offline or disabled. `settings`: those of the run, for wandb.
+    `wandb_mode`: online, offline or disabled. `settings`: the run's, for wandb.
     """
     sinks = Sinks()
     if uses_tensorboard:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.common.units import nearest
+from clipscale.common.units import did_you_mean
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.distillation.objective import Distillation, Teacher, add_teachers
 from clipscale.loss.distillation.tile import TeacherSpec
@@ -175,8 +175,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     )  # fmt: skip
     inputs = add_teachers(inputs, teachers)
     formula = Distillation(
-        teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers),
-        teacher_share=weights[1] / sum(weights),
+        teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
     )
     chosen = "dense" if backend == "dense" else "tiled"
     mean = _mean(formula, inputs, exchange, chosen, module, group, check, machine or LossRuntime())
@@ -245,7 +244,7 @@ def refuse_unknown(function: Callable[..., Tensor], unknown: Iterable[str]) -> N
             hint = f"; {REMOVED[name]}"
         else:
             parameters = inspect.signature(function).parameters.values()
-            hint = nearest(name, [p.name for p in parameters if p.kind is p.KEYWORD_ONLY])
+            hint = did_you_mean(name, [p.name for p in parameters if p.kind is p.KEYWORD_ONLY])
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -271,7 +270,7 @@ def _choose_backend(
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
-    elif inputs.caption_layout.count > 1:
+    elif inputs.captions.count > 1:
         obstacle = "the kernels take one caption an image"
     elif not is_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"

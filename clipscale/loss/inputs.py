@@ -26,7 +26,7 @@ class Inputs:
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
     # The columns are the first captions of all images, then their second ones, and so on; then hard negatives.
-    caption_layout: CaptionLayout
+    captions: CaptionLayout
 
     @property
     def is_paired(self) -> bool:
@@ -44,7 +44,7 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "number of captions of an image": self.caption_layout.count,
+            "number of captions of an image": self.captions.count,
             "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
 
@@ -59,7 +59,7 @@ class Inputs:
 
     def without_hard_negatives(self) -> "Inputs":
         """Without the texts that belong to no image."""
-        paired = len(self.rows) * self.caption_layout.count
+        paired = len(self.rows) * self.captions.count
         return replace(self, cols=self.cols[:paired])
 
     def gather_over_ranks(self, comm: Communicator) -> "Inputs":
@@ -159,7 +159,7 @@ def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
 
 
 def _is_not_positive(scale: Tensor) -> bool:
-    """Whether the scale is 0 or less. Not for NaN: the check of the loss's value names it. Waits for the device."""
+    """False for NaN too: the check of the loss's value names what is not finite. Waits for the device."""
     return not bool(scale > 0) and bool(scale.isfinite())
 
 

@@ -92,10 +92,10 @@ def tokenizer_of(name: str, text: Record) -> Tokenizer:
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
     """
-    return Tokenizer(partial(_loaded, name, text), length_of(text))
+    return Tokenizer(partial(_loaded, name, text), context_length_of(text))
 
 
-def length_of(text: Record) -> int:
+def context_length_of(text: Record) -> int:
     """Tokens of a caption by a model's `text_cfg`."""
     return int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
@@ -107,7 +107,7 @@ def _loaded(name: str, text: Record) -> Any:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
             with without_paths(source) as folder:
-                made = HFTokenizer(folder, length_of(text), **options)
+                made = HFTokenizer(folder, context_length_of(text), **options)
                 _check(made.tokenizer.get_vocab(), text, pads=made.tokenizer.pad_token is not None)
         else:
             made = SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
-from clipscale.common.units import nearest
+from clipscale.common.units import did_you_mean
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
@@ -33,7 +33,7 @@ from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
-from clipscale.models.tokenizer import Tokenizer, length_of, tokenizer_of
+from clipscale.models.tokenizer import Tokenizer, context_length_of, tokenizer_of
 from clipscale.models.weights.loading import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -140,7 +140,7 @@ class ClipModel(nn.Module):
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
     def eval_transform(self) -> EvalTransform:
-        """The transform from a picture's bytes to the image tower's pixels, as in open_clip's evaluation."""
+        """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.pixels.resize_mode, interpolation=self.pixels.interpolation)
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
@@ -181,9 +181,9 @@ def architecture(config: ModelConfig) -> Record:
         if description is None:
             raise UserError(
                 f"model.name={config.name!r} is not an open_clip architecture"
-                f"{nearest(config.name, open_clip.list_models())}"
+                f"{did_you_mean(config.name, open_clip.list_models())}"
             )
-    check_captioner(config.name, description)
+    check_towers_of_captioner(config.name, description)
     description.pop("custom_text", None)
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
@@ -199,7 +199,7 @@ def architecture(config: ModelConfig) -> Record:
     return description
 
 
-def check_captioner(name: str, description: Record) -> None:
+def check_towers_of_captioner(name: str, description: Record) -> None:
     """Raise UserError for a captioner if its towers do not give the tokens that its decoder reads."""
     towers = [description[section] for section in ("vision_cfg", "text_cfg")]
     if "multimodal_cfg" in description and not all(tower.get("output_tokens") for tower in towers):
@@ -231,7 +231,7 @@ def _length(text: Record, encoder: Any) -> int:
 
     Raises ValueError if it has fewer.
     """
-    length = length_of(text)
+    length = context_length_of(text)
     positions = encoder.context_length
     if 0 < positions < length:  # 0: any number, as T5 takes
         raise ValueError(f"text_cfg.context_length is {length}, and its text tower has {positions} positions")
@@ -311,7 +311,7 @@ def _check_patches(side: int, vision: Record) -> None:
         )
 
 
-def inputs_of(config: ModelConfig) -> tuple[int, Tokenizer]:
+def side_and_tokenizer(config: ModelConfig) -> tuple[int, Tokenizer]:
     """The side of a model's pictures and its tokenizer, which data workers need before the model is built.
 
     Raises UserError as `architecture`.
@@ -325,7 +325,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
     `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own. `tokenizer`: from
-    `inputs_of`; None: load one.
+    `side_and_tokenizer`; None: load one.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """

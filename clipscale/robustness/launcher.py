@@ -12,7 +12,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def check_launcher() -> None:
+def check_launcher_variables() -> None:
     """Raise UserError if variables of a launcher are not numbers, or contradict each other."""
     for name in NUMBERS:
         ranks.number(name, 0)

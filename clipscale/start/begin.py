@@ -65,7 +65,7 @@ class ReadyRun:
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
-    """The run, begun or resumed, or its next stage. A collective. If it raises UserError, it leaves no process behind.
+    """Begin or resume a run, or its next stage. A collective. If it raises UserError, it leaves no process behind.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
     """
@@ -91,7 +91,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         # Checkpoints and their copies.
         if copies is None:
             copies = begin_copies(settled, world)
-        is_in_folder = settled.checkpoint_path is None or settled.continues_own_folder
+        is_in_folder = settled.checkpoint is None or settled.continues_own_folder
         newest_step = settled.step if is_in_folder else None
         saver = checkpoint.Saver(settled.folder, world, copies.retention, copies, newest_step)
         undo.pop_all()
@@ -124,7 +124,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
         batch=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),
-        of_average=config.eval.weights == "ema",
+        uses_average=config.eval.weights == "ema",
         facts={"precision": config.precision},
     )
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from clipscale import checkpoint
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory
@@ -29,7 +29,7 @@ from clipscale.loss.runtime import LossRuntime
 from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
-from clipscale.models.towers import ClipModel, build_model, inputs_of
+from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
 from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
 from clipscale.step.batch_encoder import BatchEncoder, PairBatchEncoder, TowerBatchEncoder
@@ -59,8 +59,7 @@ class Components:
 
 
 def build(settled: SettledRun, world: World) -> Components:
-    """What the loop needs. Opens the data, builds what is trained, loads the checkpoint, and restores this rank's
-    random state. A collective.
+    """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
     The caller closes the stream. If it raises UserError, it leaves no process behind.
     """
@@ -69,7 +68,7 @@ def build(settled: SettledRun, world: World) -> Components:
     with ExitStack() as undo:
         # Data first: its workers read while the model is built.
         show_task("opening the shards")
-        side, tokenizer = inputs_of(config.model)
+        side, tokenizer = side_and_tokenizer(config.model)
         teachers = world.run_on_rank0(
             lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
@@ -104,11 +103,9 @@ def build(settled: SettledRun, world: World) -> Components:
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
-        if settled.checkpoint_path:
-            saved = checkpoint.load(settled.checkpoint_path, verified=True, like=dict(model.named_parameters()))
-            load_state(
-                train_step, saved, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
-            )
+        if settled.checkpoint:
+            saved = checkpoint.load(settled.checkpoint, verified=True, like=dict(model.named_parameters()))
+            load_state(train_step, saved, settled.stage.optimizer if settled.is_stage_start else OptimizerPolicy.RESUME)
         check_streams(settled, stream, world)
         restore_random(settled, world)
 
@@ -304,9 +301,9 @@ def restore_random(settled: SettledRun, world: World) -> None:
 def compile_if_worth(
     train_step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
-    """Whether the towers run compiled code from now on.
+    """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
 
-    Compiles them if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
+    Returns whether they run compiled code.
     """
     flops_left = steps * local_batch * flops.per_sample()
     if not worth_compiling(setting, flops_left, flops.peak):

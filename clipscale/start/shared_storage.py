@@ -26,7 +26,7 @@ def check_shared(folder: Path, world: World) -> None:
 
     def begin() -> tuple[str, str]:
         name = files.unfinished_name("shared")
-        with files.to_user_error("run", folder, "choose another run=PATH"):
+        with files.damage_to_user_error("run", folder, "choose another run=PATH"):
             (folder / name).write_text(name)
         return name, socket.gethostname()
 

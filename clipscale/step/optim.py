@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
+from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, parse_length
 
 # Optimizer -> entries of its state for each weight.
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
@@ -162,7 +162,7 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         raise UserError(
             f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
         )
-    steps, count, unit = steps_of(setting, text)
+    steps, count, unit = parse_length(setting, text)
     if steps:
         return int(steps)
     if unit == "%":
@@ -206,7 +206,7 @@ class Schedule:
 
     @property
     def end(self) -> int:
-        """The step after its last one, counted from the start of the run."""
+        """One past its last step, counted from the start of the run."""
         return self.first_step + self.total
 
     def lr(self, step: int) -> float:

@@ -10,7 +10,7 @@ from clipscale.config.train import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import chosen_sets
-from clipscale.models.towers import architecture, build_model, inputs_of
+from clipscale.models.towers import architecture, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo import is_missing
@@ -28,7 +28,7 @@ def main(config: TrainConfig) -> None:
         architecture(stage.model)
     model = completed_by_weights(config.model)
     sources = config.data.train or []
-    side, tokenizer = inputs_of(model)
+    side, tokenizer = side_and_tokenizer(model)
     tokenizer([""])
     if model.weights or model.image.weights or model.text.weights:
         build_model(model)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clipscale.common.errors import UserError
-from tests.conftest import Cap
+from tests.conftest import Capture
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -41,7 +41,7 @@ def test_the_published_methods_take_the_published_memory(row: Any, published: An
             assert sizes["published_peak_bytes"] == pytest.approx(peak, rel=0.15), (row, k)
 
 
-def test_the_object_that_it_prints(published: Any, capsys: Cap) -> None:
+def test_the_object_that_it_prints(published: Any, capsys: Capture) -> None:
     published.main(["model=tiny", "gpus=8", "loss=infcl", "batch=800k", "precision=fp16", "chunk=128", "json=true"])
     result = json.loads(capsys.readouterr().out)
     assert result["published"] == "infcl" and result["published_fits"] is True

@@ -29,7 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
-def settings(module: ModuleType, *words: str) -> SimpleNamespace:
+def script_settings(module: ModuleType, *words: str) -> SimpleNamespace:
     from measure import settings_of
 
     return settings_of(module.DEFAULTS, ["device=cpu", *words] if "device" in module.DEFAULTS else words)
@@ -40,7 +40,7 @@ def test_losses_agree_with_the_oracle_and_ours_takes_four_units_and_little_memor
 ) -> None:
     loss = script("loss")
     monkeypatch.setitem(loss.GEMM, "cpu", (256, 1))
-    name, jobs = loss.plan(settings(loss, "n=1k", "d=32", "methods=infcl,open_clip,siglip,inf_cl", "repeats=1"))
+    name, jobs = loss.plan(script_settings(loss, "n=1k", "d=32", "methods=infcl,open_clip,siglip,inf_cl", "repeats=1"))
     assert name == "loss-cpu"
     rows = {job["method"]: loss.measure(**job)[0] for job in jobs}
     assert rows.pop("inf_cl")["status"] == "not supported"
@@ -72,7 +72,7 @@ def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
 def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
     step = script("step")
     words = ("model=tiny", "batch=8", "chunk=4", "repeats=1", "methods=plain,cache@16,frozen-plain,frozen", "profile=3")
-    _, jobs = step.plan(settings(step, *words))
+    _, jobs = step.plan(script_settings(step, *words))
     rows = [{**job, **step.measure(**job)[0]} for job in jobs]
     step.compare(rows)
     cached = next(row for row in rows if row["case"] == "cache@16")
@@ -82,13 +82,15 @@ def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
     assert cached["profile"]["launches"] > 4 * len(cached["profile"]["kernels"])
     assert rows[2]["ratio"] == 1, "a frozen tower is compared with its like"
     with pytest.raises(UserError, match="methods=cash: unknown; did you mean 'cache'"):
-        step.plan(settings(step, "methods=cash"))
+        step.plan(script_settings(step, "methods=cash"))
 
 
 @pytest.mark.slow  # it starts processes
 def test_starts_messages_and_what_a_step_sends_are_figures(script: Any) -> None:
     scale = script("scale")
-    _, jobs = scale.plan(settings(scale, "shards=64", "ranks=1k", "files=64", "processes=2", "steps=4", "repeats=1"))
+    _, jobs = scale.plan(
+        script_settings(scale, "shards=64", "ranks=1k", "files=64", "processes=2", "steps=4", "repeats=1")
+    )
     start, files, message, ring, gather = [scale.measure(**job)[0]["figures"] for job in jobs]
     assert start["sent to it, MB"] > files["sent to it, MB"] > 0
     assert message["files of a process"] < 12

@@ -24,10 +24,10 @@ from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleCo
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
-from tests.conftest import Cap
-from tests.support.checkpoints import ALONE, steps
+from tests.conftest import Capture
+from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, on_a_rank, small
+from tests.support.runs import curve, four_step_config, on_a_rank
 from tests.support.user_errors import refused
 
 Request = pytest.FixtureRequest
@@ -36,7 +36,9 @@ Request = pytest.FixtureRequest
 def copied(shards: str, run: Path, address: object, launch: LaunchConfig) -> TrainConfig:
     """Four steps at a constant rate, of which two are a run of half the samples."""
     config = CheckpointConfig(every="1", copy=str(address))
-    return small(shards, run, checkpoint=config, schedule=ScheduleConfig(name="constant", warmup="0"), launch=launch)
+    return four_step_config(
+        shards, run, checkpoint=config, schedule=ScheduleConfig(name="constant", warmup="0"), launch=launch
+    )
 
 
 def in_ranks(config: TrainConfig) -> None:
@@ -71,7 +73,7 @@ def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
     kept = checkpoint.Retention(**retention)
     copies = checkpoint.Copies(run, f"file://{store}", kept)
     copies.start()
-    return checkpoint.Saver(run, ALONE, kept, copies)
+    return checkpoint.Saver(run, ONE_RANK, kept, copies)
 
 
 def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
@@ -94,7 +96,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
         (folder / "metrics.jsonl").write_text(folder.name)
     for path in run.glob(lost):
         discard(path)
-    assert checkpoint.find_verified(run, "auto", ALONE, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.to_resume(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "store"
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
@@ -105,7 +107,7 @@ def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_i
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
-    assert checkpoint.find_verified(run, "auto", ALONE, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.to_resume(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
 
 
@@ -129,7 +131,7 @@ def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> No
     assert steps(tmp_path / "run") == [1, 2]
 
 
-def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Cap) -> None:
+def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Capture) -> None:
     save(tmp_path, [1, 2, 3], newest=0)
     run, store = tmp_path / "run", tmp_path / "store"
     shutil.rmtree(run)
@@ -147,7 +149,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
     save(tmp_path, [1])
     (tmp_path / "store/metrics.jsonl").write_text("a line")
-    checkpoint.find_verified(tmp_path / "run", "auto", ALONE, str(tmp_path / "store"))
+    checkpoint.to_resume(tmp_path / "run", "auto", ONE_RANK, str(tmp_path / "store"))
     assert (tmp_path / "run/metrics.jsonl").read_text() == "a line"
 
 
@@ -266,7 +268,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
 
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
-    shards: str, tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch, hangs: bool
+    shards: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     ended = Event()
 
@@ -315,7 +317,7 @@ class Slow:
         time.sleep(1000)
 
 
-def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says what is waited for."""
     monkeypatch.setattr(copies, "ANSWER_S", 1.0)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.common import files
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.config.data import DataConfig
@@ -27,8 +27,8 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_outdated_aside
-from tests.conftest import Cap
-from tests.support.checkpoints import ALONE, save, steps
+from tests.conftest import Capture
+from tests.support.checkpoints import ONE_RANK, save, steps
 from tests.support.user_errors import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -45,7 +45,7 @@ def some_state(value: float = 1.0) -> dict:
 def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     returned, write = Event(), FileSystemWriter.write_data
     monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(120) and write(*given))
-    saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
+    saver = checkpoint.Saver(tmp_path, ONE_RANK, checkpoint.Retention())
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert steps(tmp_path) == []
     returned.set()
@@ -117,8 +117,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> None:
-    saver = checkpoint.Saver(disk, ALONE, checkpoint.Retention())
+def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture) -> None:
+    saver = checkpoint.Saver(disk, ONE_RANK, checkpoint.Retention())
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(checkpoint.CheckpointState(step, model={"w": torch.zeros(numbers)}))
     saver.close()
@@ -127,12 +127,12 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> 
 
 
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
-    tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Future()
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
-    saver = checkpoint.Saver(tmp_path, ALONE, checkpoint.Retention())
+    saver = checkpoint.Saver(tmp_path, ONE_RANK, checkpoint.Retention())
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     saver.close()
     assert "not complete (Connection closed by peer" in capsys.readouterr().out
@@ -156,17 +156,17 @@ def empty(file: Path) -> None:
 def test_a_damaged_newest_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
 ) -> None:
-    assert checkpoint.find_verified(tmp_path, "auto", ALONE) is None
+    assert checkpoint.to_resume(tmp_path, "auto", ONE_RANK) is None
     first = save(tmp_path, 1, some_state(1.0), keep=0)
     newest = save(tmp_path, 2, some_state(2.0), keep=0)
     damage(newest / name)
     with refused(r"step_00000002 is damaged"):
         checkpoint.load(newest)
-    assert checkpoint.find_verified(tmp_path / "mine", str(tmp_path), ALONE) == first, "another run's folder"
+    assert checkpoint.to_resume(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
     assert len(checkpoint.checkpoints_of(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.find_verified(tmp_path, "auto", ALONE) == first
+        assert checkpoint.to_resume(tmp_path, "auto", ONE_RANK) == first
     (notice,) = caplog.messages
     assert notice.endswith("it is now step_00000002.damaged; the run goes on from step_00000001")
     assert checkpoint.checkpoints_of(tmp_path) == [first]
@@ -193,7 +193,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         save(tmp_path, 2, some_state(value), keep=0)
         move_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
-        assert checkpoint.find_verified(tmp_path, "auto", ALONE) == checkpoint.path_of(tmp_path, 1)
+        assert checkpoint.to_resume(tmp_path, "auto", ONE_RANK) == checkpoint.path_of(tmp_path, 1)
     names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]
     assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
     first = checkpoint.path_of(tmp_path, 1).with_name("step_00000002.aside")
@@ -205,23 +205,23 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")
     for _ in range(2):  # a requeued job asks again
         with refused(r"step_00000002 is damaged .*; no other can be read"):
-            checkpoint.find_verified(tmp_path, "auto", ALONE)
+            checkpoint.to_resume(tmp_path, "auto", ONE_RANK)
 
 
 def test_resume_reads_a_path_a_run_folder_or_a_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     named = save(Path("runs/b32"), 7, some_state(), keep=0)
-    assert checkpoint.find_verified(tmp_path / "b", "b32", ALONE) == named
+    assert checkpoint.to_resume(tmp_path / "b", "b32", ONE_RANK) == named
     config = TrainConfig(data=DataConfig(train=["x.tar"]), samples=256, resume="b32")
     check(config)  # is not refused
     with refused("^resume=b64: there is no such file or run folder"):
         check(replace(config, resume="b64"))
     path = save(tmp_path / "a", 7, some_state(), keep=0)
-    assert checkpoint.find_verified(tmp_path / "b", str(path), ALONE) == path
-    assert checkpoint.find_verified(tmp_path / "b", str(tmp_path / "a"), ALONE) == path
-    assert checkpoint.find_verified(tmp_path / "a", "none", ALONE) is None
+    assert checkpoint.to_resume(tmp_path / "b", str(path), ONE_RANK) == path
+    assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path
+    assert checkpoint.to_resume(tmp_path / "a", "none", ONE_RANK) is None
     with refused("no checkpoint in"):
-        checkpoint.find_verified(tmp_path / "a", str(tmp_path), ALONE)
+        checkpoint.to_resume(tmp_path / "a", str(tmp_path), ONE_RANK)
 
 
 def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
             return [value, [tmp_path / "checkpoints/step_00000007"] if value == [] else value]
 
     with refused("the processes see different checkpoints; put the folder on storage"):
-        checkpoint.find_verified(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
+        checkpoint.to_resume(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
 
 
 def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
@@ -253,12 +253,12 @@ def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
     ],
 )
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, best: int | None) -> None:
-    """If several are equally good, the first one stays. A step whose result is no number is never the best."""
+    """If several are equally good, the first one stays. A step with a result that is not a number is never the best."""
     values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
     for step, value in values.items():
         result(tmp_path, step, value, goal.rpartition("/")[2])
     retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, goal))
-    saver = checkpoint.Saver(tmp_path, ALONE, retention)
+    saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
     assert steps(tmp_path) == ([best] if best else []) + [7]

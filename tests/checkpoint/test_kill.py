@@ -23,7 +23,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig
 from clipscale.log.records import read_metrics
 from clipscale.train import train
-from tests.support.runs import ARCHITECTURE, settings
+from tests.support.runs import ARCHITECTURE, ten_step_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,7 +88,7 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     numbers, run = random.Random(SEED), tmp_path / "killed"
     kills = int(os.environ.get("CLIPSCALE_KILLS", 20 if copied else 100))
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
-    config = settings(demo, run, batch=16, samples=16 * 10**6, model=model)
+    config = ten_step_config(demo, run, batch=16, samples=16 * 10**6, model=model)
     chunks, often = CacheConfig(chunk=["6", "8"]), CheckpointConfig(every="1", keep=2)
     if copied:
         request.getfixturevalue("s3")

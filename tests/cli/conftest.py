@@ -9,13 +9,13 @@ import pytest
 from clipscale.cli.main import main
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
-from tests.conftest import TINY, Cap
+from tests.conftest import TINY, Capture
 
 Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def cli(capsys: Cap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """`cli("train", ...)`: exit status, stdout and stderr of a command, in this process and an empty folder."""
     monkeypatch.chdir(tmp_path)
 

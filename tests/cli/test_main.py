@@ -17,7 +17,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import StoppedError
 from clipscale.config.presets import group_options
-from clipscale.config.setting import nested, settings_of
+from clipscale.config.setting import sections_of, settings_of
 from clipscale.config.stages import STAGE_SETTINGS
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
@@ -53,7 +53,7 @@ def test_help_lists_every_declared_key(cli: Cli, verb: str, monkeypatch: pytest.
     status, out, _ = cli(*verb.split(), "--help")
     assert status == 0
     assert f"Usage: clipscale {verb}" in out and VERBS[verb].examples.splitlines()[0] in out
-    if sections := nested(settings):
+    if sections := sections_of(settings):
         out += cli(*verb.split(), *sections, "--help")[1]
     assert max(map(len, out.splitlines())) <= 130
     missing = [key for key in settings_of(settings) if f"\n  {key} " not in out]

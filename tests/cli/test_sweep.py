@@ -10,11 +10,11 @@ from clipscale.cli.sweep import folder_name
 from clipscale.common import files
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli
-from tests.conftest import TINY, Cap
+from tests.conftest import TINY, Capture
 
 
 def test_all_combinations_run_in_hydras_order_and_failures_are_named(
-    trained: list[TrainConfig], shards: str, capsys: Cap
+    trained: list[TrainConfig], shards: str, capsys: Capture
 ) -> None:
     tiny = [word for word in TINY if not word.startswith("samples=")]
     swept = "seed=1,13", "optim=adamw,lion", "samples=2k,4k"
@@ -64,7 +64,7 @@ def test_no_two_runs_share_a_folder_or_a_copy(
     assert len({config.run for config in trained}) == len({config.checkpoint.copy for config in trained}) == 2
 
 
-def test_runs_that_would_share_a_folder_are_refused(trained: list[TrainConfig], shards: str, capsys: Cap) -> None:
+def test_runs_that_would_share_a_folder_are_refused(trained: list[TrainConfig], shards: str, capsys: Capture) -> None:
     """A field of that name, and no field."""
     assert main(("train", "-m", *TINY, f"data.train={shards}", "run=s", "data.same='null',null")) == 2
     assert trained == []
@@ -77,7 +77,7 @@ def test_a_wrong_combination_ends_the_sweep_before_it_begins(trained: list[Train
 
 
 def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
-    trained: list[TrainConfig], shards: str, capsys: Cap
+    trained: list[TrainConfig], shards: str, capsys: Capture
 ) -> None:
     words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=1,2,1")
     assert main((*words, "--cfg", "job")) == 0

@@ -15,7 +15,7 @@ from clipscale.common import terminal
 from clipscale.common.printable import printable
 from clipscale.common.terminal import MAX_LENGTH
 from clipscale.log.table import TextTable, show
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.support.interpreter import interpreted
 from tests.support.terminals import on_terminal, screen
 
@@ -33,13 +33,13 @@ def test_printable_text_has_no_control_characters_and_loses_nothing(text: str) -
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "x" * 100_000])
-def test_an_error_is_one_printable_line(text: str, capsys: Cap) -> None:
+def test_an_error_is_one_printable_line(text: str, capsys: Capture) -> None:
     assert main([text]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable() and len(line) <= MAX_LENGTH
 
 
-def test_a_warning_is_one_printable_line(capsys: Cap) -> None:
+def test_a_warning_is_one_printable_line(capsys: Capture) -> None:
     terminal.make_warnings_printable()
     record = logging.LogRecord("clipscale", logging.WARNING, "", 1, "shard %s", (HOSTILE,), None)
     assert logging.lastResort is not None
@@ -48,7 +48,7 @@ def test_a_warning_is_one_printable_line(capsys: Cap) -> None:
     assert line.isprintable()
 
 
-def test_a_table_shows_text_as_it_is(capsys: Cap) -> None:
+def test_a_table_shows_text_as_it_is(capsys: Capture) -> None:
     show(TextTable((HOSTILE, "b"), [(HOSTILE, "[bold]1[/bold]")], title=HOSTILE))
     shown = capsys.readouterr().out
     assert "[bold]1[/bold]" in shown and "[red]b[/red]" in shown

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from clipscale.common import files
 from clipscale.common.units import (
+    did_you_mean,
     file_name,
     format_bytes,
     format_count,
-    nearest,
     parse_bytes,
     parse_count,
     run_folder,
@@ -50,11 +50,11 @@ def test_a_formatted_count_reads_back_as_itself(count: int) -> None:
 
 def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning() -> None:
     names = ["optim.lr", "optim.betas", "batch", "model", "cache.chunk"]
-    assert nearest("optim.lrr", names) == "; did you mean 'optim.lr'?"
-    assert nearest("lr", names) == "; did you mean 'optim.lr'?"
-    assert nearest("bacth", names) == "; did you mean 'batch'?"
-    assert nearest("chunk", names) == "; did you mean 'cache.chunk'?"
-    assert nearest("zzz", names) == nearest("", names) == ""
+    assert did_you_mean("optim.lrr", names) == "; did you mean 'optim.lr'?"
+    assert did_you_mean("lr", names) == "; did you mean 'optim.lr'?"
+    assert did_you_mean("bacth", names) == "; did you mean 'batch'?"
+    assert did_you_mean("chunk", names) == "; did you mean 'cache.chunk'?"
+    assert did_you_mean("zzz", names) == did_you_mean("", names) == ""
 
 
 def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:

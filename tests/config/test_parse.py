@@ -12,7 +12,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
 from clipscale.config.parse import dataclass_from
-from clipscale.config.setting import nested, settings_of, summary
+from clipscale.config.setting import sections_of, settings_of, summary
 from clipscale.config.train import TrainConfig
 from tests.support.user_errors import refused
 
@@ -55,7 +55,7 @@ def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pyt
 def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
     declared = VERBS[verb].settings
     silent = [name for name, setting in settings_of(declared).items() if not setting.help]
-    silent += [name for name, section in nested(declared).items() if not summary(section)]
+    silent += [name for name, section in sections_of(declared).items() if not summary(section)]
     assert not silent, f"without help: {silent}"
     assert compose.settings(verb, []) == declared(), "conf/ has no other defaults"
 

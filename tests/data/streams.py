@@ -40,7 +40,7 @@ def sample_id(url: str, key: str) -> int:
 class Known(Selection):
     """Samples' keys are their ids."""
 
-    def key(self, sample: RawSample, caption: str, own: str) -> int:
+    def sameness_key(self, sample: RawSample, caption: str, own: str) -> int:
         return sample_id(sample.url, sample.key)
 
 

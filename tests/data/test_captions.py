@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import files
-from clipscale.data.captions import captions_of
+from clipscale.data.captions import captions_in
 from clipscale.data.sample import BrokenSampleError
 
 SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
@@ -15,9 +15,9 @@ SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
 def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: str) -> None:
     members = {} if text is None else {column.partition(":")[0]: text.encode("latin-1")}
     with pytest.raises(BrokenSampleError, match=reason):
-        captions_of(members, column)
+        captions_in(members, column)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
 def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
-    assert captions_of({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]
+    assert captions_in({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]

@@ -95,7 +95,7 @@ def test_samples_with_the_same_value_have_the_same_key(same: str, one: dict, oth
 
     def key(fields: dict, own: str) -> int:
         sample = raw(**fields)
-        return selected.key(sample, sample.members["txt"].decode(), own)
+        return selected.sameness_key(sample, sample.members["txt"].decode(), own)
 
     keys = [key(one, "0 0"), key(other, "0 1")]
     assert (keys[0] == keys[1]) == equal

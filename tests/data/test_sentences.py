@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clipscale.config.conditions import caption_sources
 from clipscale.data.order import CounterRNG
-from clipscale.data.sentences import part_of, sentences
+from clipscale.data.sentences import draw_part, sentences
 from tests.data.files import picture, write_tar
 from tests.data.streams import contents, open_stream
 from tests.support.user_errors import refused
@@ -36,7 +36,7 @@ def test_sentences_end_where_readers_see_an_end() -> None:
 def test_a_span_is_as_long_as_fits_and_later_ones_leave_the_first_out(found: list[str], most: int, seed: int) -> None:
     text = " ".join(found)
     drawn = {
-        part: part_of(text, part, CounterRNG(seed), lambda text: len(text) <= most)
+        part: draw_part(text, part, CounterRNG(seed), lambda text: len(text) <= most)
         for part in ("sentence", "span", "later")
     }
     assert drawn["sentence"] in found

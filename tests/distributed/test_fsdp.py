@@ -140,7 +140,7 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
 
 
 class Tied(nn.Module):
-    """Words whose table also is the last layer's weight, as in captioners."""
+    """An embedding that is also the last layer's weight, as in captioners."""
 
     def __init__(self) -> None:
         super().__init__()

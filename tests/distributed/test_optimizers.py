@@ -1,4 +1,4 @@
-"""Optimizers whose steps depend on whole parameters take the same steps on FSDP2's shards."""
+"""Optimizers with steps that depend on whole parameters take the same steps on FSDP2's shards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from clipscale.config.sections import SHARDABLE_OPTIMIZERS, LaunchConfig, OptimC
 from clipscale.step.optim import build_optimizer
 from tests.support import runs
 from tests.support.ranks import run_ranks
-from tests.support.runs import records, small
+from tests.support.runs import four_step_config, records
 
 
 class Model(nn.Module):
@@ -83,7 +83,7 @@ def test_others_are_refused_with_those_that_work(name: str) -> None:
 def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_path: Path, name: str) -> None:
     """From two ranks in shards to two ranks, to one, and to two again."""
     optim = OptimConfig(name=name, lr=1e-3, eps=None)
-    whole = small(
+    whole = four_step_config(
         shards,
         tmp_path / "whole",
         optim=optim,

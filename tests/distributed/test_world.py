@@ -1,7 +1,6 @@
 """Ranks of a step send few messages, and all end with the same weights."""
 
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -13,22 +12,17 @@ from torch import Tensor
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader import stream
-from clipscale.data.loader.stream import layout_of
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, init_world
 from clipscale.step.readback import Readback
 from tests.support.ranks import run_ranks
-from tests.support.runs import small, train_loop
+from tests.support.runs import four_step_config, loop_with_batches
 
 
 def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int, int, int, list[Tensor]]:
     """How often the second step reads values of the device, sends objects, and waits for a number of the other ranks;
     and the weights after it. With 2 `slots` the second batch has arrived in the first step."""
-    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=slots)):
-        run = train_loop(config, World(rank, world, torch.device("cpu")))
-    for step in range(slots):
-        run.stream._finish(step)
+    run = loop_with_batches(config, World(rank, world, torch.device("cpu")), batches=slots)
     run.run_step()
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,
@@ -53,7 +47,7 @@ def test_a_step_sends_no_objects_and_the_first_rank_alone_reads_a_record(
     the step before. What else would wait for the device: tests/test_host_waits.py. A rank waits for the others' number
     of text chunks only where its captions had not arrived in the step before."""
     launch = LaunchConfig(parallel=parallel)
-    config = small(shards, tmp_path / "run", launch=launch, cache=CacheConfig(chunk=["2", "3"]))
+    config = four_step_config(shards, tmp_path / "run", launch=launch, cache=CacheConfig(chunk=["2", "3"]))
     (*first, weights), (*other, same) = run_ranks(counted, 2, config, slots)
     assert (first, other) == ([2, 0, 2 - slots], [1, 0, 2 - slots]), "only rank 0 logs"
     if parallel == "ddp":

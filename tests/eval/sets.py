@@ -51,7 +51,7 @@ def members(kind: str, texts: Sequence[str], pictures: Sequence[bytes]) -> list[
 
 
 def shown(names: Sequence[str] = NAMES, broken: int = -1) -> list[bytes]:
-    """A picture for each colour; that of the index `broken` is none."""
+    """A picture for each colour; at the index `broken` it is not a picture."""
     return [b"no picture" if i == broken else picture(name) for i, name in enumerate(names)]
 
 

@@ -21,7 +21,7 @@ from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.models.captioner import write_captions
 from clipscale.models.towers import ClipModel, build_model
 from tests.eval.sets import NAMES, evaluation, pair_set, shown
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.towers import captioner_architecture
 
@@ -42,7 +42,7 @@ def open_clips(model: ClipModel) -> CoCa:
     return theirs
 
 
-def of_set(root: Path, batch: int = 4, file: ResultsFile | None = None, world: World = ALONE) -> dict[str, float]:
+def of_set(root: Path, batch: int = 4, file: ResultsFile | None = None, world: World = ONE_RANK) -> dict[str, float]:
     config = EvalConfig(sets=[str(root)], batch=batch)
     return evaluate(captioner(), evaluation(config), world, file=file)[root.name]
 

@@ -15,7 +15,7 @@ from clipscale.eval.retrieval import Relevance, first_right_ranks, retrieval_met
 
 
 def ranks_of(images: torch.Tensor, captions: torch.Tensor, owner: torch.Tensor) -> tuple[list[int], list[int]]:
-    of = Relevance.of_distinct(owner)
+    of = Relevance.for_distinct_captions(owner)
     by_image = first_right_ranks(images, captions, of.image_id, of.caption_id, of.pairs)
     return by_image.tolist(), first_right_ranks(captions, images, of.caption_id, of.image_id, of.pairs.flip(1)).tolist()
 

@@ -37,9 +37,9 @@ from tests.eval.sets import (
     write_shards,
 )
 from tests.eval.test_verb import TINY
-from tests.support.checkpoints import ALONE, steps
+from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, on_a_rank, small
+from tests.support.runs import curve, four_step_config, on_a_rank
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def two_sets(root: Path, wrong: tuple[int, ...] = ()) -> list[str]:
 
 def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: Path) -> None:
     model = ColourModel().train()
-    results = evaluate(model, evaluation(EvalConfig(sets=two_sets(tmp_path))), ALONE)
+    results = evaluate(model, evaluation(EvalConfig(sets=two_sets(tmp_path))), ONE_RANK)
     assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
     recalls = {f"{way}_r{k}": 1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     assert results["captions"] == recalls | {"images": 6, "captions": 12, "broken": 0}
@@ -61,14 +61,14 @@ def test_a_disk_that_takes_no_results_costs_a_line(tmp_path: Path, capsys: pytes
     """Rank 0's alone: the others would wait for it."""
     sets = two_sets(tmp_path)
     (tmp_path / "run").touch()
-    assert evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ALONE, file=ResultsFile(tmp_path / "run", 1))
+    assert evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ONE_RANK, file=ResultsFile(tmp_path / "run", 1))
     assert "step_00000001.json cannot be written" in "".join(capsys.readouterr())
 
 
 def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are no misses, and their captions no candidates. Of two classes that are wrong one is not counted."""
+    """They are not misses, and their captions are not candidates. Of two classes that are wrong one is not counted."""
     classes = classification_set(tmp_path / "classes", broken=0, wrong=[0, 1])
     captions = retrieval_set(tmp_path / "captions", broken=1)
     pairs = pair_set(tmp_path / "pairs")
@@ -80,7 +80,9 @@ def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
     (colours / "red" / "8.png").symlink_to("nowhere")
     sets = [str(path) for path in (classes, captions, pairs, colours)]
     for _ in range(2):
-        results = evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ALONE, file=ResultsFile(tmp_path / "run"))
+        results = evaluate(
+            ColourModel(), evaluation(EvalConfig(sets=sets)), ONE_RANK, file=ResultsFile(tmp_path / "run")
+        )
     assert results["classes"]["top1"] == 4 / 5
     assert results["classes"]["mean_per_class_recall"] == 4 / 5, "a class without pictures has no recall"
     assert {value for metric, value in results["captions"].items() if "_r" in metric} == {1}, results["captions"]
@@ -101,7 +103,7 @@ def test_a_set_in_which_nothing_can_be_used_is_refused_with_what_it_holds(
 ) -> None:
     write_tar(tmp_path / "0.tar", [("0.txt", text), (name, b"x")])
     with pytest.raises(UserError, match=f"1 {reason}.*fetch"):
-        evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(tmp_path)])), ALONE)
+        evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(tmp_path)])), ONE_RANK)
 
 
 def softmax(x: torch.Tensor, _: float) -> torch.Tensor:
@@ -126,7 +128,7 @@ def test_held_out_pairs_have_the_loss_of_the_runs_objective(
     model.logit_scale = torch.tensor(0.7)
     model.logit_bias = torch.tensor(bias) if bias else None
     monkeypatch.setattr(retrieval, "LOSS_BATCH", 2)
-    results = evaluate(model, evaluation(EvalConfig(sets=[str(root)]), objective or ""), ALONE)["pairs"]
+    results = evaluate(model, evaluation(EvalConfig(sets=[str(root)]), objective or ""), ONE_RANK)["pairs"]
     colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
     losses = [formula(math.exp(0.7) * part @ part.T, bias) for part in F.normalize(colours)[:4].split(2) if formula]
     assert ("loss" in results) == bool(losses)
@@ -154,16 +156,16 @@ def test_equal_captions_and_pictures_of_held_out_pairs_are_right_answers(
     write_tar(tmp_path / "pairs/0.tar", captioned)
     sets = EvalConfig(sets=[str(tmp_path / "pairs")])
     shares = [f"{way}_r{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    (perfect,) = evaluate(ColourModel(), evaluation(sets), ALONE).values()
+    (perfect,) = evaluate(ColourModel(), evaluation(sets), ONE_RANK).values()
     assert [perfect[name] for name in shares] == [1] * 6, perfect
-    (untrained,) = evaluate(Untrained(), evaluation(sets), ALONE).values()
+    (untrained,) = evaluate(Untrained(), evaluation(sets), ONE_RANK).values()
     assert untrained["image_to_text_r1"] == untrained["text_to_image_r1"] == 0
     assert (perfect["captions"], perfect["distinct"]) == (20, 8)
     line = "20 captions, 8 distinct; 20 pictures, 18 distinct; equal ones are right answers"
     assert caplog.messages == [f"eval.sets: {tmp_path}/pairs: {line}"], "once"
 
     published = write_shards(tmp_path / "published", [captioned], {"dataset_type.txt": "retrieval"})
-    (strict,) = evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(published)])), ALONE).values()
+    (strict,) = evaluate(ColourModel(), evaluation(EvalConfig(sets=[str(published)])), ONE_RANK).values()
     assert strict["image_to_text_r1"] == 0 and "distinct" not in strict
     assert "an equal caption of another picture is wrong, as in clip-benchmark" in caplog.messages[-1]
 
@@ -183,11 +185,11 @@ class ShortModel(ColourModel):
 
 
 def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
-    """They are those of a model that gives no other numbers. The results of whole features stay."""
+    """They equal the results of a model that gives only these numbers. The results of whole features stay."""
     sets = EvalConfig(sets=[*two_sets(tmp_path, wrong=(2,)), str(pair_set(tmp_path / "pairs"))])
-    results = evaluate(ColourModel(), evaluation(sets, "softmax", [2, 1]), ALONE)
+    results = evaluate(ColourModel(), evaluation(sets, "softmax", [2, 1]), ONE_RANK)
     for size in (1, 2, 3):
-        for name, metrics in evaluate(ShortModel(size), evaluation(sets, "softmax"), ALONE).items():
+        for name, metrics in evaluate(ShortModel(size), evaluation(sets, "softmax"), ONE_RANK).items():
             assert results[name if size == 3 else f"{name} (size {size})"] == pytest.approx(metrics, abs=1e-6)
     tops = [results[f"classes{mark}"]["top1"] for mark in (" (size 1)", "")]
     assert tops[0] < tops[1], "one number of a colour does not tell all"
@@ -199,7 +201,7 @@ def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
 def test_results_are_saved_with_what_they_belong_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = EvalConfig(sets=two_sets(tmp_path))
-    results = evaluate(ColourModel(), evaluation(config), ALONE, file=ResultsFile(run, 12, {"precision": "bf16"}))
+    results = evaluate(ColourModel(), evaluation(config), ONE_RANK, file=ResultsFile(run, 12, {"precision": "bf16"}))
     record = json.loads((run / "eval" / "step_00000012.json").read_text())
     assert record["step"] == 12 and record["results"] == results
     facts = record["measured"]["classes"]
@@ -256,7 +258,7 @@ def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: P
 def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shards: str, tmp_path: Path) -> None:
     sets = [str(classification_set(tmp_path / "set", ["red"], broken=0))]
     with pytest.raises(AssertionError, match="fetch the set again"):
-        run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", eval=EvalConfig(every=1, sets=sets)))
+        run_ranks(on_a_rank, 2, four_step_config(shards, tmp_path / "run", eval=EvalConfig(every=1, sets=sets)))
     assert steps(tmp_path / "run") == [1]
 
 
@@ -265,7 +267,7 @@ def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shar
 
 def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> None:
     """Patch dropout draws random numbers in every step, and the average of the weights takes their place."""
-    plain = small(shards, tmp_path / "plain", ema=0.9)
+    plain = four_step_config(shards, tmp_path / "plain", ema=0.9)
     plain = replace(plain, model=replace(plain.model, patch_dropout=0.5))
     train(plain)
     evaluated = EvalConfig(every=1, sets=two_sets(tmp_path), weights="ema")

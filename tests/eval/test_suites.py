@@ -23,7 +23,7 @@ from tests.eval.sets import (
     shown,
     write_shards,
 )
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.user_errors import refused
 
 
@@ -49,7 +49,7 @@ def test_the_table_is_whole() -> None:
 
 def test_the_columns_of_infcls_table_are_means_of_the_results(tmp_path: Path) -> None:
     config = EvalConfig(suite="infcl-table3", root=str(infcl(tmp_path)))
-    results = evaluate(ColourModel(), evaluation(config), ALONE, file=ResultsFile(tmp_path / "run", 1))
+    results = evaluate(ColourModel(), evaluation(config), ONE_RANK, file=ResultsFile(tmp_path / "run", 1))
     shown = suite_table(config.suite, chosen_sets(config), results, "b16")
     columns = ["ImageNet Validation", "v2", "ObjectNet", "OOD", "MSCOCO R@1 I→T", "T→I"]
     assert shown.heads == ["infcl-table3", *columns]
@@ -111,5 +111,5 @@ def test_the_main_metric_of_some_sets_is_their_mean_class_recall(tmp_path: Path)
     samples = members("cls", [*"012345101"], shown(seen))  # the seventh is wrong
     files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "{c}"}
     write_shards(tmp_path / "wds_vtab-pets_test", [samples], files)
-    results = evaluate(ColourModel(), evaluation(EvalConfig(suite="datacomp", root=str(tmp_path))), ALONE)
+    results = evaluate(ColourModel(), evaluation(EvalConfig(suite="datacomp", root=str(tmp_path))), ONE_RANK)
     assert results["vtab/pets"]["main"] == pytest.approx((1 + 2 / 3 + 4) / 6)

@@ -16,10 +16,10 @@ from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.train import train
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
-from tests.support.checkpoints import ALONE, save_model
-from tests.support.runs import ARCHITECTURE, small
+from tests.support.checkpoints import ONE_RANK, save_model
+from tests.support.runs import ARCHITECTURE, four_step_config
 from tests.support.towers import architecture
 
 TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))
@@ -41,7 +41,7 @@ def evaluated(run: Path, checkpoint: str = "latest", **changes: Any) -> Results:
     return main(EvalRunConfig(str(run), checkpoint, device="cpu", **changes))
 
 
-def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Cap) -> None:
+def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Capture) -> None:
     run = tmp_path / "run"
     config = EvalConfig(sets=sets)
     sent = []
@@ -50,7 +50,7 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
         model = build_model(TINY)
         save_model(run, model, TINY, step)
         sent.append(evaluated(run, eval=config, log=SinkConfig(tensorboard=True)))
-        assert sent[-1] == evaluate(model, evaluation(config), ALONE)
+        assert sent[-1] == evaluate(model, evaluation(config), ONE_RANK)
     records = {record["step"]: record["results"] for record in read_evaluations(run)}
     assert records == {5: sent[0], 10: sent[1]} and evaluated(run, "5", eval=config) == sent[0]
     out = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
     assert sets[0] in capsys.readouterr().out
 
 
-def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Cap) -> None:
+def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Capture) -> None:
     classification_set(tmp_path / "sets" / "wds_imagenet1k")
     save_model(tmp_path / "run", model, TINY)
     (tmp_path / "run/config.yaml").write_text(f"eval:\n  root: '{tmp_path / 'sets'}'\n")
@@ -90,12 +90,12 @@ def test_any_weights_are_evaluated_without_a_run(
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 1, "by the name of the weights"
 
 
-def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Cap) -> None:
+def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Capture) -> None:
     """As it was while it trained: the same figures of the same weights. A logit bias makes no sigmoid loss of them."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10)
     run = tmp_path / "run"
-    results = train(small(shards, run, precision="bf16", eval=pairs, model=model))["eval"]
+    results = train(four_step_config(shards, run, precision="bf16", eval=pairs, model=model))["eval"]
     assert evaluated(run, precision="fp32") != results
     assert evaluated(run) == results
     assert results["pairs"]["loss"] < 3, "that of 6 pairs; of the sigmoid it is near 10"

@@ -39,12 +39,12 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 
 
 @pytest.fixture
-def training(tmp_path: Path, short: Path, environment: dict, shards: str) -> Iterator[Running]:
+def training(tmp_path: Path, short_folder: Path, environment: dict, shards: str) -> Iterator[Running]:
     """A running run in its own session, its two workers, and all its child processes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}"],
         cwd=tmp_path,
-        env=environment | {"TMPDIR": str(short)},
+        env=environment | {"TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -180,7 +180,7 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
         for rank, error in enumerate(errors):
             local.leave_failure(tmp_path, rank, error)
         noticed = SimpleNamespace(exitcode=status, signal_name=lambda: "SIGKILL")
-        return local.cause_of(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
+        return local.cause_of_end(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
 
     lost = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
     assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row more"

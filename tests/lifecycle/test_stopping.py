@@ -21,21 +21,21 @@ from clipscale.launch import local
 from clipscale.lifecycle import stopping
 from clipscale.lifecycle.stopping import SignalError, SignalPoller, exit_on_signal, interrupt, interruptible
 from clipscale.train import train
-from tests.conftest import Cap
-from tests.support.checkpoints import ALONE, steps
+from tests.conftest import Capture
+from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, settings
+from tests.support.runs import ARCHITECTURE, curve, ten_step_config
 
 # Of a step, in both passes: six of images and four of texts.
 CHUNKS = 20
 
 
-def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
+def two_step_config(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """Two steps, which draw random numbers."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
     cache = CacheConfig(chunk=["11", "16"])
     launch = LaunchConfig()
-    return settings(demo, run, samples=128, **{"model": model, "cache": cache, "launch": launch, **changes})
+    return ten_step_config(demo, run, samples=128, **{"model": model, "cache": cache, "launch": launch, **changes})
 
 
 def with_signal_at(call: int, work: Callable[[], Any]) -> int:
@@ -58,8 +58,8 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
     return 0
 
 
-def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Cap) -> None:
-    poller = SignalPoller(ALONE)
+def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    poller = SignalPoller(ONE_RANK)
     before = signal.getsignal(signal.SIGINT)
     with poller:
         poller.poll()
@@ -82,12 +82,12 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
             interrupt()
             with pytest.raises(KeyboardInterrupt), exit_on_signal():
                 pytest.fail("the work begins")
-            poller = SignalPoller(ALONE)
+            poller = SignalPoller(ONE_RANK)
             with poller, pytest.raises(SignalError):
                 poller.poll()
             with pytest.raises(KeyboardInterrupt):
                 local.start(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
-        later = SignalPoller(ALONE)
+        later = SignalPoller(ONE_RANK)
         with later, exit_on_signal():
             later.poll()
     finally:
@@ -103,7 +103,7 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 ) -> None:
     monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
-    poller = SignalPoller(ALONE)
+    poller = SignalPoller(ONE_RANK)
     with poller:
         signal.raise_signal(signal.Signals[first])
         signal.raise_signal(signal.Signals[second])
@@ -114,7 +114,7 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 
 def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    poller = SignalPoller(ALONE)
+    poller = SignalPoller(ONE_RANK)
     with poller:
         signal.raise_signal(signal.SIGHUP)
         poller.poll()
@@ -125,7 +125,7 @@ def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
 def whole(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of the undisturbed run."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    train(short(demo, run))
+    train(two_step_config(demo, run))
     return curve(run)
 
 
@@ -134,7 +134,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
     demo: Path, whole: list[float], tmp_path: Path, call: int
 ) -> None:
     """The signal comes in the first pass or in the second."""
-    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every="0"))
+    config = two_step_config(demo, tmp_path / "run", checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(CHUNKS + call, lambda: train(config)) == signal.SIGTERM
     assert steps(tmp_path / "run") == [1]
     assert curve(tmp_path / "run") == whole[:1]
@@ -143,7 +143,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
 
 
 def test_the_first_step_has_nothing_to_save(demo: Path, tmp_path: Path) -> None:
-    assert with_signal_at(12, lambda: train(short(demo, tmp_path / "run"))) == signal.SIGTERM
+    assert with_signal_at(12, lambda: train(two_step_config(demo, tmp_path / "run"))) == signal.SIGTERM
     assert not steps(tmp_path / "run")
 
 
@@ -155,7 +155,7 @@ def test_the_last_save_handles_signals_and_must_succeed(demo: Path, tmp_path: Pa
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         raise OSError(28, "No space left on device")
 
-    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=str(every)))
+    config = two_step_config(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=str(every)))
     with patch("clipscale.checkpoint.saving.Writer.write_data", write_data), pytest.raises(UnwritableError):
         with_signal_at(CHUNKS + 3, lambda: train(config))
 
@@ -167,12 +167,12 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
     other = tmp_path / "other"
     run = tmp_path / "run"
     path = tmp_path / "other/checkpoints/step_00000001"
-    train(short(demo, other, checkpoint=CheckpointConfig(every="1")))
-    assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
+    train(two_step_config(demo, other, checkpoint=CheckpointConfig(every="1")))
+    assert with_signal_at(3, lambda: train(two_step_config(demo, run, resume=str(path)))) == signal.SIGTERM
     assert steps(run) == [1], "resume=auto would begin anew"
-    train(short(demo, run, resume="auto"))
+    train(two_step_config(demo, run, resume="auto"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train(short(demo, run, resume=str(path)))
+    train(two_step_config(demo, run, resume=str(path)))
     assert not [*run.glob("checkpoints/*.aside")], "the requeued job went back to the other run's checkpoint"
 
 
@@ -181,7 +181,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
 def test_a_signal_ends_an_evaluation(demo: Path, whole: list[float], tmp_path: Path, step: int) -> None:
     """One between two steps, and that at the end."""
     sets = EvalConfig(every=2 - step, sets=[str(demo / "objects")], limit=8, batch=4)
-    config = short(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))
+    config = two_step_config(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(step * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM
     assert steps(tmp_path / "run") == [step]
     assert train(config)["eval"], "a resumed run evaluates"
@@ -196,8 +196,8 @@ def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
 @pytest.mark.parametrize("parallel", ["ddp", "zero3"])
 def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, parallel: str) -> None:
     launch = LaunchConfig(parallel=parallel)
-    config = short(demo, tmp_path / "run", launch=launch)
-    assert run_ranks(on_rank_1, 2, short(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
+    config = two_step_config(demo, tmp_path / "run", launch=launch)
+    assert run_ranks(on_rank_1, 2, two_step_config(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
     assert run_ranks(on_rank_1, 2, config, CHUNKS // 2 + 7) == [signal.SIGTERM] * 2
     assert steps(tmp_path / "run") == [1]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]

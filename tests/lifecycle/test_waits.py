@@ -40,10 +40,10 @@ from clipscale.train import TrainLoop, train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation
-from tests.support.checkpoints import ALONE, save, steps
+from tests.support.checkpoints import ONE_RANK, save, steps
 from tests.support.forked_processes import forks
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, on_a_rank, small
+from tests.support.runs import curve, four_step_config, on_a_rank
 
 # Within which a signal is heard on a busy machine; docs/runs.md has the times on a quiet one. What does not hear it
 # takes 60 s.
@@ -89,7 +89,7 @@ def test_a_run_whose_storage_falls_silent_is_saved(
     write_shards(tmp_path / "set", [24, 24])
     with serving(Web(tmp_path)) as web:
         data = DataConfig(train=[f"{web.url}/set/{{00000..00001}}.tar"], workers=workers, shard_streams=2)
-        config = small("", tmp_path / "run", samples=168, data=data, checkpoint=CheckpointConfig(every="0"))
+        config = four_step_config("", tmp_path / "run", samples=168, data=data, checkpoint=CheckpointConfig(every="0"))
         web.faults = lambda number, path: "silent" if number > 5 else None
         with signalled(lambda: web.done["silent"] > 0), pytest.raises(StoppedError, match=r"after step . and saved"):
             train(config)
@@ -111,7 +111,7 @@ def test_the_first_batch_that_never_comes_is_not_waited_for(tmp_path: Path, monk
             signalled(lambda: web.done["silent"] > 0, signal.SIGINT),
             pytest.raises(StoppedError, match=r"^stopped in the first step: nothing is saved"),
         ):
-            train(small("", tmp_path / "run", data=data))
+            train(four_step_config("", tmp_path / "run", data=data))
     assert not checkpoint.checkpoints_of(tmp_path / "run")
 
 
@@ -151,7 +151,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_ranks_leave_when_one_is_late_and_either_is_asked(shards: str, tmp_path: Path, asked: int) -> None:
     """Rank 0 waits for rank 1 in a collective, where no handler runs, and rank 1 for its storage."""
-    config = small(shards, tmp_path / "run", samples=60, checkpoint=CheckpointConfig(every="0"))
+    config = four_step_config(shards, tmp_path / "run", samples=60, checkpoint=CheckpointConfig(every="0"))
     lines = run_ranks(late, 2, config, free_port(), asked)
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     step = checkpoint.step_of(saved)
@@ -191,7 +191,7 @@ class SilentPictures:
 def evaluated(shards: str, tmp_path: Path, batch: int) -> TrainConfig:
     """A run that evaluates six pictures after each step, in batches of so many."""
     sets = EvalConfig(every=1, sets=[str(classification_set(tmp_path / "set"))], batch=batch)
-    return small(shards, tmp_path / "run", samples=36, eval=sets, checkpoint=CheckpointConfig(every="0"))
+    return four_step_config(shards, tmp_path / "run", samples=36, eval=sets, checkpoint=CheckpointConfig(every="0"))
 
 
 @pytest.mark.slow  # below two ranks do it
@@ -203,7 +203,7 @@ def test_a_run_whose_pictures_of_an_evaluation_do_not_come_is_saved(shards: str,
     with silent(), signalled(silent.waits.is_set), pytest.raises(StoppedError, match="SIGTERM after step 2 and saved"):
         train(config)
     assert steps(tmp_path / "run") == [2]
-    assert not (results / "step_00000002.json").exists(), "half of the pictures are no result"
+    assert not (results / "step_00000002.json").exists(), "half of the pictures are not a result"
     train(config)
     train(replace(config, run=str(tmp_path / "whole"), eval=EvalConfig()))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
@@ -257,7 +257,7 @@ def closing_for_long(then: Callable[[], None]) -> Iterator[None]:
 def test_a_run_that_waits_for_a_service_at_its_end_ends_at_once(
     shards: str, tmp_path: Path, number: int, line: str
 ) -> None:
-    config = small(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1))
+    config = four_step_config(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1))
     sent: list[float] = []
 
     def send() -> None:
@@ -274,7 +274,7 @@ def test_a_run_that_waits_for_a_service_at_its_end_ends_at_once(
 def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: Path, number: int) -> None:
     """The store does not answer. All is saved, and the same command copies it."""
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
-    config = small(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1), checkpoint=copied)
+    config = four_step_config(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1), checkpoint=copied)
     close = Copies.close
     sent = []
     ended = threading.Event()
@@ -299,7 +299,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
 
 
 def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, tmp_path: Path) -> None:
-    config = small(shards, tmp_path / "run", launch=LaunchConfig(procs=1))
+    config = four_step_config(shards, tmp_path / "run", launch=LaunchConfig(procs=1))
     began: list[float] = []
 
     def send() -> None:
@@ -341,12 +341,12 @@ def in_a_library(config: TrainConfig) -> dict:
 
 
 def of_an_evaluation(config: TrainConfig) -> dict:
-    """The verb `eval`, whose pictures do not come."""
+    """The verb `eval`, waiting for pictures that do not come."""
     sets = evaluation(EvalConfig(sets=[str(classification_set(Path(config.run).with_name("set")))]))
     silent = SilentPictures(lambda: True)
     with silent():
         threading.Thread(target=lambda: silent.waits.wait() and Path(config.run).mkdir(), daemon=True).start()
-        return evaluate(ColourModel(), sets, ALONE)  # type: ignore[arg-type]
+        return evaluate(ColourModel(), sets, ONE_RANK)  # type: ignore[arg-type]
 
 
 def of_an_index(config: TrainConfig) -> dict:

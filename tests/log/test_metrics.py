@@ -21,12 +21,12 @@ from clipscale.log import metrics, sinks
 from clipscale.log.metrics import MetricLog, console_line, duration
 from clipscale.log.records import read_metrics
 from clipscale.log.warnings import warnings_of
-from tests.conftest import Cap
+from tests.conftest import Capture
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
 
 
-def printed(capsys: Cap) -> list[str]:
+def printed(capsys: Capture) -> list[str]:
     """Lines without the time of day, with which they begin."""
     times, lines = zip(*(line.split(" ", 1) for line in capsys.readouterr().out.splitlines()))
     assert all(re.fullmatch(r"[0-2]\d:[0-5]\d:[0-5]\d", clock) for clock in times), times
@@ -95,7 +95,7 @@ def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path)
     assert steps(tmp_path) == [1], "a new run starts a new file"
 
 
-def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Cap) -> None:
+def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Capture) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
         log.eval(1, {"a:set": {"top1": 0.5, "images": 10}})
@@ -122,7 +122,7 @@ def test_a_line_of_a_large_run_fits_100_columns_and_has_no_value_twice() -> None
     assert len(values) == len({*values}) and "0" not in values, line
 
 
-def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
+def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Steps of four seconds; a line of the first, of every other one, but not within ten seconds, and of the last."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -188,7 +188,7 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )  # fmt: skip
 def test_wandbs_mode_is_that_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap, environment: str, setting: str, used: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, environment: str, setting: str, used: str
 ) -> None:
     asked = []
 
@@ -214,7 +214,7 @@ def test_wandbs_mode_is_that_of_the_environment(
 
 @pytest.mark.slow  # it starts wandb's service
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
@@ -247,7 +247,7 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         assert not any(secret in data for data in written), secret
 
 
-def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
+def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Ten parts of 25 seconds, and ten of a millisecond."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.log.table import TextTable, result_tables, show, with_start
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.support.terminals import on_terminal
 
 
@@ -31,7 +31,7 @@ def test_a_set_that_a_run_began_with_has_its_start_its_end_and_the_difference() 
 
 
 def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: Cap
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     shares = {f"{direction}_r{k}": 1.0 for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     for name, value in {"FORCE_COLOR": "1", "TERM": "dumb"}.items():  # to rich a terminal of 80 columns
@@ -44,7 +44,7 @@ def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is(
     assert "a [title]" in text and "[bold]x[/bold]      1" in text
 
 
-def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(capsys: Cap) -> None:
+def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(capsys: Capture) -> None:
     versions = ", ".join(f"package{number} 1.{number}" for number in range(40))
     show(TextTable(("", ""), [("ok", versions), ("note", "short")]), TextTable(("set", "top-1 %"), [("a", "1.0")]))
     lines = capsys.readouterr().out.splitlines()

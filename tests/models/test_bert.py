@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (clips
 PRESET = ("model=lit-b16-bert", "model.architecture.vision_cfg.timm_model_name=vit_tiny_patch16_224")
 
 
-def small(*words: str) -> ModelConfig:
+def bert_config(*words: str) -> ModelConfig:
     """The preset's settings, of a small image tower, and these."""
     line = [*PRESET, "data.train=x.tar", *words]
     return compose.settings("train", compose.overrides("train", line)[1]).model
@@ -28,7 +28,7 @@ def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Pat
     """With its tokenizer: the tower's trunk gives what BERT's pooler gives, and what trains is all of it."""
     folder = tmp_path / "bert"
     theirs = save_bert(folder)
-    config = small(f"model.text.weights={folder}")
+    config = bert_config(f"model.text.weights={folder}")
     model = build_model(config).eval()
     tokens = model.tokenizer(["a red ring", "blue"])
     assert tokens[0, :5].tolist() == [2, 5, 6, 8, 3] and not tokens[1, 3:].any()
@@ -45,9 +45,9 @@ def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Pat
 def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(tmp_path: Path) -> None:
     """BERT has 512 positions. A plan, a trial of chunk sizes, and the FLOPs count what is computed."""
     save_bert(tmp_path)
-    config = small(f"model.text.weights={tmp_path}")
+    config = bert_config(f"model.text.weights={tmp_path}")
     model = build_model(config).eval()
-    shorter = small(f"model.text.weights={tmp_path}", "model.context_length=16")
+    shorter = bert_config(f"model.text.weights={tmp_path}", "model.context_length=16")
     other = build_model(shorter).eval()
     assert (model.context_length, other.context_length) == (77, 16)
     assert [m.tokenizer(["a red ring"]).shape[1] for m in (model, other)] == [77, 16]
@@ -55,11 +55,11 @@ def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(
     assert text_flops(config) == text_flops(config, length=77)
     assert text_flops(shorter) == text_flops(config, length=16)
     with pytest.raises(UserError, match=r"text_cfg.context_length is 600, and its text tower has 512 positions"):
-        build_model(small(f"model.text.weights={tmp_path}", "model.context_length=600"))
+        build_model(bert_config(f"model.text.weights={tmp_path}", "model.context_length=600"))
 
 
 def test_without_the_folder_it_starts_from_scratch() -> None:
-    config = small()
+    config = bert_config()
     with torch.device("meta"):
         encoder = build_model(config).text.encoder
     assert len(encoder.transformer.resblocks) == 12 and config.text.weights is None

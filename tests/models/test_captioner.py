@@ -1,4 +1,4 @@
-"""The captioner's features, loss and gradients are those of open_clip's CoCa in one graph."""
+"""The captioner's features, loss and gradients equal open_clip's CoCa in one graph."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def open_clips(model: ClipModel) -> CoCa:
 @pytest.mark.parametrize("is_lean", [False, True])
 @pytest.mark.parametrize("weights", ["new", "given"])
 def test_loss_and_gradients_are_open_clips(weights: str, is_lean: bool) -> None:
-    """Over captions of any length, with the mask of new weights and that of open_clip's."""
+    """Over captions of any length, with the mask of new weights and with open_clip's mask."""
     model = small_captioner(is_lean).double()
     assert (type(model.decoder) is LeanDecoder) == is_lean
     model.text.encoder.correct_cls_mask = weights == "new"

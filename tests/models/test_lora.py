@@ -26,7 +26,7 @@ from clipscale.trained_model import load_any, load_model
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
 from tests.support.killed_runs import command, whole_and_killed
-from tests.support.runs import ARCHITECTURE, curve, records, small
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, records
 from tests.support.towers import samples, small_model
 from tests.support.user_errors import refused
 
@@ -120,7 +120,7 @@ def adapting(shards: str, root: Path, **changes: Any) -> TrainConfig:
         grad_checkpointing=True,
     )
     every = CheckpointConfig(every="2", keep=0)
-    return small(shards, root / "whole", **{"model": model, "ema": 0.9, "checkpoint": every} | changes)
+    return four_step_config(shards, root / "whole", **{"model": model, "ema": 0.9, "checkpoint": every} | changes)
 
 
 def test_a_run_goes_on_bit_for_bit_where_its_start_has_changed(shards: str, tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from tests.support.towers import architecture, small_model
 SMALL = architecture()
 
 
-def small(**settings: Any) -> ModelConfig:
+def small_config(**settings: Any) -> ModelConfig:
     return ModelConfig(name="small", architecture=SMALL, **settings)
 
 
 def test_features_are_open_clips_on_the_same_pixels() -> None:
     torch.manual_seed(0)
-    model = build_model(small()).eval()
+    model = build_model(small_config()).eval()
     reference = open_clip.model.CustomTextCLIP(**SMALL).eval()
     reference.visual.load_state_dict(model.image.encoder.state_dict())
     reference.text.load_state_dict(model.text.encoder.state_dict())
@@ -43,9 +43,9 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
 
 
 def test_scale_and_bias_start_as_asked() -> None:
-    model = build_model(small())
+    model = build_model(small_config())
     assert (model.logit_scale.exp().item(), model.logit_bias) == (pytest.approx(1 / 0.07), None)
-    model = build_model(small(init_scale=10.0, init_bias=-10.0))
+    model = build_model(small_config(init_scale=10.0, init_bias=-10.0))
     assert (model.logit_scale.exp().item(), model.logit_bias) == (pytest.approx(10.0), -10.0)
 
 
@@ -55,7 +55,7 @@ def test_scale_and_bias_start_as_asked() -> None:
         (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
         (ModelConfig(name="x", architecture=SMALL | {"embed_dim": "wide"}), "does not describe an open_clip model"),
-        (small(image_size=50), "image_size=50: the patches are 6 pixels wide; give a multiple, such as 48"),
+        (small_config(image_size=50), "image_size=50: the patches are 6 pixels wide; give a multiple, such as 48"),
     ],
 )
 def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
@@ -85,7 +85,7 @@ def test_a_description_is_tried_when_the_model_is_built(part: str, words: dict[s
 
 @pytest.mark.parametrize("text", ["a red square", "  two \n circles" * 40, "x" * 300, "日本 " * 2000, "a\ud800b"])
 def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> None:
-    tokenizer = build_model(small()).tokenizer
+    tokenizer = build_model(small_config()).tokenizer
     expected = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
     assert torch.equal(tokenizer([text]), expected)
     assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), expected), "as a worker has it"
@@ -99,7 +99,7 @@ def test_models_of_a_process_share_one_vocabulary() -> None:
 def test_words_beyond_some_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger's captions have new words for ever."""
     monkeypatch.setattr("clipscale.models.tokenizer.WORDS", 10)
-    tokenizer = build_model(small()).tokenizer
+    tokenizer = build_model(small_config()).tokenizer
     reference = open_clip.SimpleTokenizer(context_length=8)
     for start in range(0, 100, 5):
         captions = [f"word{chr(97 + number % 26)}{number:x}x a" for number in range(start, start + 5)]
@@ -121,8 +121,8 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
     model = build_model(with_tokenizer(str(tmp_path)))
     tokens = model.tokenizer(["A red, SQUARE!", "a " * 20])
     assert tokens.tolist() == [[2, 3, 4, 1, 1, 1, 1, 1], [2] * 7 + [1]]
-    of_worker = pickle.loads(pickle.dumps(model.tokenizer))
-    assert torch.equal(of_worker(["A red, SQUARE!", "a " * 20]), tokens)
+    in_worker = pickle.loads(pickle.dumps(model.tokenizer))
+    assert torch.equal(in_worker(["A red, SQUARE!", "a " * 20]), tokens)
     assert model.text(tokens).shape == (2, 16)
 
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

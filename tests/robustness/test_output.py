@@ -5,10 +5,10 @@ from contextlib import closing
 from pathlib import Path
 
 from clipscale.robustness.output import LastingLines
-from tests.conftest import Cap
+from tests.conftest import Capture
 
 
-def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: Cap) -> None:
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(LastingLines(path.open("ab", buffering=0))) as lines:
         lines.append("1\n")

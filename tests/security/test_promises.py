@@ -21,7 +21,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.picture import Picture
 from clipscale.data.sample import BrokenSampleError
 from clipscale.models.tokenizer import tokenizer_of
-from tests.conftest import TINY, Cap
+from tests.conftest import TINY, Capture
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard
 from tests.support.interpreter import interpreted
@@ -36,14 +36,14 @@ def test_every_row_has_its_test() -> None:
 
 
 @pytest.mark.parametrize("source", ["{pipe}", "@{list}"])
-def test_no_shard_is_a_command(tmp_path: Path, capsys: Cap, source: str) -> None:
+def test_no_shard_is_a_command(tmp_path: Path, capsys: Capture, source: str) -> None:
     pipe = f"pipe:touch {tmp_path}/ran; cat {write_tar(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
     (tmp_path / "list").write_text(pipe)
     assert main(["data", "check", source.format(pipe=pipe, list=tmp_path / "list")]) == 2
     assert "'pipe:touch" in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
-def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap) -> None:
+def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Capture) -> None:
     """Of three samples, the one that a link should fill has no picture; no file beside the shard is opened or made."""
     secret = tmp_path / "secret.png"
     secret.write_bytes(picture())
@@ -121,7 +121,7 @@ def test_a_long_caption_is_cut_before_it_is_tokenised() -> None:
     assert time.process_time() - started < 10
 
 
-def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str, capsys: Cap) -> None:
+def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str, capsys: Capture) -> None:
     monkeypatch.setenv("CLIPSCALE_ENV_READ", "")
     monkeypatch.setenv("SECRET_SHARDS", shards)
     words = [

@@ -18,7 +18,7 @@ from clipscale.models.towers import build_model
 from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.killed_runs import whole_and_killed
-from tests.support.runs import ARCHITECTURE, small
+from tests.support.runs import ARCHITECTURE, four_step_config
 
 DECODER = {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
 POOLED = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 5, "output_tokens": True}
@@ -33,7 +33,7 @@ CAPTIONER: dict[str, Any] = {
 def captioning(shards: str, run: Path, **given: Any) -> TrainConfig:
     model = ModelConfig(name="test", architecture=CAPTIONER)
     given = {"model": model, "cache": CacheConfig(chunk=["5"]), "precision": "fp32", **given}
-    return small(shards, run, **given)
+    return four_step_config(shards, run, **given)
 
 
 def test_a_run_records_both_losses_and_trains_the_decoder(shards: str, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.train import train
 from tests.support import runs
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, records, small, train_loop
+from tests.support.runs import curve, four_step_config, records, train_loop
 from tests.support.user_errors import refused
 
 # Three steps and four: the first does not use the last two of its samples.
@@ -43,7 +43,7 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
         "checkpoint": CheckpointConfig(every="1", keep=0),
         "ema": 0.9,
     } | changes
-    return small(shards, run, **changes)
+    return four_step_config(shards, run, **changes)
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
 ) -> None:
     config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
     half = TowerConfig(lr_factor=0.5)
-    resumed = train_loop(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
+    resumed = train_loop(replace(config, model=replace(config.model, image=half, text=half)), ONE_RANK)
     resumed.stream.close()
     resumed.ready.records.close()
     groups = [(group["weight_decay"], group["lr_scale"]) for group in resumed.train_step.optimizer.param_groups]
@@ -127,7 +127,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 ) -> None:
     run = stopped(undisturbed, tmp_path, 3)
     stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
-    resumed = train_loop(staged(shards, run, stages), ALONE)
+    resumed = train_loop(staged(shards, run, stages), ONE_RANK)
     resumed.stream.close()
     resumed.ready.records.close()
     step = resumed.train_step

@@ -23,14 +23,14 @@ from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import sharded
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
-from clipscale.models.towers import build_model, inputs_of
+from clipscale.models.towers import build_model, side_and_tokenizer
 from clipscale.start.begin import check_goal
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
-from tests.conftest import Cap
-from tests.support.checkpoints import ALONE
+from tests.conftest import Capture
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small, train_loop
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, ten_step_config, train_loop
 from tests.support.user_errors import refused
 
 
@@ -38,13 +38,13 @@ def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path
     nothing = DataConfig(train=[str(tmp_path / "none-*.tar")], workers=0)
     before = sorted(path for path in finished.rglob("*") if path.is_file())
     with refused("matches no shard"):
-        train(settings(demo, finished, data=nothing))
+        train(ten_step_config(demo, finished, data=nothing))
     assert sorted(path for path in finished.rglob("*") if path.is_file()) == before
 
 
-def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finished: Path, capsys: Cap) -> None:
+def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finished: Path, capsys: Capture) -> None:
     before = curve(finished)
-    assert train(settings(demo, finished))["step"] == 10
+    assert train(ten_step_config(demo, finished))["step"] == 10
     printed = capsys.readouterr().out
     assert "is complete at step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
     assert "nothing is left to train" in printed
@@ -52,8 +52,8 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finis
     assert curve(finished) == before
 
 
-def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: Path, capsys: Cap) -> None:
-    config = small(shards, tmp_path / "run", schedule=ScheduleConfig(warmup="0"))
+def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: Path, capsys: Capture) -> None:
+    config = four_step_config(shards, tmp_path / "run", schedule=ScheduleConfig(warmup="0"))
     train(config)
     train(replace(config, samples=192))
     last, following = [record["lr"] for record in records(tmp_path / "run")[3:5]]
@@ -85,7 +85,9 @@ def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], li
 @pytest.mark.slow  # a run of two ranks, and two starts
 def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_path: Path) -> None:
     """An agent counts only its own restarts; and a rank whose memory is short tries fewer sizes."""
-    config = small(shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2"))
+    config = four_step_config(
+        shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2")
+    )
     run_ranks(on_a_rank, 2, replace(config, samples=24))
     other = replace(config, run=str(tmp_path / "other"), cache=CacheConfig())
     resumed = replace(other, run=str(tmp_path / "resumed"), resume=str(tmp_path / "run"))
@@ -94,16 +96,16 @@ def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_pat
 
 @pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])
 def test_a_batch_larger_than_the_data_is_warned_of(
-    shards: str, tmp_path: Path, capsys: Cap, batch: int, times: str
+    shards: str, tmp_path: Path, capsys: Capture, batch: int, times: str
 ) -> None:
     """There are 48 pairs."""
-    train_loop(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
+    train_loop(four_step_config(shards, tmp_path / "run", batch=batch, samples=batch), ONE_RANK).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
 
 def test_a_run_taken_back_goes_on_from_there(shards: str, tmp_path: Path) -> None:
-    config = small(shards, tmp_path / "run", checkpoint=CheckpointConfig(every="1", keep=0))
+    config = four_step_config(shards, tmp_path / "run", checkpoint=CheckpointConfig(every="1", keep=0))
     train(config)
     folder = tmp_path / "run/checkpoints"
     before = curve(tmp_path / "run")
@@ -136,7 +138,7 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
         ),
     ):
         with refused(message):
-            train(settings(demo, finished, **changes))
+            train(ten_step_config(demo, finished, **changes))
     assert len(curve(finished)) == 10, "a refused resume changes nothing"
 
 
@@ -148,7 +150,7 @@ def test_ranks_that_see_different_shards_do_not_start(
 
     monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):
-        train_loop(settings(demo, tmp_path / "run"), ALONE)
+        train_loop(ten_step_config(demo, tmp_path / "run"), ONE_RANK)
 
 
 @pytest.mark.parametrize("part", ["clipscale.start.build.build_model", "clipscale.start.build.Flops.of"])
@@ -167,16 +169,16 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
 
     monkeypatch.setattr("clipscale.start.build.open_stream", opened)
     monkeypatch.setattr(part, impossible)
-    config = small(shards, tmp_path / "run")
+    config = four_step_config(shards, tmp_path / "run")
     with refused("impossible"):
-        train_loop(replace(config, data=replace(config.data, workers=1)), ALONE)
+        train_loop(replace(config, data=replace(config.data, workers=1)), ONE_RANK)
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "ViT-B-16-SigLIP-256", "MobileCLIP2-S0"])
 def test_workers_know_the_inputs_of_a_model_before_it_is_built(name: str) -> None:
     config = ModelConfig(name=name)
-    side, tokenizer = inputs_of(config)
+    side, tokenizer = side_and_tokenizer(config)
     with torch.device("meta"):
         model = build_model(config)
     assert (side, tokenizer.length) == (model.image_size, model.context_length)
@@ -185,12 +187,12 @@ def test_workers_know_the_inputs_of_a_model_before_it_is_built(name: str) -> Non
 def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> None:
     """A checkpoint says the sizes that the settings leave open."""
     larger = ModelConfig(name="test", architecture=ARCHITECTURE, image_size=60)
-    train(small(shards, tmp_path / "larger", samples=12, model=larger))
+    train(four_step_config(shards, tmp_path / "larger", samples=12, model=larger))
     checkpoint = str(tmp_path / "larger/checkpoints/step_00000001")
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
-        config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        run = train_loop(config, ALONE)
+        config = four_step_config(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
+        run = train_loop(config, ONE_RANK)
         rates.append(run.ready.components.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]
@@ -201,7 +203,7 @@ def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, t
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with refused(f"^run={tmp_path} is no folder of a run: it holds {name[:6]}.*; choose another run=NAME"):
-        train(small(shards, tmp_path))
+        train(four_step_config(shards, tmp_path))
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
 
 
@@ -209,13 +211,13 @@ def test_a_folder_with_a_log_alone_is_taken(shards: str, tmp_path: Path) -> None
     """A shell's; the folder is nobody's."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job.out").touch()
-    assert train(small(shards, tmp_path / "run"))["step"] == 4
+    assert train(four_step_config(shards, tmp_path / "run"))["step"] == 4
 
 
 def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
     shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small(shards, tmp_path / "run", samples=12)
+    config = four_step_config(shards, tmp_path / "run", samples=12)
     for _ in range(3):
         train(config)
         (tmp_path / "run/eval").mkdir(exist_ok=True)
@@ -242,7 +244,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
     run = tmp_path / "run"
-    config = small(shards, run)
+    config = four_step_config(shards, run)
     train(replace(config, samples=24))
     results = ResultsFile(run, 2)
     results.add("set", {"top1": 0.0}, {})

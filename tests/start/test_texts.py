@@ -24,7 +24,7 @@ from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
 from tests.support.killed_runs import whole_and_killed
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, small, train_loop
+from tests.support.runs import ARCHITECTURE, four_step_config, train_loop
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -70,7 +70,7 @@ def config_of(
     fields = {"same": "url", "captions": ["json:captions"], **data}
     if "sample_weights" in fields:
         fields["sample_weights"] = str(Path(shard).with_name(OFTEN))
-    return small(
+    return four_step_config(
         shard,
         run,
         data=DataConfig(train=[shard], workers=0, shard_streams=6, **fields),

@@ -24,11 +24,11 @@ from clipscale.models.families import Family
 from clipscale.models.towers import build_model
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.models.weights.test_loading import open_clip_folder
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small, train_loop
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, train_loop
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     settings = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
     at_once = tmp_path / "at_once"
     resumed = tmp_path / "resumed"
-    train(small(shards, at_once, checkpoint=CheckpointConfig(every="2", keep=0), **settings))
-    train(small(shards, resumed, resume=str(checkpoint.path_of(at_once, 2)), **settings))
+    train(four_step_config(shards, at_once, checkpoint=CheckpointConfig(every="2", keep=0), **settings))
+    train(four_step_config(shards, resumed, resume=str(checkpoint.path_of(at_once, 2)), **settings))
     assert [record["loss"] for record in records(resumed)] == [record["loss"] for record in records(at_once)][2:]
     expected = checkpoint.load(checkpoint.path_of(at_once, 4))
     actual = checkpoint.load(checkpoint.path_of(resumed, 4))
@@ -61,9 +61,13 @@ def test_an_optimizer_that_was_not_fused_goes_on_as_one_that_is(
     with monkeypatch.context() as patched:
         patched.setattr("clipscale.step.optim.FUSED", ())
         patched.setattr("clipscale.step.optim.FastMuon", lambda muon: muon)
-        config = small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), optim=fused)
+        config = four_step_config(
+            shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), optim=fused
+        )
         train(config)
-    train(small(shards, tmp_path / "parts", optim=fused, resume=str(checkpoint.path_of(tmp_path / "whole", 2))))
+    train(
+        four_step_config(shards, tmp_path / "parts", optim=fused, resume=str(checkpoint.path_of(tmp_path / "whole", 2)))
+    )
     whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
     assert any(group.get("fused") for group in parts.optimizer["param_groups"])
     tolerance = 1e-3 if name == "muon" else 1e-6  # Muon's matrices were rounded to bfloat16
@@ -76,8 +80,10 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
 ) -> None:
     monkeypatch.setattr("clipscale.step.train_step.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
-    config = small(shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none"))
-    run = train_loop(config, ALONE)
+    config = four_step_config(
+        shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none")
+    )
+    run = train_loop(config, ONE_RANK)
     run.run_step()
     run.stream.close()
     gradients = [p.grad for p in run.train_step.model.parameters() if p.grad is not None]
@@ -85,18 +91,22 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     assert run.train_step.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
-def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str, tmp_path: Path, capsys: Cap) -> None:
+def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
+    shards: str, tmp_path: Path, capsys: Capture
+) -> None:
     """SigLIP's mean of 0.5 is in its folder's description, and not in the settings."""
 
     half = (0.5, 0.5, 0.5)
 
     def run(name: str, resume: str = "auto", **changes: Any) -> list[float]:
         every = CheckpointConfig(every="1", keep=0)
-        config = small(shards, tmp_path / name, samples=24, precision="fp32", checkpoint=every, resume=resume)
+        config = four_step_config(
+            shards, tmp_path / name, samples=24, precision="fp32", checkpoint=every, resume=resume
+        )
         train(replace(config, model=replace(config.model, **changes)))
         return [r["loss"] for r in records(tmp_path / name)]
 
-    model = small(shards, tmp_path).model
+    model = four_step_config(shards, tmp_path).model
     folder = open_clip_folder(tmp_path / "weights", build_model(model), model.architecture)
     expected = run("named", weights=str(folder / "open_clip_model.safetensors"), preprocess={"mean": half, "std": half})
     capsys.readouterr()
@@ -111,7 +121,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str
 
 
 def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = small(shards, tmp_path / "given", precision="fp32")
+    whole = four_step_config(shards, tmp_path / "given", precision="fp32")
     context = whole.model.architecture["text_cfg"]["context_length"]
     with monkeypatch.context() as unsorted:
         unsorted.setattr("clipscale.start.build.family_of", lambda encoder: Family())
@@ -138,7 +148,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch, "compile", compiled)
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
-    run = train_loop(small(shards, tmp_path / "run", model=model), ALONE)
+    run = train_loop(four_step_config(shards, tmp_path / "run", model=model), ONE_RANK)
     calls.clear()
     run.run_step()
     run.stream.close()
@@ -170,7 +180,7 @@ def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, p
     deep = deepcopy(ARCHITECTURE)
     deep["vision_cfg"]["layers"] = deep["text_cfg"]["layers"] = 4
     model = ModelConfig(name="test", architecture=deep)
-    plain = small(shards, tmp_path / "plain", model=model, launch=launch, samples=24)
+    plain = four_step_config(shards, tmp_path / "plain", model=model, launch=launch, samples=24)
     run_ranks(on_a_rank, 2, plain)
     compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile="true"))
     (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)

@@ -14,7 +14,7 @@ from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -58,7 +58,7 @@ class Case:
     chunk: int = 5
     keep: str = "none"
     is_sorted: bool = True
-    # Whether the mask of the caption's own token is that of open_clip's weights.
+    # Whether the caption's own token has the mask of open_clip's weights.
     is_legacy: bool = False
     offload: str = "host"
     weight: float = 2.0

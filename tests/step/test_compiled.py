@@ -9,11 +9,11 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.step.cache.kept_graphs import measured_graph
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.precision import Precision
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.towers import small_model
 
@@ -46,7 +46,7 @@ def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int, lor
 
 
 def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
-    """Features and gradients are those of eager towers either way, and random numbers go on from where they were. A
+    """Features and gradients equal the eager towers' either way, and random numbers go on from where they were. A
     graph takes as much memory as an eager one, which is what `clipscale plan` counts."""
     sizes = []
 
@@ -63,7 +63,7 @@ def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
         required = model.image(pixels).detach()
     state = torch.get_rng_state()
     towers = compile_towers(model, lengths_vary=False)
-    problem = try_compiled(model, towers, ChunkSizes(3, 3, "cpu"), 5, Precision.set_up("fp32", CPU), ALONE)
+    problem = try_compiled(model, towers, ChunkSizes(3, 3, "cpu"), 5, Precision.set_up("fp32", CPU), ONE_RANK)
     assert ("no compiler here" in problem) is bool(fails_at)
     if not fails_at:
         assert sorted(sizes) == [2, 2, 2, 2, 3, 3, 3, 3], (

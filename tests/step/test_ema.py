@@ -10,8 +10,8 @@ from torch import nn
 
 from clipscale.config.sections import EvalConfig
 from clipscale.step.ema import WeightAverage
-from tests.support.checkpoints import ALONE
-from tests.support.runs import small, train_loop
+from tests.support.checkpoints import ONE_RANK
+from tests.support.runs import four_step_config, train_loop
 
 
 def test_the_average_follows_its_formula_and_lends_its_values() -> None:
@@ -52,8 +52,8 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, averaged: int
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
-    config = small(shards, tmp_path / "run", ema=0.9, precision="fp16")
-    run = train_loop(config, ALONE)
+    config = four_step_config(shards, tmp_path / "run", ema=0.9, precision="fp16")
+    run = train_loop(config, ONE_RANK)
     run.run_step()
     run.stream.close()
     average = run.train_step.average
@@ -63,7 +63,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = train_loop(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
+    run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ONE_RANK)
     run.run_step()
     model, average = run.train_step.model, run.train_step.average
     before = copy.deepcopy(model.state_dict())

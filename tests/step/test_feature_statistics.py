@@ -14,7 +14,7 @@ from clipscale.step import train_step
 from clipscale.step.feature_statistics import begin_statistics
 from clipscale.step.optim import Schedule
 from clipscale.train import train
-from tests.support.runs import records, small
+from tests.support.runs import four_step_config, records
 
 AXES = torch.eye(8)
 SAMPLE = 200
@@ -52,7 +52,7 @@ def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_step, "EVERY_STEPS", 3)
-    train(small(shards, tmp_path / "run"))
+    train(four_step_config(shards, tmp_path / "run"))
     rows = records(tmp_path / "run")
     assert [row["step"] for row in rows if "nearest" in row] == [1, 3]
     assert all(row["rank_image"] >= 1 and row["uniformity_text"] <= 0 for row in rows if "nearest" in row)
@@ -76,7 +76,7 @@ def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, m
 
     monkeypatch.setattr(Schedule, "apply", note)
     monkeypatch.setattr(torch.linalg, "eigvalsh", in_the_second)
-    train(small(shards, tmp_path / "run"))
+    train(four_step_config(shards, tmp_path / "run"))
     assert [row["step"] for row in records(tmp_path / "run") if row.get("rank_image", 0) >= 1] == [1]
 
 

@@ -19,8 +19,8 @@ from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
 from clipscale.step.rollback import rollback_on_error
 from clipscale.train import train
-from tests.support.checkpoints import ALONE
-from tests.support.runs import ARCHITECTURE, small, train_loop
+from tests.support.checkpoints import ONE_RANK
+from tests.support.runs import ARCHITECTURE, four_step_config, train_loop
 from tests.support.towers import RESNET
 
 
@@ -45,7 +45,7 @@ def test_a_frozen_tower_gives_the_same_bits_from_less_memory(frozen: str) -> Non
 def resnet(shards: str, run: Path, batch_norm: str, chunk: int | None) -> TrainConfig:
     model = ModelConfig(name="rn", architecture=ARCHITECTURE | {"vision_cfg": RESNET}, batch_norm=batch_norm)
     cache = CacheConfig(chunk=[str(chunk), "6"]) if chunk else CacheConfig()
-    return small(shards, run, model=model, cache=cache, precision="fp32", samples=24)
+    return four_step_config(shards, run, model=model, cache=cache, precision="fp32", samples=24)
 
 
 @pytest.mark.parametrize(("batch_norm", "chunk", "moves"), [("sync", None, True), ("frozen", 4, False)])
@@ -67,7 +67,7 @@ def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, t
 def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ALONE)
+    run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ONE_RANK)
     before = copy.deepcopy(run.train_step.model.state_dict())
     calls = []
 
@@ -77,7 +77,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
             raise SignalError(15)
 
     monkeypatch.setattr(run.signal_poller, "poll", signalled)
-    with pytest.raises(SignalError), rollback_on_error(run.train_step.model, run.stream, ALONE):
+    with pytest.raises(SignalError), rollback_on_error(run.train_step.model, run.stream, ONE_RANK):
         run.run_step()
     run.stream.close()
     for name, value in run.train_step.model.state_dict().items():

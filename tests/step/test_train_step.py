@@ -1,6 +1,5 @@
 """What the ranks of a step agree on before they know each other's next batch."""
 
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,14 +8,12 @@ import torch
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader import stream
 from clipscale.data.loader.captions import SortedCaptions
-from clipscale.data.loader.stream import layout_of
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.next_step_info import NextStepInfo
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import small, train_loop
+from tests.support.runs import four_step_config, loop_with_batches
 
 
 @pytest.mark.parametrize(
@@ -31,10 +28,7 @@ def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
 
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:
-    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2)):
-        run = train_loop(small(shards, tmp_path / "run", precision="fp32"), ALONE)
-    for step in range(2):
-        run.stream._finish(step)
+    run = loop_with_batches(four_step_config(shards, tmp_path / "run", precision="fp32"), ONE_RANK, batches=2)
     with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
         for _ in range(2):
             run.run_step()
@@ -45,10 +39,7 @@ def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path:
 def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
-    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2 - rank)):
-        run = train_loop(config, World(rank, world, torch.device("cpu")))
-    for step in range(2 - rank):
-        run.stream._finish(step)
+    run = loop_with_batches(config, World(rank, world, torch.device("cpu")), batches=2 - rank)
     run.run_step()
     run.train_step.cache.chunks[1] -= rank
     run.run_step()
@@ -58,7 +49,7 @@ def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, i
 
 @pytest.mark.slow
 def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number(shards: str, tmp_path: Path) -> None:
-    config = small(
+    config = four_step_config(
         shards,
         tmp_path / "run",
         precision="fp32",

@@ -12,7 +12,7 @@ from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 
 # A run of one process.
-ALONE = World(0, 1, torch.device("cpu"))
+ONE_RANK = World(0, 1, torch.device("cpu"))
 
 
 def steps(run: Path) -> list[int]:
@@ -23,7 +23,7 @@ def steps(run: Path) -> list[int]:
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     retention = checkpoint.Retention(keep, keep_every)
-    checkpoint.Saver(run, ALONE, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
+    checkpoint.Saver(run, ONE_RANK, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
     return checkpoint.path_of(run, step)
 
 

@@ -38,7 +38,7 @@ def forks() -> Forks:
 def share_one_server() -> None:
     """From now on, processes that the package spawns are forks of this server too."""
     util.get_temp_dir()  # where the server listens; a run that starts it first would delete its own
-    multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])  # of one that is no fork
+    multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])  # of one that is not a fork
     vars(multiprocessing)["set_forkserver_preload"] = lambda names: None
     get_context = multiprocessing.get_context
 

@@ -1,4 +1,4 @@
-"""The gradients of a module, and whether they are those of another one."""
+"""The gradients of a module, and whether they equal the gradients of another one."""
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

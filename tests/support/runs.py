@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig, check, with_defaults
+from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
@@ -21,7 +23,7 @@ ARCHITECTURE = {
 }
 
 
-def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
+def ten_step_config(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work.
 
     Shuffle windows hold 8 samples: 64 streams with larger ones would read 2,500 samples before the first step.
@@ -53,9 +55,19 @@ def train_loop(config: TrainConfig, world: World) -> TrainLoop:
     return TrainLoop(begin(config, world), world)
 
 
-def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
+def loop_with_batches(config: TrainConfig, world: World, batches: int) -> TrainLoop:
+    """A run before its next step, with memory for so many batches, which have all arrived."""
+    layout = stream.layout_of
+    with patch.object(stream, "layout_of", lambda *given: replace(layout(*given), slots=batches)):
+        loop = train_loop(config, world)
+    for step in range(batches):
+        loop.stream.finish(step)
+    return loop
+
+
+def four_step_config(shards: str, run: Path, **changes: Any) -> TrainConfig:
     """Four steps of 12 in chunks of 4 and 6."""
-    return settings(
+    return ten_step_config(
         run,
         run,
         **{

@@ -5,12 +5,12 @@ import shutil
 import pytest
 
 from clipscale.tools.doctor import main
-from tests.conftest import Cap
+from tests.conftest import Capture
 
 
 @pytest.mark.parametrize(("driver", "status", "said"), [(None, 0, "note"), ("/bin/nvidia-smi", 1, "problem")])
 def test_a_driver_without_a_device_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: Cap, driver: str | None, status: int, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, driver: str | None, status: int, said: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: driver)

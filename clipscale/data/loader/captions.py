@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.common.chunks import MAX_CHUNK, Span, equal_spans
+from clipscale.common.hardware import MAX_SEQUENCES
+from clipscale.common.spans import equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
 # The width of a chunk is a multiple of this: fast on tensor cores, and few shapes.
@@ -47,13 +48,13 @@ class SortedCaptions(ChunkLoader):
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
         `is_even`: chunks of equally many captions, shortest first, for `SortedPairs`. Images then come in few shapes.
-        The first chunks, whose graphs are kept, take no more memory than the largest one, which is measured.
+        The first chunks, which keep their graphs, take no more memory than the largest one, which is measured.
         """
         super().__init__(self._read, count, device, resident=resident)
         self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
-        self._spans: list[Span] = []
+        self._spans: list[tuple[int, int]] = []
 
     @property
     def num_chunks(self) -> int:
@@ -77,7 +78,7 @@ class SortedCaptions(ChunkLoader):
             if self._is_even:
                 self._spans = equal_spans(self.count, size)
             else:
-                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CHUNK))
+                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_SEQUENCES))
 
     def split(self, count: int) -> None:
         """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
@@ -88,7 +89,7 @@ class SortedCaptions(ChunkLoader):
             middle = (start + stop + 1) // 2
             spans[i : i + 1] = [(start, middle), (middle, stop)]
 
-    def spans(self, size: int) -> list[Span]:
+    def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges of positions in the sorted order."""
         self.make_chunks(size)
         return self._spans
@@ -142,7 +143,7 @@ class SortedPairs:
         return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
-def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
+def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
     """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
     spans = []
     start = 0

@@ -60,7 +60,7 @@ class DataPosition:
 
 
 def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:
-    """The run's position, merged from those of all ranks. Raises UserError if ranks read different shards."""
+    """The run's position, merged from the ranks' positions. Raises UserError if ranks read different shards."""
     first = positions[0]
     if any(replace(position, by_stream={}) != replace(first, by_stream={}) for position in positions):
         raise UserError(

@@ -12,15 +12,15 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import DataError, LoaderError
-from clipscale.data.filters import Selection, name_of
+from clipscale.data.filters import Selection, sample_name
 from clipscale.data.hashing import hash64
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.position import StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, limits
-from clipscale.data.sentences import part_of
-from clipscale.data.shards.reader import unusable
+from clipscale.data.sentences import draw_part
+from clipscale.data.shards.reader import why_unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.train_transform import TrainTransform
@@ -73,7 +73,7 @@ class DecodedSample(NamedTuple):
     # The sample's captions, then its hard negatives.
     texts: list[str]
     # Equal for samples that are the same by `data.same`.
-    key: int
+    sameness_key: int
     # For each teacher (2, D).
     features: list[np.ndarray]
 
@@ -128,7 +128,7 @@ class ShardStream:
         while True:
             self._set_status(f", reading {reader.url}")
             segment, item = next(reader.items)
-            name = name_of(item)
+            name = sample_name(item)
             self._set_status(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
             try:
                 sample = self._decode(segment, item, row)
@@ -161,11 +161,11 @@ class ShardStream:
         spec.selection.check(item, [caption for caption, _ in captions])
         negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
         own_number = item.key if spec.repeats_samples else item.index
-        key = spec.selection.key(item, captions[0][0], f"{segment.shard} {own_number}")
+        sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {own_number}")
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
-        texts = [part_of(text, part, rng, spec.fits) if part else text for text, part in captions]
+        texts = [draw_part(text, part, rng, spec.fits) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
-        return DecodedSample(texts + negatives, key, features)
+        return DecodedSample(texts + negatives, sameness_key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -194,7 +194,7 @@ class ShardStream:
             )
         if len(self._visits) > MAX_FRUITLESS_VISITS or self._visits.total() > MAX_BROKEN:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
-            holds = unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
+            holds = why_unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {item.url} {item.key}: {error}); "
@@ -285,7 +285,7 @@ class BatchFiller:
                 sample = stream.next_sample(slot["pixels"][row] if is_own else self._discarded_pixels)
                 if is_own:
                     texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
-                    slot["keys"][row] = sample.key
+                    slot["keys"][row] = sample.sameness_key
                     for teacher, features in zip(self._spec.shards.teachers, sample.features, strict=True):
                         slot[teacher.member][row] = features
             if texts:

@@ -139,7 +139,7 @@ class TrainStream:
         self._step = step
         if before >= 0:
             self._positions = {}  # unknown if the next line fails
-            self._positions = self._finish(before)
+            self._positions = self.finish(before)
             del self._batches[before]
             self._request(before + len(self._arena.slots))  # into the slot of the previous batch
         return self._batch(step)
@@ -171,7 +171,7 @@ class TrainStream:
 
         Raises the `failure` if the positions are unknown because of it.
         """
-        positions = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
+        positions = self._positions if self._step < 0 or self._given_back else self.finish(self._step)
         if self.failure and len(positions) < self._streams:
             raise self.failure
         by_stream = {stream: positions[stream] for stream in sorted(positions)}
@@ -193,7 +193,7 @@ class TrainStream:
         self._batches[step] = PendingBatch([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
-    def _finish(self, step: int) -> dict[int, StreamPosition]:
+    def finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the streams' positions after it.
 
         After a failure of the workers some are missing.

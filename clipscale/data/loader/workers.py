@@ -70,7 +70,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
     gc.freeze()  # a collection would write to all objects shared with the server, and so copy their pages
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers of transformers start a thread per core
-    last_tick = time.monotonic()
+    beat_at = time.monotonic()
 
     def send(message: Report) -> None:
         with _ended_if_lost():
@@ -80,15 +80,15 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[
         """Called before each shard and each sample."""
         status.value = utf8(text).encode()[: STATUS_BYTES - 1]
 
-    def poll() -> None:
-        """Called between samples and while the storage is waited for."""
-        nonlocal last_tick
-        if time.monotonic() - last_tick > HEARTBEAT_S:
-            last_tick = time.monotonic()
+    def heartbeat() -> None:
+        """Report that the worker is alive. Called between samples and while the storage is waited for."""
+        nonlocal beat_at
+        if time.monotonic() - beat_at > HEARTBEAT_S:
+            beat_at = time.monotonic()
             send(filler.report())
 
     try:
-        filler = open_filler(spec, arena, poll, set_status)
+        filler = open_filler(spec, arena, heartbeat, set_status)
         while True:
             with _ended_if_lost():
                 step = connection.recv()
@@ -138,12 +138,12 @@ class Workers:
     def start(self, spec: WorkerSpec, arena: Arena) -> None:
         """Start one more worker."""
         context = multiprocessing.get_context("forkserver")
-        connection, of_worker = context.Pipe()
+        connection, worker_end = context.Pipe()
         status = RawArray("c", STATUS_BYTES)
         name = f"data-worker-{len(self.processes)}"
-        process = context.Process(target=work, args=(of_worker, spec, arena, status), name=name, daemon=True)
+        process = context.Process(target=work, args=(worker_end, spec, arena, status), name=name, daemon=True)
         process.start()
-        of_worker.close()
+        worker_end.close()
         self._connections.append(connection)
         self._statuses.append(status)
         self.processes.append(process)

@@ -17,7 +17,7 @@ from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.errors import SourceError
-from clipscale.data.shards.index import folder_of
+from clipscale.data.shards.index import folder_of_shard
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.store import Store
 
@@ -32,7 +32,7 @@ class TeacherNote(TypedDict, total=False):
     dtype: str
     # Its logit scale, the multiplier itself.
     scale: float
-    # The caption sources whose first text it has seen.
+    # The caption sources: it has seen the first text of them.
     captions: list[str]
 
 
@@ -131,7 +131,7 @@ def notes_beside(url: str) -> dict[str, TeacherNote]:
 
     Raises UserError for one that cannot be read.
     """
-    path = f"{folder_of(url)}/{NOTE}"
+    path = f"{folder_of_shard(url)}/{NOTE}"
     try:
         with closing(Store().open(path)[0]) as file:
             return dict(json.loads(file.read(MAX_TEXT_BYTES)))

@@ -90,7 +90,7 @@ def name_in_index(url: str) -> str:
     return utf8(basename(url))
 
 
-def folder_of(url: str) -> str:
+def folder_of_shard(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
@@ -140,7 +140,7 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
         folders[dirname(url)][name_in_index(url)] = url
     for shards in folders.values():
         first = next(iter(shards.values()))
-        for path in index_paths(folder_of(first), subset):
+        for path in index_paths(folder_of_shard(first), subset):
             rows = [row for row in query(path, f"SELECT {columns} FROM shards") if row[0] in shards]
             indexed = [shards[row[0]] for row in rows]
             states = _states(indexed) if is_local(first) else [None] * len(indexed)
@@ -183,7 +183,7 @@ def sample_offsets(
     """
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
-    for path in index_paths(folder_of(url)):
+    for path in index_paths(folder_of_shard(url)):
         for packed, size, version in query(path, question, [name_in_index(url)]):
             if (size, version.removesuffix(RULE_MARK)) == state:
                 return None if packed is None else unpack(packed)
@@ -272,7 +272,7 @@ def update_indexes(
     """
     folders = defaultdict(list)
     for url in urls:
-        folders[folder_of(url)].append(url)
+        folders[folder_of_shard(url)].append(url)
     for folder, shards in folders.items():
         path = index_paths(folder, subset)[0 if in_folder and os.access(folder, os.W_OK) else -1]
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}

@@ -70,7 +70,7 @@ def local_shards(config: DataConfig) -> list[str] | None:
     """
     shards = []
     for source in config.train or []:
-        names = [] if source.startswith("@") else parts_of(source)
+        names = [] if source.startswith("@") else split_sources(source)
         for name in names:
             check_address(name, "data.train")
         shards += expand(source, notify=lambda line: None) if all(map(is_local, names)) else names
@@ -103,13 +103,13 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
     - `@FILE`, with an address or a path on each line.
 
     Leaves out missing local shards, since downloads have gaps, and a folder's other files. Calls `notify` with a line
-    about each of both. Raises UserError if no shard is left, and for an address whose scheme is not in SCHEMES.
+    about each of both. Raises UserError if no shard is left, and for an address with a scheme that is not in SCHEMES.
     """
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), setting)
     else:
         names = []
-        for name in parts_of(source):
+        for name in split_sources(source):
             names += _local(name, setting, notify) if is_local(name) else _remote(name, setting, notify)
     present = _existing(names)
     if not present and os.path.isdir(source):  # noqa: PTH112
@@ -126,7 +126,7 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
     return present
 
 
-def parts_of(source: str) -> list[str]:
+def split_sources(source: str) -> list[str]:
     """The paths and addresses that `::` joins, still with braces and stars. A source that exists is one path, whatever
     its name."""
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
@@ -206,7 +206,7 @@ def _braces(source: str, subject: str) -> list[str]:
 
 
 def check_address(url: str, setting: str) -> None:
-    """Raise UserError for what is neither a path nor an address whose scheme is in SCHEMES."""
+    """Raise UserError for what is neither a path nor an address with one of SCHEMES."""
     if scheme_of(url) == "pipe":
         raise UserError(f"{setting}={url[:200]!r}: no command is run; give what it reads, {setting}='{read_by(url)}'")
     if not is_local(url) and (scheme_of(url) not in SCHEMES or "::" in url):

@@ -38,16 +38,16 @@ from clipscale.data.shards.tar import (
     skip,
 )
 
-# `unusable` looks at this many samples, and at this many members of each.
+# `why_unusable` looks at this many samples, and at this many members of each.
 MAX_LOOKED_AT = 1000
 # Most links that are followed from one to the next.
 MAX_LINKS = 8
 # Most names of an archive that are remembered, to look up links.
-MAX_PLACES = 1 << 18
+MAX_CONTENTS = 1 << 18
 NO_LINKS = "`tar -h --hard-dereference` stores files in the place of links; this one"
 # Characters of an error's text: it may hold a member's name or a server's answer.
 MAX_DETAIL_LENGTH = 400
-# `unusable` names this many kinds of samples, and this many members of each.
+# `why_unusable` names this many kinds of samples, and this many members of each.
 MAX_KINDS = 3
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
@@ -70,7 +70,7 @@ class Member(NamedTuple):
     link_error: str = ""
 
 
-class Place(NamedTuple):
+class Content(NamedTuple):
     """A file's content in an archive."""
 
     offset: int
@@ -139,28 +139,28 @@ class Archive:
         """The member with what it links to."""
         if not self._can_seek:
             return member._replace(link_error=f"{NO_LINKS} is in a gzipped tar")
-        place: Place | str | None = target
+        found: Content | str | None = target
         for _ in range(MAX_LINKS):
-            if not isinstance(place, str):
+            if not isinstance(found, str):
                 break
-            place = self._places.get(place)
-        if not isinstance(place, Place):
+            found = self._contents.get(found)
+        if not isinstance(found, Content):
             shown = target[:MAX_DETAIL_LENGTH]
             return member._replace(link_error=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
-        return member._replace(offset=place.offset, size=place.size)
+        return member._replace(offset=found.offset, size=found.size)
 
     @cached_property
-    def _places(self) -> dict[str, "Place | str | None"]:
+    def _contents(self) -> dict[str, "Content | str | None"]:
         """Name of a member -> its file, or the name that it links to; None if several members have the name.
 
         Ends at the archive's end or damage, and leaves out a file that is cut off.
         """
-        places: dict[str, Place | str | None] = {}
+        contents: dict[str, Content | str | None] = {}
         with self._elsewhere(0):
             end = self.stream.seek(0, os.SEEK_END)
         offset = 0
         with self._elsewhere(0), suppress(tarfile.TarError, ValueError, EOFError):
-            while len(places) < MAX_PLACES:
+            while len(contents) < MAX_CONTENTS:
                 header = next_member(self.stream)
                 if header is None:
                     break
@@ -169,11 +169,11 @@ class Archive:
                 longest_name = max(len(header.name), len(header.target or ""))
                 if is_whole and longest_name <= MAX_NAME_BYTES:
                     name = normalise_name(header.name)
-                    place = header.target or Place(offset, header.size)
-                    places[name] = None if name in places else place
+                    content = header.target or Content(offset, header.size)
+                    contents[name] = None if name in contents else content
                 skip(self.stream, padded_size(header.size), True)
                 offset += padded_size(header.size)
-        return places
+        return contents
 
     @contextmanager
     def _elsewhere(self, offset: int) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Archive:
         self.stream.seek(here)
 
     def seek(self, offset: int) -> None:
-        """Continue at the member whose first header is at this offset."""
+        """Continue at the member that begins with a header at this offset."""
         self.stream.seek(offset)
         self.offset = offset
 
@@ -263,7 +263,7 @@ class OpenShard:
 
 
 def all_samples(shard: OpenShard, want: Callable[[int], bool]) -> Iterator[RawSample]:
-    """Every sample. Content is read for those whose index `want` accepts."""
+    """Every sample, with its content if `want` accepts its index."""
     for number, (key, members) in enumerate(shard.samples()):
         sample = RawSample(shard.url, key, number, {})
         shard.read(sample, members, want(number))
@@ -330,7 +330,7 @@ def read_shard(
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `failure`.
 
     Args:
-        want: content is read for the samples whose index it accepts.
+        want: takes a sample's index; whether its content is read.
         size_limits: content is read for these members (see `sample.limits`); None for all.
         subset: the shard then has only the samples that it lists. One of weight 2.5 comes as three copies, the third
             with a probability of 0.5.
@@ -369,7 +369,7 @@ def read_shard(
         failure.note(url, error, "truncated_shard" if has_samples else "unreadable_shard")
 
 
-def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
+def why_unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
     """Why a shard has no usable sample: what its first samples hold. Empty if one has both a picture and one of the
     `captions`, or if the shard cannot be read."""
     sources = {source.partition(":")[0] for source in captions}

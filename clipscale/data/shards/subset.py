@@ -34,7 +34,7 @@ ROWS_PER_BYTE = 32
 MAX_WEIGHT = 10_000
 
 
-class Table(NamedTuple):
+class SampleTable(NamedTuple):
     """The samples that a file lists, sorted by the halves of a uid or a digest. Large tables stay on the disk."""
 
     rows: np.ndarray
@@ -53,7 +53,7 @@ class SubsetFile(NamedTuple):
 
     # The value of the setting.
     given: str
-    # Whether it is that of `data.sample_weights`; otherwise of `data.only_keys`.
+    # Whether the setting is `data.sample_weights`; otherwise it is `data.only_keys`.
     has_weights: bool
 
     @property
@@ -78,7 +78,7 @@ class Subset:
         return open_subset, (self.file,)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> SampleTable:
         return _read(self.file, self.name)
 
     def may_repeat(self, key: str) -> bool:
@@ -121,7 +121,7 @@ def _digest(key: str) -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _read(file: SubsetFile, name: str) -> Table:
+def _read(file: SubsetFile, name: str) -> SampleTable:
     """The file's table. Raises UserError."""
     with to_user_error(f"{file.setting}: cannot be read"):
         if file.has_weights:
@@ -130,16 +130,16 @@ def _read(file: SubsetFile, name: str) -> Table:
             text = file.path.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
             keys = text.split("\n")
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
-            return Table(np.unique(digests.view(PAIR)), by_uid=False)
+            return SampleTable(np.unique(digests.view(PAIR)), by_uid=False)
         pairs = np.lib.format.open_memmap(file.path, mode="r")
     if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{file.setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
         raise UserError(f"{file.setting}: its rows are not in order; sort and save them again with numpy")
-    return Table(pairs, by_uid=True)
+    return SampleTable(pairs, by_uid=True)
 
 
-def _weights(file: SubsetFile, name: str) -> Table:
+def _weights(file: SubsetFile, name: str) -> SampleTable:
     """A table of weights. Writes its sorted rows to the user's cache. Raises UserError, and what pyarrow raises."""
     table = parquet_file(file.path)
     names = table.schema_arrow.names
@@ -170,7 +170,7 @@ def _weights(file: SubsetFile, name: str) -> Table:
     rows = np.load(cached, mmap_mode="r")
     if not rows["weight"].any():
         raise UserError(f"{file.setting}: all weights are 0; nothing is left to train on")
-    return Table(rows, column == "uid", math.ceil(rows["weight"].max()))
+    return SampleTable(rows, column == "uid", math.ceil(rows["weight"].max()))
 
 
 def parquet_file(file: str | Path) -> "ParquetFile":

@@ -14,7 +14,7 @@ import zlib
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from clipscale.data.content import content_of
+from clipscale.data.content import describe_content
 from clipscale.data.hashing import utf8
 
 BLOCK_BYTES = 512
@@ -36,7 +36,7 @@ MAX_UNPACKED_RATIO = 100
 UNPACK_ALLOWANCE = 1 << 24
 # Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call.
 MIN_SEEK_BYTES = 1 << 14
-# What `content_of` says of compressed files -> the program that unpacks one to its output.
+# What `describe_content` says of compressed files -> the program that unpacks one to its output.
 UNPACKERS = {"Zstandard": "zstd -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "LZ4": "lz4 -dc", "gzip": "gzip -dc"}
 # What it says of others -> how shards are made of one.
 _PACK = "and `clipscale data pack FOLDER out=SHARDS` if that holds pictures with their texts"
@@ -80,7 +80,7 @@ def check_is_tar(first: bytes, name: str, wrapped: str = "") -> None:
     with suppress(tarfile.ReadError):
         _check_header(first[:BLOCK_BYTES])
         return
-    content = "" if wrapped and len(first) < BLOCK_BYTES else content_of(first)  # a peek into a gzip may be short
+    content = "" if wrapped and len(first) < BLOCK_BYTES else describe_content(first)  # a peek into a gzip may be short
     if not content or not any(first):
         return
     file = shlex.quote(utf8(name))
@@ -114,7 +114,7 @@ class Header(NamedTuple):
     name: str
     # Bytes of the content; 0 for a link.
     size: int
-    # Bytes up to the content, with those of members that were skipped before it.
+    # Bytes up to the content, also of members that were skipped before it.
     bytes_before: int
     # How many of these bytes are headers.
     header_bytes: int
@@ -150,7 +150,7 @@ def next_member(stream: Stream) -> Header | None:
         if type_flag in b"123456":  # links, devices and folders have no content, whatever their size field says
             if type_flag in b"12":
                 link = extended.get("linkpath", _text(block[157:257]))
-                return Header(name, 0, bytes_before, headers, target_of(name, link, is_symbolic=type_flag == b"2"))
+                return Header(name, 0, bytes_before, headers, link_target(name, link, is_symbolic=type_flag == b"2"))
             size = 0
         else:
             size = int(extended.get("size", size))
@@ -164,7 +164,7 @@ def next_member(stream: Stream) -> Header | None:
     return None
 
 
-def target_of(name: str, link: str, *, is_symbolic: bool) -> str:
+def link_target(name: str, link: str, *, is_symbolic: bool) -> str:
     """The name, by `normalise_name`, of the member that a link stands for. A symbolic link begins at its own folder."""
     return normalise_name(posixpath.join(posixpath.dirname(name), link) if is_symbolic else link)
 

@@ -40,7 +40,7 @@ def load(root: Path) -> ClassificationSet:
     """A set of class folders in alphabetical order, or where every name is a number, that is the label.
 
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
-    ImageNet-v2, else from the folders themselves. Raises UserError for folders whose names are codes.
+    ImageNet-v2, else from the folders themselves. Raises UserError for folders with codes as names.
     """
     folders = [folder.name for folder in files.folders(root)]
     numbers = all(folder.isdecimal() for folder in folders)

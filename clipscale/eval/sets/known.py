@@ -19,9 +19,9 @@ class KnownSet:
     # Its name in CLIP_benchmark, such as `vtab/caltech101`.
     name: str
     source: str
-    # Names of its folder, or of its caption file, in addition to those of the webdataset layouts.
+    # Names of its folder, or of its caption file, beside the names in webdataset layouts.
     folders: Sequence[str] = ()
-    # The main metric; if empty, that of its kind.
+    # The main metric; if empty, its kind's.
     metric: str = ""
     # Width of a red frame around its pictures, in pixels.
     frame: int = 0
@@ -45,7 +45,7 @@ class KnownSet:
         return next((root / name for name in self.candidates if (root / name).exists()), None)
 
 
-def frame_of(path: Path) -> int:
+def frame_width(path: Path) -> int:
     """Width of the frame around the pictures of a folder, by the name of a published set; 0 for none."""
     lower = path.as_posix().lower()
     framed = [known_set for known_set in known_sets().values() if known_set.frame]

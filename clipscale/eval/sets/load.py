@@ -16,7 +16,7 @@ from clipscale.data.sample import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
-from clipscale.eval.sets.known import frame_of
+from clipscale.eval.sets.known import frame_width
 
 # Names of folders with the part of a set on which one evaluates.
 HELD_OUT = ("val", "valid", "validation", "test")
@@ -53,7 +53,7 @@ def load_set(path: Path) -> EvalSet:
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         loaded = captions.load(path) if path.is_file() else _load_folder(path)
-    frame = frame_of(path)
+    frame = frame_width(path)
     if frame:
         loaded = replace(loaded, images=[image._replace(frame=frame) for image in loaded.images])
     faults = Counter(image.fault for image in loaded.images)

@@ -1,4 +1,4 @@
-"""Class names and prompts of classification sets: from the set's own files, else those of ImageNet."""
+"""Class names and prompts of classification sets: from the set's own files, else ImageNet's."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ MAX_LINES = 1 << 17
 _PROGRAM = re.compile(
     r"lambda\b.*:.*|[fbru]{0,2}['\"].*['\"\]}]\s*,?|[\[({]+(\s*['\"].*)?|[\])}]+\s*,?|\w+\s*[=:]\s*[\[({'\"].*"
 )
-# Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch.
+# Names of folders with ImageNet-1k's labels: ImageNet itself, its second version, and ImageNet-Sketch.
 _IMAGENET_1K = re.compile(
     r"(wds_)?(imagenet|ilsvrc)[-_]?(1k|2012)?([-_]?(val|validation|test))?|(wds_)?imagenet[-_]?(v2.*|sketch)"
 )

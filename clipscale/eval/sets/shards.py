@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.data.captions import captions_of, json_fields
+from clipscale.data.captions import captions_in, json_fields
 from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.tar import open_archive
@@ -134,11 +134,11 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
 
 def _captions(texts: Texts, _: str) -> list[str]:
     listed = json_fields(texts.get("json", b"{}")).get("captions")
-    return captions_of(texts, "json:captions" if isinstance(listed, list) else "txt")
+    return captions_in(texts, "json:captions" if isinstance(listed, list) else "txt")
 
 
 def _lines(texts: Texts, _: str) -> list[str]:
-    return prompts.stripped("".join(captions_of(texts, "txt")).splitlines())
+    return prompts.stripped("".join(captions_in(texts, "txt")).splitlines())
 
 
 def _label(texts: Texts, name: str) -> int:

@@ -41,7 +41,7 @@ def factor(names: Iterable[str], folder: Path, setting: str) -> float:
     adapters = [name for name in every if is_adapter(name) or f".{WHOLE_MODULE}." in name]
     if not adapters:
         return 0.0
-    with files.to_user_error(f"{setting}: damaged", folder / CONFIG, "download it again"):
+    with files.damage_to_user_error(f"{setting}: damaged", folder / CONFIG, "download it again"):
         path = folder / CONFIG
         has_config = path.is_file() and path.stat().st_size < MAX_CONFIG_BYTES
         config: dict[str, object] = files.read_json(path) if has_config else {}

@@ -65,7 +65,7 @@ def _of_open_clip(folder: Path) -> FolderConfig:
 
 
 def _of_others(folder: Path) -> FolderConfig:
-    """Read the config.json of transformers, or that of timm, which describes no architecture."""
+    """Read transformers' config.json, or timm's, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")
     if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
@@ -75,7 +75,7 @@ def _of_others(folder: Path) -> FolderConfig:
     if tower:
         return FolderConfig(pixels=pixels)
     with to_user_error(f"{folder / CONFIG} describes no model that can be built here"):  # no model= would help
-        description = hugging_face.description(content)
+        description = hugging_face.description_of(content)
     text = description["text_cfg"]
     if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
         text["hf_tokenizer_name"] = model_type

@@ -21,7 +21,7 @@ TANH = "gelu_pytorch_tanh"
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}
 
 
-def description(config: Record) -> Record:
+def description_of(config: Record) -> Record:
     """open_clip's description of a model by its config.json. A tower of timm has its sizes, too (`towers.own_trunk`).
 
     Raises ValueError for a model that cannot be built so, and what a value of another type raises.

@@ -48,7 +48,7 @@ _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embedding
 def completed_by_weights(config: ModelConfig, saved: "CheckpointState | None" = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
-    If `config` has no name, the architecture is that of the weights. How pictures are prepared comes from the first of
+    If `config` has no name, the weights say the architecture. How pictures are prepared comes from the first of
     these that says it:
 
     1. `config`,
@@ -72,7 +72,7 @@ def completed_by_weights(config: ModelConfig, saved: "CheckpointState | None" = 
         source = find(config.weights, config.name)
         preprocess = source.model.preprocess
         config = with_architecture_of(config, source)
-        mask = config.is_captioner and has_correct_mask(source)
+        mask = config.is_captioner and begins_with_correct_mask(source)
     if config.is_captioner and config.correct_cls_mask is None:
         config = replace(config, correct_cls_mask=mask)
     if config.image.weights:
@@ -80,7 +80,7 @@ def completed_by_weights(config: ModelConfig, saved: "CheckpointState | None" = 
     return replace(config, preprocess={**preprocess, **config.preprocess})
 
 
-def has_correct_mask(source: Source) -> bool:
+def begins_with_correct_mask(source: Source) -> bool:
     """Whether a captioner begins from these weights with the correct mask. Raises UserError.
 
     A configuration beside the weights may say so. Without one they are open_clip's, which were trained with the other
@@ -90,7 +90,7 @@ def has_correct_mask(source: Source) -> bool:
         return source.model.correct_cls_mask
     if not source.shards:
         return not source.model.is_captioner
-    with source.to_user_error():
+    with source.unreadable_to_user_error():
         names = shapes_of(source.shards, source.key, source.setting)
     return not any(DECODER in name for name in names)
 
@@ -124,11 +124,11 @@ def read(source: Source) -> Weights:
     Raises UserError for a damaged file and for one that would execute code.
     """
     if not source.shards:
-        return _of_run(source)
+        return _load_run(source)
     state: Weights = {}
     other_paths: tuple[str, ...] = ()
     for path in source.shards:
-        with source.to_user_error():
+        with source.unreadable_to_user_error():
             found_set = choose_weight_set(_loaded(path), source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
         other_paths += found_set.other_paths
@@ -142,7 +142,7 @@ def read(source: Source) -> Weights:
     ]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
-    with source.to_user_error():
+    with source.unreadable_to_user_error():
         scale = adapters.factor(state, source.path.parent, source.setting)
         if scale:
             log.warning(f"{source.setting}: adds its adapters, times {scale:g}, to its weights")
@@ -150,7 +150,7 @@ def read(source: Source) -> Weights:
     return state
 
 
-def _of_run(source: Source) -> Weights:
+def _load_run(source: Source) -> Weights:
     """A run's weights, or their moving average with the key `ema`."""
     from clipscale import checkpoint  # knows the ranks of a run, of which models know nothing
 
@@ -176,7 +176,7 @@ def _loaded(path: Path) -> Mapping[str, object]:
 
 
 def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, prefix: str = "") -> Weights:
-    """The weights of a model, or those of its tower `prefix`, under the names and in the shapes of `encoders`.
+    """The weights of a model, or of its tower `prefix`, under the names and in the shapes of `encoders`.
 
     Raises UserError for weights that none of the model's names has.
     """

@@ -135,7 +135,7 @@ def _expanded(names: str) -> Iterator[str]:
 
 
 def key_styles(model_keys: Iterable[str], tower: str = "") -> list[KeyStyle]:
-    """The styles in which a file may have a model with these keys. `tower`: also those of this tower alone."""
+    """The styles in which a file may have a model with these keys. `tower`: also styles of this tower alone."""
     patterns = {key_pattern(key) for key in model_keys}
     openai = {pattern.removeprefix(TEXT): TEXT if pattern.startswith(TEXT) else "" for pattern in patterns}
     transformers = [

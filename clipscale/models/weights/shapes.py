@@ -1,4 +1,4 @@
-"""Names and shapes of the weights in files, and whether they are those of a model."""
+"""Names and shapes of the weights in files, and whether a model has the same."""
 
 import pickle
 import re

@@ -15,7 +15,7 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, run_folder
+from clipscale.common.units import did_you_mean, run_folder
 from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
@@ -63,7 +63,7 @@ class Source:
     # Which of several sets of weights; empty: the usual one.
     key: str = ""
 
-    def to_user_error(self) -> AbstractContextManager[None]:
+    def unreadable_to_user_error(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""
         return to_user_error(f"{self.setting} cannot be read as weights")
 
@@ -114,14 +114,13 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
-    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default, or
-    an experiment's model; a captioner of it stays, and begins from the weights' two towers. Raises UserError.
+    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default.
+    Raises UserError.
     """
     if config.weights:
         source = local_source(config.weights)
         names_its_model = config.weights.startswith(HUB) or bool(source and source.model.name)
-        adds_captioner = config.is_captioner and not (source and source.model.is_captioner)
-        if names_its_model and not chosen and not adds_captioner:
+        if names_its_model and not chosen:
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
@@ -154,9 +153,7 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
             return config
         differs = difference(config, theirs)
         if differs:
-            adds_captioner = config.is_captioner and not theirs.is_captioner
-            remedy = "give a captioner of its sizes with model=" if adds_captioner else "leave model= out"
-            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; {remedy}")
+            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; leave model= out")
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
@@ -185,7 +182,7 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
 def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
     description = config.description
-    with source.to_user_error():
+    with source.unreadable_to_user_error():
         shapes = shapes_of(source.shards, source.key, source.setting)
     if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
         return
@@ -213,7 +210,7 @@ def _in_run(folder: Path, origin: str, key: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
-    with files.to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
+    with files.damage_to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
         files.check_inside(folder / META, folder)
         trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
     return Source(origin, folder, model=trained, key=key)
@@ -272,7 +269,7 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
         if start.startswith(b"version https://"):
             raise UserError(f"{origin}: {path.name} is a pointer of Git LFS, not the weights; run `git lfs pull` there")
         if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
-            with Source(origin, path).to_user_error(), zipfile.ZipFile(path) as archive:
+            with Source(origin, path).unreadable_to_user_error(), zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
             if any(re.search(r"/(constants\.pkl|code/.*)$", member.filename) for member in members):
                 raise UserError(
@@ -311,7 +308,7 @@ def _pretrained(tag: str, name: str, origin: str) -> Record:
         models = ", ".join(table.list_pretrained_models_by_tag(tag))
         hint = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
-            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {hint}"
+            f"{origin} is no file, no folder, no run and no tag of model.name={name}{did_you_mean(tag, tags)}; {hint}"
         )
     described = table.get_pretrained_cfg(name, tag)
     has_quick_gelu = described.get("quick_gelu", False)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.rng import RandomState
+from clipscale.common.spans import Span, equal_spans
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.cache.encoder_inputs import LazyInput, ReorderedInput, lazy_input
@@ -58,11 +58,9 @@ class TowerPasses:
         """Whether the encoder has a second pass."""
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(
-        self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
-    ) -> Tensor:
-        """The representations of all rows: a first pass in chunks of `size`. `keep_budget`: for this tower's graphs."""
-        num_rows = self.start_step(tower_input, size, keep_budget)
+    def encode(self, tower_input: object, size: int, keep: KeepBudget, before_chunk: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`: the representations of all rows. `keep`: for this tower's graphs."""
+        num_rows = self.start_step(tower_input, size, keep)
         may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
@@ -81,7 +79,7 @@ class TowerPasses:
         self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.trained)
 
-    def start_step(self, tower_input: object, size: int, keep_budget: KeepBudget) -> int:
+    def start_step(self, tower_input: object, size: int, keep: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
         inputs = lazy_input(tower_input)
         num_rows = len(inputs)
@@ -99,12 +97,12 @@ class TowerPasses:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep_budget, on_gpu=on_gpu)
+        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep, on_gpu=on_gpu)
         self.weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The chunks' own losses. Backpropagates through the kept graphs, then replays the other chunks.
+        """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
         `loss_gradient`: the gradient with respect to such a loss.

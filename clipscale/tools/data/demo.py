@@ -63,7 +63,9 @@ def main(_: object = None) -> None:
 
 def render_demo(root: Path, train_samples: int = 20_000, processes: int = 1) -> None:
     """Write the set to the new folder `root`, complete or not at all. Raises UserError if it cannot be written."""
-    with files.to_user_error("the demo set cannot be written", root, "remove what is there, or set XDG_CACHE_HOME"):
+    with files.damage_to_user_error(
+        "the demo set cannot be written", root, "remove what is there, or set XDG_CACHE_HOME"
+    ):
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
             new = Path(temporary) / "new"

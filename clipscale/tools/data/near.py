@@ -24,7 +24,7 @@ PROBES = 2
 
 
 def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:
-    """(n, at most PROBES) the clusters whose centres are nearest to each sample, by spherical k-means."""
+    """(n, at most PROBES) the clusters with the nearest centres to each sample, by spherical k-means."""
     trained = load(samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:TRAINED]])
     centres = trained[:count]
     step = max(1, CELLS // count)
@@ -42,7 +42,7 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
     duplicate, and not kept. Among samples that are all near each other the first stays.
 
     samples: numbers, the preferred ones first. clusters: their `nearest_clusters`.
-    G: samples of a cluster, in their order. b: those of a block of them. S: those of the blocks up to this one.
+    G: samples of a cluster, in their order. b: samples of a block of them. S: samples of the blocks up to this one.
     """
     largest = torch.zeros(int(samples.max()) + 1)
     nearest = torch.arange(len(largest))
@@ -69,7 +69,7 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
 
 
 def keep_greedily(cosines_bS: Tensor, kept_S: Tensor, cosine: float) -> Tensor:
-    """Which samples of a block stay (b,): those whose cosine with each earlier kept sample is below `cosine`.
+    """(b,) bool: the samples of a block that stay. Their cosine with each earlier kept sample is below `cosine`.
 
     cosines_bS: 0 for later samples. kept_S: which of the earlier blocks' samples are kept; the last b are not read.
     """

@@ -41,8 +41,8 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
         raise UserError(f"out={out}: it, or {page_file}, exists; remove both, or choose another file")
     embedded = open_embedded_set(Path(*words).expanduser())
     weights, shown = choose(embedded, settings, out.parent)
-    with embedded.to_user_error():
-        text = page(embedded, **shown)
+    with embedded.damage_to_user_error():
+        text = selection_page(embedded, **shown)
     write_weights(out, embedded, weights)
     files.write_text(page_file, text)
     print_line(f"{out}: look at {page_file}, then train with data.sample_weights={out}")
@@ -116,14 +116,14 @@ def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
     import pyarrow
     from pyarrow.parquet import write_table
 
-    with embedded.to_user_error():
+    with embedded.damage_to_user_error():
         keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
         table = pyarrow.table({"key": keys, "weight": weights.numpy()})
     with files.replacing(out) as file:
         write_table(table, file)
 
 
-def page(embedded: EmbeddedSet, **shown: Tensor) -> str:
+def selection_page(embedded: EmbeddedSet, **shown: Tensor) -> str:
     """The page, in one file. What comes from the set is escaped, and the page runs no script."""
     from jinja2 import Environment, FileSystemLoader
 

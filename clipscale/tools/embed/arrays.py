@@ -87,9 +87,9 @@ class EmbeddedSet:
     # The number of each part's first sample. The last entry is the number of all samples.
     firsts: list[int]
 
-    def to_user_error(self) -> AbstractContextManager[None]:
+    def damage_to_user_error(self) -> AbstractContextManager[None]:
         """Around what reads the files: raises UserError for damaged ones."""
-        return damage_to_user_error(self.folder)
+        return damaged_set_to_user_error(self.folder)
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -113,7 +113,7 @@ class EmbeddedSet:
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}
 
 
-def damage_to_user_error(folder: Path) -> AbstractContextManager[None]:
+def damaged_set_to_user_error(folder: Path) -> AbstractContextManager[None]:
     return to_user_error(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again")
 
 
@@ -121,7 +121,7 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
     """The set in a folder. Raises UserError for another folder, and if a file is damaged or missing."""
     if not folder.is_dir():
         raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
-    with damage_to_user_error(folder):
+    with damaged_set_to_user_error(folder):
         note = files.read_json(folder / NOTE)["features"]
         shards = files.read_json(folder / SHARDS)
         sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}

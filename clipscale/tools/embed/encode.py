@@ -1,4 +1,4 @@
-"""Computes the features of a shard's samples, in groups whose size does not depend on the number of processes.
+"""Computes the features of a shard's samples, in groups of a size that does not depend on the number of processes.
 
 n: samples of a group, K: the two features of a sample, D: feature width, C: channels, S: pixels a side.
 """

@@ -67,7 +67,7 @@ def work(config: EmbedConfig) -> Embedded:
         torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_any(run, config.which, config.weights, config.model, world.run_on_rank0)
-        sources = world.run_on_rank0(lambda: prepare_folder(config, out, features_note(config, model, settings)))
+        sources = world.run_on_rank0(lambda: write_note(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
@@ -108,7 +108,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     return note
 
 
-def prepare_folder(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
+def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
     """Write the note. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
@@ -137,7 +137,7 @@ def prepare_folder(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[s
 
 def read(path: Path) -> dict[str, dict[str, object]]:
     """The entries of a file in `out`, by name; none if it is not there. Raises UserError."""
-    with files.to_user_error("out", path, "remove this file and start again; the arrays stay"):
+    with files.damage_to_user_error("out", path, "remove this file and start again; the arrays stay"):
         content = files.read_json(path) if path.is_file() else {}
         return {name: dict(entry) for name, entry in content.items()}
 

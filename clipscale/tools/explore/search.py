@@ -25,7 +25,7 @@ from clipscale.trained_model import load_any
 SIDE = 320  # pixels of the longer side of a picture on the page
 
 
-def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
+def nearest_rows(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
     """The `count` rows with the largest dot products, and the products, best first. Rows that are not finite are left
     out.
 
@@ -67,8 +67,8 @@ class Explorer:
         return {**self.embedded.sample(number), "number": number}
 
     def matches(self, query_D: np.ndarray, side: str, count: int) -> list[Sample]:
-        """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
-        matches = nearest(self.embedded.features(side), query_D, count)
+        """The samples with the nearest features of that kind to a query, with their similarity, best first."""
+        matches = nearest_rows(self.embedded.features(side), query_D, count)
         return [{**self.sample(number), "score": score} for number, score in matches]
 
     def small(self, number: int) -> bytes:

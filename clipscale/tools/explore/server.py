@@ -69,7 +69,9 @@ def application(explorer: Explorer) -> Starlette:
         Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages),
     ]
     return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={BrokenSampleError: unusable, ValueError: unusable}
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={BrokenSampleError: unusable_picture, ValueError: unusable_picture},
     )
 
 
@@ -82,7 +84,7 @@ async def refuse_other_pages(request: Request, following: RequestResponseEndpoin
     return response
 
 
-async def unusable(request: Request, error: Exception) -> Response:
+async def unusable_picture(request: Request, error: Exception) -> Response:
     return PlainTextResponse(printable(f"this picture cannot be used ({error})"), 422)
 
 

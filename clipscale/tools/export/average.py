@@ -19,7 +19,7 @@ def average(
 
     Sources: WiSE-FT (arXiv 2109.01903), model soups (arXiv 2203.05482). Sums are float64, and a share of 1 gives that
     model bit for bit. `others`: values of `model.weights`. `weights`: `trained` or `ema`, which of a run's weights are
-    taken. Running statistics are averaged, too; counts are those of the model with the largest share. Raises UserError
+    taken. Running statistics are averaged, too; counts come from the model with the largest share. Raises UserError
     for shares that do not add up to 1, and for models of another architecture or of other pixels.
     """
     number = len(others) + 1
@@ -30,7 +30,7 @@ def average(
     totals: Weights = {}
     largest = chosen.index(max(chosen))
     for k, share in enumerate(chosen):  # one model at a time is in memory
-        state = state_of(others[k - 1], ours, config, weights) if k else ours
+        state = weights_of(others[k - 1], ours, config, weights) if k else ours
         for name, value in state.items():
             if value.is_floating_point() and share:
                 totals[name] = totals.get(name, 0) + share * value.double()
@@ -41,8 +41,8 @@ def average(
     return chosen
 
 
-def state_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> Weights:
-    """The weights of `other`. Raises UserError for another architecture than that of `ours`, and for other pixels."""
+def weights_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> Weights:
+    """The weights of `other`. Raises UserError if its architecture or its pixels differ from `ours`."""
     source = find(other, config.name, "average")
     if source.shards:
         pixels = replace(config, preprocess={**config.preprocess, **source.model.preprocess}).pixels

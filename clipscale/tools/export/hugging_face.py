@@ -27,14 +27,14 @@ CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
-    Raises OSError, and UserError for a model that transformers does not have: then nothing is written.
+    Raises OSError, and UserError for a model that transformers does not have.
     """
     try:
         description = configuration(model)
         model_type = description["model_type"]
         state = to_transformers(weights(model), model_type)
         pixels = preprocessing(model, model_type)
-        check_same(model, description, state)
+        check_same_features(model, description, state)
     except (ValueError, AttributeError, LookupError, RuntimeError) as error:  # what its towers lack
         raise UserError(
             f"format=hf: transformers has no such model ({one_line(error)}); take format=open_clip"
@@ -42,7 +42,6 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     if model_type == "siglip":
         for name in ("logit_scale", "logit_bias"):
             state[name] = state.get(name, torch.zeros(1)).reshape(1)
-    out.mkdir(parents=True, exist_ok=True)
     with files.replacing(out / "model.safetensors") as file:
         save_file(
             {name: value.contiguous() for name, value in state.items()}, file.name, metadata={"format": "pt"} | note
@@ -107,9 +106,9 @@ def transformer_config(blocks: Any, norm: Any) -> Record:
 
 
 @torch.no_grad()
-def check_same(model: ClipModel, config: Record, state: Weights) -> None:
+def check_same_features(model: ClipModel, config: Record, state: Weights) -> None:
     """Raise ValueError unless the model that a reader of this folder builds has the same features."""
-    again = encoders_of(hugging_face.description(config)).eval()
+    again = encoders_of(hugging_face.description_of(config)).eval()
     again.load_state_dict(from_transformers(state), strict=False)
     side = model.image_size
     pixels = torch.arange(3 * side**2).view(1, 3, side, side).sin()

@@ -18,19 +18,18 @@ from clipscale.models.weights.loading import Weights
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
-    Raises OSError, and UserError for a model that open_clip would build otherwise: then nothing is written.
+    Raises OSError, and UserError for a model that open_clip would build otherwise.
     """
-    check_same(model, config)
-    out.mkdir(parents=True, exist_ok=True)
+    check_rebuilt_by_open_clip(model, config)
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
         save_file(weights(model), file.name, metadata={"format": "pt"} | note)
-    files.write_json(out / HF_CONFIG_NAME, description(model, config))
+    files.write_json(out / HF_CONFIG_NAME, open_clip_description(model, config))
     call = "open_clip.create_model_from_pretrained('local-dir:{}')"
     # open_clip's description of a model has no word for it.
-    return f"model, preprocess = {call}; model.text.correct_cls_mask = True" if has_correct_mask(model) else call
+    return f"model, preprocess = {call}; model.text.correct_cls_mask = True" if needs_correct_mask(model) else call
 
 
-def has_correct_mask(model: ClipModel) -> bool:
+def needs_correct_mask(model: ClipModel) -> bool:
     """Whether open_clip's own class would compute a captioner's text features otherwise, until it is told."""
     return model.decoder is not None and bool(model.text.encoder.correct_cls_mask)
 
@@ -47,17 +46,17 @@ def weights(model: ClipModel) -> Weights:
     return {name: value.contiguous() for name, value in state.items()}
 
 
-def description(model: ClipModel, config: ModelConfig) -> Record:
+def open_clip_description(model: ClipModel, config: ModelConfig) -> Record:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
     details["vision_cfg"].pop("patch_dropout", None)  # for training only
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
     content = {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
-    return content | ({"correct_cls_mask": True} if has_correct_mask(model) else {})
+    return content | ({"correct_cls_mask": True} if needs_correct_mask(model) else {})
 
 
-def check_same(model: ClipModel, config: ModelConfig) -> None:
+def check_rebuilt_by_open_clip(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     details = architecture(config)
     if has_own_trunk(details["vision_cfg"]):

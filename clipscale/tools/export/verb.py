@@ -57,6 +57,7 @@ def main(settings: ExportSettings) -> Path:
     note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     try:
+        out.mkdir(parents=True, exist_ok=True)
         call = write(model, config, out, note)
         if isinstance(model.tokenizer.inner, HFTokenizer):
             model.tokenizer.inner.save_pretrained(str(out))
@@ -83,7 +84,7 @@ def check_folder(out: Path, run: Path, format: str) -> None:
 
 
 def noted_run(path: Path) -> str | None:
-    """The name of the run whose weights an export has written to the file; None for other files."""
+    """The name of the run that was exported to this file; None for a file that is not an export."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("run")

@@ -90,7 +90,7 @@ class BlockMeter:
 def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> BlockMeter:
     """Keep BLOCKS of the tower's identical blocks. Returns a meter of the passes of the tower that is left.
 
-    Nothing is left out of a captioner, whose blocks are of four kinds.
+    Nothing is left out of a captioner: it has blocks of four kinds.
     """
     blocks, alike = ([], []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
     meter = BlockMeter(tracker, len(alike[BLOCKS:]))

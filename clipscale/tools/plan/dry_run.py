@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
@@ -94,7 +94,7 @@ class DryRun:
     memory: StateMemory
     # The meter of each tower's passes.
     meters: list[BlockMeter]
-    # The model's parameters, with those of blocks that are left out.
+    # The model's parameters, also of blocks that are left out.
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
@@ -105,7 +105,7 @@ class DryRun:
 
     @property
     def towers(self) -> tuple[nn.Module, nn.Module]:
-        return towers_of(self.step)
+        return tower_modules(self.step)
 
     @property
     def trained(self) -> Sequence[bool]:
@@ -120,7 +120,7 @@ class DryRun:
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
         """The teachers of the distillation."""
-        return teachers_of(self.config, self.model)
+        return assumed_teachers(self.config, self.model)
 
     @property
     def texts_per_sample(self) -> int:
@@ -231,9 +231,9 @@ class DryRun:
 
 
 def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime) -> TrainStep:
-    """The step of a run with the model, which is on the meta device. The loss is that of the machine.
+    """The step of a run with the model, on the meta device, with the loss of the machine that is planned for.
 
-    It has no gradient scaler, which takes a few bytes, and whose test of every gradient needs values.
+    It has no gradient scaler: that takes a few bytes, and tests the values of gradients, which are not there.
     """
     give_memory(model)
     precision = Precision(DTYPES[config.precision], CPU)
@@ -241,7 +241,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = batch_loss(config, model, precision, teachers_of(config, model), runtime=machine)
+    loss = batch_loss(config, model, precision, assumed_teachers(config, model), runtime=machine)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
     if machine.capability:
         choose_foreach(step.optimizer)
@@ -260,7 +260,7 @@ def give_memory(model: nn.Module) -> None:
             module.register_buffer(name, new.setdefault(x, torch.empty(x.shape, dtype=x.dtype)))
 
 
-def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
+def assumed_teachers(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
     """Teachers as wide as the model, in float16: their own widths lie beside the shards, which a plan does not read."""
     return tuple(TeacherFeatures(f"{name}.npy", model.width, "float16", 1.0) for name in config.distill.teachers)
 
@@ -279,7 +279,7 @@ def encodes_pairs(step: TrainStep) -> bool:
     return isinstance(step.encoder, PairBatchEncoder)
 
 
-def towers_of(step: TrainStep) -> tuple[nn.Module, nn.Module]:
+def tower_modules(step: TrainStep) -> tuple[nn.Module, nn.Module]:
     """The modules of both towers' passes. For a captioner one encoder of pairs, and an empty module."""
     if encodes_pairs(step):
         return pair_encoder(step.model), nn.Module()
@@ -297,8 +297,8 @@ def caption_share(model: ClipModel) -> float:
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
     """The exchange that `auto` stands for with the whole batch. A dry run computes only parts of it."""
     itemsize = 4 if config.precision == "fp32" else 2
-    texts = config.batch * config.data.texts_per_step
-    return auto_exchange(nodes, texts * width, itemsize, on_gpu)
+    num_texts = config.batch * config.data.texts_per_step
+    return auto_exchange(nodes, num_texts * width, itemsize, on_gpu)
 
 
 @contextmanager
@@ -324,7 +324,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         before = tracker.live
         step = build_dry_step(config, model, DryRunRuntime(capability, min(ranks, simulated_ranks), ranks_of_node))
         parameters = ParameterCounts.of(model)
-        towers = towers_of(step)
+        towers = tower_modules(step)
         memory = state_memory(step, towers, tracker, before)
         if ranks > 1:
             memory = divided_among_ranks(memory, towers, step.precision.dtype, ranks, config.launch.parallel)

@@ -28,13 +28,13 @@ class StepMemory:
     """Memory of one device in a step."""
 
     before: dict[str, float]  # live bytes at the start of each phase
-    peak: dict[str, float]  # of each stage: "encode image", "loss", ... A frozen tower has no "replay"
+    peak: dict[str, float]  # of each part of a phase: "encode image", "loss", ... A frozen tower has no "replay"
     kept: PerTower = (0, 0)  # chunks whose graphs are kept
     kept_images: int = 0  # images of which a captioner keeps the outputs of its frozen tower
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
-        return max(size for stage, size in self.peak.items() if stage.split()[0] == name)
+        return max(size for part, size in self.peak.items() if part.split()[0] == name)
 
     @property
     def highest(self) -> float:
@@ -121,7 +121,7 @@ class StepModel:
     def budget(self, most: float) -> float:
         """The bytes for kept graphs with which the step takes at most `most`."""
         graphs = {f"replay {name}": chunk.graph for name, chunk in zip(TOWERS, self.passes)}
-        highest = max(size - graphs.get(stage, 0) for stage, size in self.memory().peak.items())
+        highest = max(size - graphs.get(part, 0) for part, size in self.memory().peak.items())
         return max(0.0, most - highest)
 
     def within(self, budget: float) -> StepMemory:

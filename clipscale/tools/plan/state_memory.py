@@ -83,7 +83,7 @@ def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, in
 def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
     """The peak of an update beyond what is live before it, and the bytes of state of the parameters that are left out.
 
-    The peak is that of a second update: the first one makes the optimizer's state.
+    The peak is measured in a second update: the first one makes the optimizer's state.
     """
     updated = one_of_each(step.optimizer)
     for _ in range(2):  # the first makes the state

@@ -17,7 +17,7 @@ from clipscale.tools.plan.settings import PlanConfig
 PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 # Models of about the same size: the logarithm of their operations' ratio.
 SAME_SIZE = math.log(1.6)
-# The most by which a share of a chip's peak exceeds that of the chip where it was measured.
+# A chip reaches at most this many times the share of its peak that was measured on another chip.
 MAX_SHARE_RATIO = 1.2
 
 # Seconds in which a host issues one operation of torch, at least: the dispatcher and a launch take 5 to 8 us.

@@ -85,16 +85,16 @@ def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
     runs = read_runs(names)
     above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
     path = Path(out).expanduser() if out else Path(above, "report.html")
-    html = page(runs)
-    with files.to_user_error("report", path, "give a place that can be written, out=FILE"):
+    html = report_page(runs)
+    with files.damage_to_user_error("report", path, "give a place that can be written, out=FILE"):
         if path.parent != runs[0].folder and path.is_file() and b'<script id="data"' not in path.read_bytes():
             raise ValueError("somebody else's file, or an old page: remove it")
         files.write_text(path, html)
     return path
 
 
-@files.to_user_error("the runs' records", "metrics.jsonl, eval/", "restore them, or move them away")
-def page(runs: Sequence[Run]) -> str:
+@files.damage_to_user_error("the runs' records", "metrics.jsonl, eval/", "restore them, or move them away")
+def report_page(runs: Sequence[Run]) -> str:
     """The page, with plotly inside, so that it can be sent. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -121,7 +121,9 @@ def page(runs: Sequence[Run]) -> str:
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
         typical=median_of,
-        written={label_form.format(run.name, name): rows for run in runs for name, rows in written_of(run).items()},
+        written={
+            label_form.format(run.name, name): rows for run in runs for name, rows in written_captions(run).items()
+        },
         compared=compared_columns,
         short_paths=short_paths,
         card_note=card_note,
@@ -156,7 +158,7 @@ def compared_columns(
     return {title: cells for title, cells in columns.items() if title not in equal}, equal, few
 
 
-def written_of(run: Run) -> dict[str, list[dict[str, str]]]:
+def written_captions(run: Run) -> dict[str, list[dict[str, str]]]:
     """Evaluation set -> pictures, and the captions that the model wrote of them in the newest evaluation with any."""
     captions: dict[str, list[dict[str, str]]] = {}
     for evaluation in run.evaluations:
@@ -204,7 +206,7 @@ def curves(runs: Sequence[Run]) -> Drawing:
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run."""
+    """The charts that have something to show: the loss, the evaluation sets, then the others over the run."""
     rows = [row for run in runs for row in run.rows]
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
     charts: list[Chart] = [{**chart} for chart in FIGURES["charts"] if chart["key"] in keys]

@@ -55,7 +55,7 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 def _read(folder: Path) -> Run:
     config = files.settings_of_run(folder)
-    with files.to_user_error("the run's records", folder, "restore them, or move them away"):
+    with files.damage_to_user_error("the run's records", folder, "restore them, or move them away"):
         files.check_inside(folder / METRICS, folder)
         records = read_metrics(folder / METRICS)
         seconds = accumulate(record["batch"] / (record.get("samples_per_s_wall") or inf) for record in records)

@@ -8,9 +8,9 @@ from tests.support.interpreter import interpreted
 
 
 @pytest.mark.parametrize("characters", [0, 75, 76], ids=["", "the longest for a socket", "too long for a socket"])
-def test_the_server_needs_nothing_heavy_and_any_folder_of_temporary_files(short: Path, characters: int) -> None:
+def test_the_server_needs_nothing_heavy_and_any_folder_of_temporary_files(short_folder: Path, characters: int) -> None:
     """Clusters have long ones, with the numbers of jobs. Files other than the socket stay there."""
-    place = Path(f"{short}/".ljust(characters, "x"))
+    place = Path(f"{short_folder}/".ljust(characters, "x"))
     place.mkdir(exist_ok=True)
     code = (
         "import os, sys, tempfile; from multiprocessing import forkserver;"

@@ -84,7 +84,7 @@ VICTIM = "000000007"
 class Deadly(Selection):
     """One sample kills its process, as a decoder that takes all memory does."""
 
-    def key(self, sample: RawSample, captions: Sequence[str], own: str) -> int:
+    def sameness_key(self, sample: RawSample, captions: Sequence[str], own: str) -> int:
         if sample.key == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
         return 0

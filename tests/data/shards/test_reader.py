@@ -1,4 +1,4 @@
-"""A shard's samples are those of webdataset, its members those of tarfile; damage has a reason."""
+"""A shard has the samples that webdataset reads, and the members that tarfile reads; damage has a reason."""
 
 import gzip
 import math
@@ -26,11 +26,11 @@ from clipscale.data.sample import IMAGE_TYPES, RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.reader import unusable
-from clipscale.data.shards.subset import Table
+from clipscale.data.shards.reader import why_unusable
+from clipscale.data.shards.subset import SampleTable
 from clipscale.eval.sets.shards import load_pairs
 from clipscale.tools.data.check import check_shard
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import Members, link, picture, sample, write_shards, write_tar
 from tests.data.streams import flat, ids, items_of, open_stream, read, sample_id
 
@@ -96,7 +96,7 @@ REPEATED = {
 
 @pytest.mark.parametrize(("names", "expected"), REPEATED.items(), ids=REPEATED)
 def test_a_member_that_repeats_begins_a_sample_or_is_counted(
-    tmp_path: Path, capsys: Cap, names: str, expected: list[Any]
+    tmp_path: Path, capsys: Capture, names: str, expected: list[Any]
 ) -> None:
     """Training, check, index and evaluation agree, with an index and without; each sample comes or has a reason."""
     content = named(names)
@@ -169,7 +169,7 @@ LINKED = {  # links, and whether they are read
 
 @pytest.mark.parametrize(("header", "read_too"), LINKED.values(), ids=LINKED)
 def test_a_link_is_the_file_in_the_tar_or_a_reason(
-    tmp_path: Path, capsys: Cap, header: tarfile.TarInfo, read_too: bool
+    tmp_path: Path, capsys: Capture, header: tarfile.TarInfo, read_too: bool
 ) -> None:
     """Training, the check, the index and the evaluation agree on it."""
     content: list[Any] = [("p/a.png", picture(1)), ("p/a.txt", b"a"), header, ("p/b.txt", b"b"), ("z.png", picture(1))]
@@ -238,7 +238,7 @@ def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
 class Weights:
     """Stands for a subset's file: the weight of each key."""
 
-    table = Table(np.empty(0), by_uid=False)
+    table = SampleTable(np.empty(0), by_uid=False)
 
     def __init__(self, weights: dict[str, float]) -> None:
         self.weights = weights
@@ -318,4 +318,4 @@ def test_the_line_that_ends_a_run_says_what_its_samples_hold(tmp_path: Path, con
 
 def test_nothing_is_said_of_a_shard_with_a_pair_or_without_a_file(tmp_path: Path) -> None:
     for content in (members("{}.img", "{}.cap") + PAIRS[:2], []):
-        assert unusable(str(write_tar(tmp_path / "0.tar", content)), ["txt"]) == ""
+        assert why_unusable(str(write_tar(tmp_path / "0.tar", content)), ["txt"]) == ""

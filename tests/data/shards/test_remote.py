@@ -20,7 +20,7 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.requests import first_bytes
 from clipscale.data.shards.store import Store
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import link, picture, sample, write_shards, write_tar
 from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
@@ -257,7 +257,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "http://{}:{}".format(*server.getsockname())
 
 
-def test_a_silent_server_is_said_and_ends_the_start(silent: str, web: Web, tmp_path: Path, capsys: Cap) -> None:
+def test_a_silent_server_is_said_and_ends_the_start(silent: str, web: Web, tmp_path: Path, capsys: Capture) -> None:
     with refused(r"data\.train: .*/00\.tar: no answer .*within 0\.\d+ s; the server is silent") as failure:
         open_stream(f"{silent}/{{00..20}}.tar", batch=10)
     assert isinstance(failure.value, LoaderError), "it may pass"
@@ -267,7 +267,7 @@ def test_a_silent_server_is_said_and_ends_the_start(silent: str, web: Web, tmp_p
         assert "waiting for an answer about 1 of 2 shards" in capsys.readouterr().err
 
 
-def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
+def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     s3fs = pytest.importorskip("s3fs")
     names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in {**names, "AWS_ENDPOINT_URL": silent}.items():

@@ -18,7 +18,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.shards import reader, tar
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.tar import next_member, normalise_name, padded_size
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.streams import open_stream
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300).filter(
@@ -137,7 +137,7 @@ def test_what_follows_the_end_of_an_archive_has_a_reason(tmp_path: Path, more: b
 
 
 TAR = member(b"0") + bytes(1024)
-OTHERS = {  # files that are no tars: their names and bytes, and words of the line about them
+OTHERS = {  # files that are not tars: their names and bytes, and words of the line about them
     "bzip2": ("0.tar.bz2", bz2.compress(TAR), ["bzip2", "`bzip2 -dc 0.tar.bz2 > 0-plain.tar`"]),
     "xz": ("a b.tar", lzma.compress(TAR), ["xz", "`xz -dc 'a b.tar' > 'a b-plain.tar'`"]),
     "Zstandard": ("0.tar", b"\x28\xb5\x2f\xfd" + bytes(99), ["Zstandard", "`zstd -dc 0.tar > 0-plain.tar`"]),
@@ -156,7 +156,7 @@ OTHERS = {  # files that are no tars: their names and bytes, and words of the li
 
 @pytest.mark.parametrize(("name", "data", "said"), OTHERS.values(), ids=OTHERS)
 def test_the_line_about_a_file_that_is_no_tar_says_what_it_is(
-    tmp_path: Path, capsys: Cap, name: str, data: bytes, said: list[str]
+    tmp_path: Path, capsys: Capture, name: str, data: bytes, said: list[str]
 ) -> None:
     """By its first bytes, whatever its name: in the check, the index, and where a run refuses it."""
     path = tmp_path / name

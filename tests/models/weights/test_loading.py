@@ -25,7 +25,7 @@ from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import find
-from clipscale.tools.export.open_clip import description, weights
+from clipscale.tools.export.open_clip import open_clip_description, weights
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
 
@@ -238,7 +238,7 @@ def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: P
     expected = F.interpolate(old.T[None], size=30, mode="linear")[0].T
     assert torch.equal(ours.text.encoder.positional_embedding, expected)
     assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
-    assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
+    assert open_clip_description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
     save_model(tmp_path / "run", ours, start)
     again = build_model(completed_by_weights(ModelConfig(name="", weights=f"run:{tmp_path}/run")))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)

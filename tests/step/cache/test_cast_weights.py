@@ -1,4 +1,4 @@
-"""A step in chunks casts its weights once, and its gradients are those of autograd."""
+"""A step in chunks casts its weights once, and its gradients equal autograd's."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A loss of single samples beside the loss of the batch: GradCache's gradient is that of one graph, and the decoder has
+"""A loss of single samples beside the loss of the batch: GradCache's gradient equals one graph's, and the decoder has
 one pass."""
 
 import math

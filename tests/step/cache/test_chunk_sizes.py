@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import small_model
 
 GPU = torch.device("cuda")
@@ -46,5 +46,5 @@ def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_devi
     """Else random numbers would differ. On another device they may be too large."""
     model = small_model()
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
-        sizes = agreed_chunk_sizes((None, None), model, 100, ALONE, ChunkSizes(17, 100, device), keeps_graphs=True)
+        sizes = agreed_chunk_sizes((None, None), model, 100, ONE_RANK, ChunkSizes(17, 100, device), keeps_graphs=True)
         assert sizes == ChunkSizes(image, 100, "cpu")

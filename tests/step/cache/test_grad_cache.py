@@ -207,7 +207,7 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
 
 
 class Output(UserDict[str, Tensor]):
-    """A mapping that is no dict, as transformers' BatchEncoding is."""
+    """A mapping that is not a dict, such as transformers' BatchEncoding."""
 
 
 @pytest.mark.parametrize("keep", [0, math.inf])

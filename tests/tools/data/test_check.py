@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from clipscale.cli.main import main
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import HUGE, picture, sample, write_shards, write_tar
 from tests.data.streams import ids, open_stream
 
@@ -12,20 +12,20 @@ DIRTY += [("noise.png", b"\x89PNG noise"), ("noise.txt", b"x"), ("latin.png", pi
 DIRTY += [("large.png", HUGE), ("large.txt", b"x"), ("hollow.png", b""), ("hollow.txt", b"x")]
 
 
-def table(capsys: Cap) -> dict[str, list[str]]:
+def table(capsys: Capture) -> dict[str, list[str]]:
     """The printed rows by their first cell."""
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     return {words[0]: words[1:] for words in lines}
 
 
-def test_a_sound_set_has_status_zero(tmp_path: Path, capsys: Cap) -> None:
+def test_a_sound_set_has_status_zero(tmp_path: Path, capsys: Capture) -> None:
     write_shards(tmp_path, [5, 4])
     assert main(["data", "check", str(tmp_path)]) == 0
     rows = table(capsys)
     assert (rows["samples"][0], rows["usable"], len(rows)) == ("9", ["9"], 2)
 
 
-def test_broken_samples_have_the_reasons_that_training_counts(tmp_path: Path, capsys: Cap) -> None:
+def test_broken_samples_have_the_reasons_that_training_counts(tmp_path: Path, capsys: Capture) -> None:
     write_tar(tmp_path / "0.tar", DIRTY)
     assert main(["data", "check", str(tmp_path)]) == 1
     rows = table(capsys)
@@ -38,7 +38,7 @@ def test_broken_samples_have_the_reasons_that_training_counts(tmp_path: Path, ca
     assert rows["no_image"][1] == "0.tar/text:"
 
 
-def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys: Cap) -> None:
+def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys: Capture) -> None:
     whole, cut = write_shards(tmp_path, [8, 8])
     cut.write_bytes(cut.read_bytes()[:4300])
     assert main(["data", "check", str(whole), str(cut)]) == 1
@@ -46,13 +46,13 @@ def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys:
     assert f"damagedshard{cut}truncated_shard" in out
 
 
-def test_a_shard_without_a_usable_sample_says_what_it_holds(tmp_path: Path, capsys: Cap) -> None:
+def test_a_shard_without_a_usable_sample_says_what_it_holds(tmp_path: Path, capsys: Capture) -> None:
     path = write_tar(tmp_path / "0.tar", [("a.img", b"content"), ("a.cap", b"content")])
     assert main(["data", "check", str(path)]) == 1
     assert ".cap and .img" in " ".join(capsys.readouterr().out.split())
 
 
-def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: Cap) -> None:
+def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: Capture) -> None:
     write_shards(tmp_path, [6])
     words = ["data.filter=[side>=5,similarity>=0.3]"]
     assert main(["data", "check", str(tmp_path), *words]) == 0

@@ -14,8 +14,8 @@ from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.tools.data import demo, scenes
-from tests.conftest import Cap
-from tests.support.runs import settings
+from tests.conftest import Capture
+from tests.support.runs import ten_step_config
 from tests.support.user_errors import refused
 
 
@@ -54,14 +54,14 @@ def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
 
 
 def test_training_renders_the_set_that_is_missing(
-    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     render = demo.render_demo
     monkeypatch.setattr(demo, "render_demo", lambda root, processes: render(root, 64))
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
     root = demo.user_folder()
-    cli_train.main(settings(root, tmp_path / "run"))
+    cli_train.main(ten_step_config(root, tmp_path / "run"))
     assert len(expand(demo.train_shards(root))) == 16 and tmp_path in root.parents
     before = digests(root)
     demo.main()

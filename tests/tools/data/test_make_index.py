@@ -4,12 +4,12 @@ from pathlib import Path
 
 from clipscale.cli.main import main
 from clipscale.data.shards import index
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import write_shards
 from tests.support.interpreter import interpreted
 
 
-def test_samples_are_counted_and_a_damaged_shard_is_named(tmp_path: Path, capsys: Cap) -> None:
+def test_samples_are_counted_and_a_damaged_shard_is_named(tmp_path: Path, capsys: Capture) -> None:
     good, bad = write_shards(tmp_path, [3, 4])
     assert main(["data", "index", str(tmp_path)]) == 0
     assert "7 samples in 2 shards, " in capsys.readouterr().out

@@ -13,7 +13,7 @@ from clipscale.common import files
 from clipscale.tools.data import near
 from clipscale.tools.data.select import write_weights
 from clipscale.tools.embed.arrays import open_embedded_set
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import picture, write_tar
 from tests.support.user_errors import refused
 
@@ -50,7 +50,7 @@ def features(count: int, seed: int = 0, width: int = 32) -> torch.Tensor:
     return normalize(torch.randn(count, width, generator=torch.Generator().manual_seed(seed)))
 
 
-def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: Path, capsys: Cap) -> None:
+def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: Path, capsys: Capture) -> None:
     images = features(1000)
     images[900:] = normalize(images[400:500] + 0.05 * features(100, 1))  # cosines of 0.999; of others at most 0.8
     texts = normalize(images + features(1000, 2))
@@ -67,7 +67,7 @@ def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: P
 
 @pytest.mark.parametrize(("different", "words"), [(1, "drops more than half, 39 of 40"), (20, ""), (19, "21 of 40")])
 def test_a_line_says_so_where_copies_are_more_than_half(
-    tmp_path: Path, capsys: Cap, different: int, words: str
+    tmp_path: Path, capsys: Capture, different: int, words: str
 ) -> None:
     """This happens where a model sees all pictures alike."""
     images = torch.eye(32)[torch.arange(40) % different]
@@ -125,7 +125,7 @@ def test_a_damaged_file_of_an_embedded_set_is_one_line(tmp_path: Path, name: str
         write_weights(tmp_path / "weights", open_embedded_set(folder), torch.ones(8))
 
 
-def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Cap) -> None:
+def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Capture) -> None:
     folder = embedded(tmp_path / "of", features(4), features(4))
     mine = tmp_path / "mine.html"
     mine.write_text("mine")

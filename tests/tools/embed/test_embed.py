@@ -17,7 +17,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
@@ -159,7 +159,7 @@ def test_features_of_another_kind_from_elsewhere_or_with_damaged_records_are_ref
     embed(run, tmp_path / "in", tmp_path / "out")
 
 
-def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: Cap) -> None:
+def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: Capture) -> None:
     source = write_shards(tmp_path / "in", [3])[0]
     words = [f"run={run}", f"data={source}", f"out={tmp_path / 'out'}", "device=cpu"]
     assert cli(["embed", *words]) == 0

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from clipscale.common import files
-from clipscale.tools.explore.search import nearest, open_explorer
+from clipscale.tools.explore.search import nearest_rows, open_explorer
 from clipscale.tools.explore.settings import check_explore
 from tests.support.browser import CHROMIUM, browser
 from tests.support.user_errors import refused
@@ -39,7 +39,7 @@ def test_the_nearest_rows_are_those_of_the_whole_product(dtype: type[np.floating
     scores = np.nan_to_num(rows.astype(np.float32) @ query, nan=-np.inf)
     order = np.argsort(-scores)[:51]
     for count in (1, 5, 53, 80):
-        matches = nearest([rows[:20], np.empty((0, 0)), rows[20:]], query, count)
+        matches = nearest_rows([rows[:20], np.empty((0, 0)), rows[20:]], query, count)
         assert [row for row, _ in matches] == order[:count].tolist()
         assert np.allclose([score for _, score in matches], scores[order[:count]], atol=1e-6)
 

@@ -14,10 +14,10 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.tools.export.open_clip import check_same
+from clipscale.tools.export.open_clip import check_rebuilt_by_open_clip
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.support.checkpoints import save_model
 from tests.support.towers import RESNET, architecture
 
@@ -68,7 +68,7 @@ def test_the_export_of_another_run_is_not_replaced(tmp_path: Path) -> None:
     main(ExportSettings(run=str(tmp_path / "first"), out=out))  # the same run may
 
 
-def test_a_card_that_was_edited_stays_and_an_own_one_follows_the_run(tmp_path: Path, capsys: Cap) -> None:
+def test_a_card_that_was_edited_stays_and_an_own_one_follows_the_run(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
     card = tmp_path / "run/export/README.md"
     saved(run, ModelConfig("own", ARCHITECTURE))
@@ -130,9 +130,9 @@ VISION = {"image_size": 224, "timm_model_name": SIGLIP, "timm_pool": "map", "tim
 def test_a_tower_of_timm_that_open_clip_builds_otherwise_is_refused() -> None:
     own, larger = (ModelConfig("own", ARCHITECTURE | {"vision_cfg": VISION}, image_size=side) for side in (224, 240))
     with torch.device("meta"):
-        check_same(build_model(own), own)
+        check_rebuilt_by_open_clip(build_model(own), own)
         with pytest.raises(UserError, match=rf"{SIGLIP} at its own size, not at model\.image_size=240"):
-            check_same(build_model(larger), larger)
+            check_rebuilt_by_open_clip(build_model(larger), larger)
 
 
 def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
     return build_step(config, world, model, precision, sizes, batch_loss(config, model, precision), sort_captions=False)
 
 
-def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
+def measured_config(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
     """A small run. `changed` holds dotted keys, with `__` for the dots."""
     values = {
         "batch": batch,
@@ -73,7 +73,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = measured_step(config, world)
-        step.cache.keep_budget = KeepBudget.at_most(config.cache.keep_budget.bytes)
+        step.cache.keep = KeepBudget.at_most(config.cache.keep_budget.bytes)
         for _ in range(3):
             one_step(step, config.batch // world.size)
     events = profiler.profiler.kineto_results.events()
@@ -138,4 +138,4 @@ def one_step(step: TrainStep, local: int) -> None:
 
 
 def measured_on_a_rank(rank: int, world: int, changed: dict) -> StepMemory:
-    return measured(settings(**changed), World(rank, world, CPU))
+    return measured(measured_config(**changed), World(rank, world, CPU))

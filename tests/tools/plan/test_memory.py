@@ -11,7 +11,7 @@ from clipscale.tools.plan.dry_run import dry_run
 from clipscale.tools.plan.memory import PHASES, StepMemory, StepModel
 from clipscale.tools.plan.memory_tracker import ROUND
 from tests.support.ranks import run_ranks
-from tests.tools.plan.measure import measured, measured_on_a_rank, settings
+from tests.tools.plan.measure import measured, measured_config, measured_on_a_rank
 
 # Relative error allowed; usual errors are below one per cent.
 BAR = 0.10
@@ -52,7 +52,7 @@ CASES, DEEP = files.read_yaml(Path(__file__).with_name("memory.yaml")).values()
 @pytest.mark.timeout(1200)  # ViT-B/32 on two busy cores
 @pytest.mark.parametrize("name", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
 def test_every_phase_takes_the_predicted_memory(name: str) -> None:
-    config = settings(**CASES[name])
+    config = measured_config(**CASES[name])
     assert_agree(predicted(config), measured(config))
 
 
@@ -68,7 +68,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 )
 def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
-    config = settings(**CASES[name] | {"batch": 96})
+    config = measured_config(**CASES[name] | {"batch": 96})
     with dry_run(config, 1, None) as run:
         graphs = sum(each.graph for each in StepModel(run, 96, (16, 16)).passes)
     config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * graphs))))
@@ -81,7 +81,7 @@ def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: i
 def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A dry run of all blocks gives the same, in every stage."""
     layers = {"model__architecture__vision_cfg__layers": 5, "model__architecture__text_cfg__layers": 4}
-    config = settings(batch=192, chunk=16, **DEEP[name] | layers)
+    config = measured_config(batch=192, chunk=16, **DEEP[name] | layers)
     ranks = 1 if name == "some blocks train" else 4
     few = predicted(config, ranks, 90)
     monkeypatch.setattr("clipscale.tools.plan.block_meter.BLOCKS", 99)
@@ -109,13 +109,13 @@ def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
     """
     changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
     real = lowest(run_ranks(measured_on_a_rank, 2, changed))
-    step = predicted(settings(**changed), ranks=2)
+    step = predicted(measured_config(**changed), ranks=2)
     sharded = parallel == "zero3"
     assert_agree(step, real, peaks=not sharded, small=2**19 if sharded else SMALL)
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
-    memory = predicted(settings(batch=1024, model__image__train="none", cache__keep="1000G"), capability=90)
+    memory = predicted(measured_config(batch=1024, model__image__train="none", cache__keep="1000G"), capability=90)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
 
@@ -123,7 +123,8 @@ def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
 def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass() -> None:
     """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
     plain, checkpointed = (
-        predicted(settings(model__grad_checkpointing=each, precision="fp16"), capability=90) for each in (False, True)
+        predicted(measured_config(model__grad_checkpointing=each, precision="fp16"), capability=90)
+        for each in (False, True)
     )
     assert checkpointed.peak["replay image"] < plain.peak["replay image"]
     assert checkpointed.peak["encode image"] == plain.peak["encode image"]
@@ -136,7 +137,7 @@ def test_an_update_of_one_parameter_of_each_shape_tells_what_all_take(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The state is the same to the byte, and so is the peak, but for the norms of the gradients, a scalar each."""
-    config = settings(optim__name=name, optim__clip_norm=1.0, model__architecture__vision_cfg__layers=3)
+    config = measured_config(optim__name=name, optim__clip_norm=1.0, model__architecture__vision_cfg__layers=3)
     with dry_run(config, 1, 90) as run:
         few = run.memory
     monkeypatch.setattr(

@@ -19,14 +19,14 @@ from clipscale.models.towers import build_model
 from clipscale.tools.plan import ASSUMED, step_time
 from clipscale.tools.plan.planner import plan, predicted
 from clipscale.tools.plan.settings import on_machine
-from tests.conftest import TINIEST, Cap
+from tests.conftest import TINIEST, Capture
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
 from tests.support.user_errors import refused
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
 
-def settings(*words: str) -> Any:
+def plan_settings(*words: str) -> Any:
     return compose.settings("plan", compose.overrides("plan", words)[1])
 
 
@@ -37,7 +37,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
-def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
+def test_a_large_batch_of_a_small_model_fits(capsys: Capture) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
@@ -50,7 +50,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
-def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
+def test_adapters_take_little_beside_their_frozen_weights(capsys: Capture) -> None:
     pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     words = [*TINIEST, "batch=256", "hardware=a100-80g", "optim=adamw", "cache.chunk=256", "model.lora=8"]
     assert main(["plan", *words, "json=true"]) == 0
@@ -58,7 +58,7 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
     trained = planned["parameters"]["trained"]
     every = planned["parameters"]["all"]
     with torch.device("meta"):
-        without = build_model(settings(*TINIEST).model)
+        without = build_model(plan_settings(*TINIEST).model)
     assert every - trained == sum(p.numel() for p in without.parameters()) - 1, "but for the logit scale"
     # A number in float32, AdamW's two moments of what trains, and cuBLAS's workspaces.
     held = planned["device"]["phases"]["encode"]["before_bytes"]
@@ -70,7 +70,7 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Cap) -> None:
 @pytest.mark.usefixtures("of_any_size")
 def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
     words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "cache.keep=none", "optim=adamw"]
-    alone, both = (predicted(settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
+    alone, both = (predicted(plan_settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
     phases = {name: both["device"]["phases"][name]["extra_bytes"] for name in ("encode", "replay")}
     pairs = 256
     labels = 27
@@ -89,7 +89,9 @@ def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
 @pytest.mark.usefixtures("of_any_size")
 def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_tokens_are_kept() -> None:
     words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "model.image.train=none"]
-    again, half, once = (predicted(settings(*words, f"cache.keep={keep}"), search=False) for keep in (0, "14M", "56M"))
+    again, half, once = (
+        predicted(plan_settings(*words, f"cache.keep={keep}"), search=False) for keep in (0, "14M", "56M")
+    )
     # 25 tokens and a feature, of 128 numbers in bf16.
     size = 26 * 128 * 2
     assert [plan["second_pass"]["image"] for plan in (again, half, once)] == pytest.approx([1.0, 0.5, 0.0], abs=0.1)
@@ -101,7 +103,7 @@ def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_token
 
 
 @pytest.mark.usefixtures("of_any_size")
-def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap) -> None:
+def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Capture) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
     out = capsys.readouterr().out
@@ -113,7 +115,7 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap) -> 
     ("memory", "status", "first"), [("64G", 0, "yes: it fits: "), ("1G", 1, "no: it does not fit: ")]
 )
 def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
-    capsys: Cap, monkeypatch: pytest.MonkeyPatch, memory: str, status: int, first: str
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, memory: str, status: int, first: str
 ) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: None)
     monkeypatch.setattr("clipscale.common.memory.free_memory", lambda: parse_count(memory))
@@ -126,10 +128,10 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
 def test_a_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: "Voodoo 2")
     with refused("hardware is not set, and Voodoo 2 is not in the table"):
-        on_machine(settings(*TINIEST))
+        on_machine(plan_settings(*TINIEST))
 
 
-def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path, capsys: Cap) -> None:
+def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "here", FULL)
     file = weighed(tmp_path / "w.parquet", WEIGHTS)
     for name in ("here", "elsewhere"):
@@ -139,7 +141,7 @@ def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path,
 
 
 def test_what_does_not_fit_names_what_does() -> None:
-    config = settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=8G")
+    config = plan_settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=8G")
     result = plan(config)
     assert not result["fits"] and result["largest_batch"] < 2**20
     batch = format_count(result["largest_batch"])
@@ -150,13 +152,13 @@ def test_what_does_not_fit_names_what_does() -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_names_the_loss_that_does() -> None:
     words = ("batch=128k", "hardware=a800-80g", "gpus=8", "loss=clip")
-    result = plan(settings(*TINIEST, *words), search=False)
+    result = plan(plan_settings(*TINIEST, *words), search=False)
     assert result["remedies"] == ["loss=infcl"] and result["conclusion"].endswith("; try loss=infcl")
 
 
 def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> None:
     """Kept graphs are used up before the first of the same tower's chunks is encoded again."""
-    result = plan(settings("batch=8k", "hardware=h100-80g", "gpus=8", "model=vit-b16"), search=False)
+    result = plan(plan_settings("batch=8k", "hardware=h100-80g", "gpus=8", "model=vit-b16"), search=False)
     assert result["second_pass"] == {"image": 0.0, "text": 0.0}
     assert result["chunk"] == {"image": 512, "text": 512}
     assert result["peak_bytes"] <= 0.91 * result["device"]["usable_bytes"]
@@ -167,7 +169,7 @@ def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> Non
 def test_the_exchange_is_the_one_that_the_run_takes() -> None:
     for batch, nodes, exchange in (("1M", 1, "ring"), ("8k", 1, "gather"), ("1M", 4, "gather")):
         words = (*TINIEST, f"batch={batch}", "hardware=h100-80g", "gpus=8", f"nodes={nodes}")
-        assert plan(settings(*words), search=False)["exchange"] == exchange
+        assert plan(plan_settings(*words), search=False)["exchange"] == exchange
 
 
 # Images/s per GPU, by three quarters for the fourth pass: plain steps that were measured on an H100 (2,950 to 3,271 of
@@ -177,7 +179,7 @@ CACHED = files.read_yaml(Path(__file__).with_name("cached.yaml"))
 
 
 def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
-    result = plan(settings("model=tiny", "batch=1k", "hardware=rtx4090-24g"), search=False)
+    result = plan(plan_settings("model=tiny", "batch=1k", "hardware=rtx4090-24g"), search=False)
     assert result["time"] is result["step_s"] is None and result["fits"]
 
 
@@ -185,7 +187,7 @@ def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
     "words", [pytest.param(w, marks=pytest.mark.slow if i else []) for i, w in enumerate(CACHED)], ids=lambda w: w[:14]
 )
 def test_the_speed_of_a_cached_step_follows_what_was_measured_of_plain_ones(words: str) -> None:
-    result = plan(settings(*words.split(), "cache.keep=none"), search=False)
+    result = plan(plan_settings(*words.split(), "cache.keep=none"), search=False)
     low, high = CACHED[words]
     rate = result["time"]["samples_per_s"] / (result["gpus"] * result["nodes"])
     assert low <= rate <= high
@@ -207,7 +209,7 @@ def test_a_smaller_model_is_faster_and_no_chip_exceeds_what_was_measured_by_much
 def test_a_step_of_small_chunks_takes_as_long_as_its_launches() -> None:
     """Of a B/32 with 32 pairs on each GPU torch issues 2,929 operations (counted apart, in bf16), in 5 to 8 us each."""
     few, many = (
-        plan(settings("model=vit-b32", f"batch={batch}", "hardware=h100-80g", "gpus=8"), search=False)["time"]
+        plan(plan_settings("model=vit-b32", f"batch={batch}", "hardware=h100-80g", "gpus=8"), search=False)["time"]
         for batch in ("256", "8k")
     )
     assert 2929 * 5e-6 < few["step_s"] == few["issued_s"] < 2929 * 8e-6

@@ -17,7 +17,7 @@ import yaml
 
 from clipscale.cli.main import main
 from clipscale.tools.report.page import bin_means, short_paths, thinned_rows, write_report
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.user_errors import refused
 
@@ -231,7 +231,7 @@ def test_any_length_of_run_and_odd_values(
     assert data["charts"][0]["runs"][0]["points"]["y"] == losses
 
 
-def test_a_missing_an_empty_and_a_damaged_run_are_refused(tmp_path: Path, capsys: Cap) -> None:
+def test_a_missing_an_empty_and_a_damaged_run_are_refused(tmp_path: Path, capsys: Capture) -> None:
     run = make_run(tmp_path / "runs/run", [1.0])
     for words, answer in (
         ([f"run=[{run},{tmp_path}/gone]"], "there is no folder"),

@@ -7,7 +7,7 @@
     objects.py     rows of JSON in several forms
     parquet.py     rows of Parquet
     places.py      where a picture lies, and its bytes
-    kinds.py       what a file is that is no picture of ours
+    kinds.py       what a file is that is not one of our pictures
 
 What cannot be used is left out and counted by its reason; it ends nothing.
 """

@@ -17,7 +17,7 @@ BEGINNINGS = {
 OTHER_PICTURES = (".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg")
 
 
-def kind_of(data: bytes) -> str:
+def suffix_of(data: bytes) -> str:
     """The suffix of a file's kind, by its first bytes; empty for pictures of other kinds, and for an unknown one."""
     first = data[:4096].removeprefix(b"\xef\xbb\xbf")
     return next((suffix for suffix, begins in BEGINNINGS.items() if begins.match(first)), "")

@@ -35,7 +35,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Row | None]]:
     first = next(lines, "")
     document = json_object(file)
     if document is not None or first.lstrip().startswith("["):
-        rows = json.loads(first + "".join(lines)) if document is None else rows_of(document)
+        rows = json.loads(first + "".join(lines)) if document is None else rows_in(document)
         yield from enumerate((row if isinstance(row, dict) else None for row in rows), 1)
         return
     for number, line in enumerate(chain([first], lines), 1):
@@ -60,7 +60,7 @@ def json_object(file: Path) -> Row | None:
     return None if any(line.strip() for line in lines) else row
 
 
-def rows_of(document: Row) -> Sequence[object]:
+def rows_in(document: Row) -> Sequence[object]:
     """The rows that an object holds; or itself as the only one."""
     if document and all(map(PICTURE.fullmatch, document)):  # pictures and their captions, or what else is known of each
         return [
@@ -75,7 +75,7 @@ def rows_of(document: Row) -> Sequence[object]:
     return lists[0] if len(lists) == 1 else [document]
 
 
-def nested(rows: Sequence[Row], name: str) -> bool:
+def is_nested(rows: Sequence[Row], name: str) -> bool:
     """Whether a column holds lists or objects, and no text in any of these rows."""
     items: list[object] = []
     for row in rows:
@@ -90,7 +90,7 @@ def nested(rows: Sequence[Row], name: str) -> bool:
 
 
 def flattening(file: Path, names: Sequence[str]) -> str:
-    """The line of shell that makes a table of a file whose rows are of a known nested form; empty for others."""
+    """The line of shell that makes a table of a file with rows of a known nested form; empty for others."""
     captions = [name for name in CAPTIONS if name in names]
     images = [name for name in IMAGES if name in names]
     if not (captions and images):

@@ -11,7 +11,7 @@ from clipscale.data.sample import IMAGE_TYPES
 from clipscale.tools.data.pack.objects import json_object
 from clipscale.tools.data.pack.places import Cell, Place
 from clipscale.tools.data.pack.separated import Row
-from clipscale.tools.data.pack.tables import TABLES, Table, conversion, open_table
+from clipscale.tools.data.pack.tables import TABLES, PairTable, conversion, open_table
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -38,10 +38,10 @@ class Pair(NamedTuple):
     group: str = ""
 
 
-def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> list[Table]:
-    """The tables of a source: itself, or those of a folder. COCO's captions and a folder of texts have none.
+def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> list[PairTable]:
+    """The tables of a source: itself, or a folder's. COCO's captions and a folder of texts have none.
 
-    `columns`: the picture's, then those of captions; None: the usual names. `by`: the column that `holdout.by` names.
+    `columns`: the picture's, then the captions'; None: the usual names. `by`: the column that `holdout.by` names.
     Raises UserError, OSError, ValueError.
     """
     if path.is_dir():
@@ -68,18 +68,18 @@ def is_coco(file: Path) -> bool:
     return document is not None and "images" in document and not {"annotations", "dataset"}.isdisjoint(document)
 
 
-def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
+def pairs_of(path: Path, tables: Sequence[PairTable], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
     """The pairs of a source with these tables. `root`: below which links and tables may name files; empty: the folder
-    of each. `splits`: those of Karpathy's that are packed.
+    of each. `splits`: which of Karpathy's splits are packed.
 
     Raises UserError for a file that cannot be read to its end.
     """
     if tables:
-        return (pair for table in tables for pair in of_table(table, root))
-    return of_folder(path, root) if path.is_dir() else of_coco(path, root, splits)
+        return (pair for table in tables for pair in pairs_of_table(table, root))
+    return pairs_of_folder(path, root) if path.is_dir() else pairs_of_coco(path, root, splits)
 
 
-def of_folder(folder: Path, root: str) -> Iterator[Pair]:
+def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
     """The pictures of a folder and those below it, with their texts. Then the other files, with their suffix as the
     reason why they are left out."""
     listed = visible(folder)
@@ -101,7 +101,7 @@ def of_folder(folder: Path, root: str) -> Iterator[Pair]:
             yield Pair(str(path.relative_to(folder)), base, [], {}, broken=reason)
 
 
-def of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
+def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
     """COCO's caption annotations, or these of Karpathy's splits, with the pictures in a folder beside the file. Then
     the images of his other splits, with the split as the reason why they are left out."""
     from clipscale.eval.sets import captions  # here: it loads torch
@@ -126,12 +126,12 @@ def of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
             yield Pair(entry.name, Place("", "", root), [], {}, broken=f"{SPLIT}{entry.split}")
 
 
-def of_table(table: Table, root: str) -> Iterator[Pair]:
+def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:
     """The pairs of a table's rows."""
     image, *texts = table.columns
     folder = table.file.parent
     base = Place("", str(folder), root or str(folder.resolve()))
-    with files.to_user_error("table", table.file, "repair it, or fetch it again"):
+    with files.damage_to_user_error("table", table.file, "repair it, or fetch it again"):
         for number, row in table.rows():
             values = row or {}
             cells = [values.get(key) for key in texts]

@@ -100,11 +100,11 @@ def resolved(root: str) -> str:
 
 
 def cell_bytes(cell: Cell, most: int) -> object:
-    """A picture in a cell, or the one whose path it holds."""
-    column = column_of(cell.file, cell.group, cell.column)
+    """The picture in a cell, or at the path in it."""
+    column = read_column(cell.file, cell.group, cell.column)
     if cell.row < column.first:
-        column_of.cache_clear()
-        column = column_of(cell.file, cell.group, cell.column)
+        read_column.cache_clear()
+        column = read_column(cell.file, cell.group, cell.column)
     value = column.cell(cell.row).as_py()
     if isinstance(value, dict):  # Hugging Face's
         value = value.get("bytes") or value.get("path")
@@ -134,7 +134,7 @@ class Column:
 
 
 @lru_cache(maxsize=1)  # rows come in their order
-def column_of(file: str, group: int, name: str) -> Column:
+def read_column(file: str, group: int, name: str) -> Column:
     """The column of this name in a row group; the last if there are several."""
     batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
     return Column(batch.columns[-1] for batch in batches)

@@ -16,7 +16,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.pack.lines import lines_of
-from clipscale.tools.data.pack.objects import flattening, json_rows, nested
+from clipscale.tools.data.pack.objects import flattening, is_nested, json_rows
 from clipscale.tools.data.pack.parquet import parquet_rows, unread_columns
 from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_values
 
@@ -36,25 +36,25 @@ SIGNS = {
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
-# Rows whose keys are the columns of JSON.
+# JSON: each row has the columns as keys.
 FIRST_ROWS = 100
 # Columns that a message names.
 MAX_NAMES = 20
 Rows = Iterator[tuple[int, Row | None]]
 
 
-class Table(NamedTuple):
+class PairTable(NamedTuple):
     file: Path
-    # The picture's column, then those of captions.
+    # The picture's column, then the captions' columns.
     columns: list[str]
     rows: Callable[[], Rows]
-    # The column whose values stay on one side of the holdout; empty: none.
+    # Rows with equal values in this column stay on one side of the holdout. Empty: there is no such column.
     by: str = ""
     # Lines for the user about its columns.
     remarks: Sequence[str] = ()
 
 
-def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> Table:
+def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> PairTable:
     """Find a table's form and columns; `columns` None: by their usual names. `by`: of the holdout. Raises UserError,
     OSError, ValueError."""
     suffix = file.suffix.lower()
@@ -79,14 +79,14 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
         rows = partial(separated_rows, file, Separated(separator, names, chosen[0]), headed=names == first)
     else:
         rows = partial(json_rows, file)
-    return Table(file, chosen, rows, by or "", remarks)
+    return PairTable(file, chosen, rows, by or "", remarks)
 
 
 def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
     """Raises UserError where a column is not there, or holds no texts in the rows that are `shown`, of JSON."""
     wanted = [*chosen, by] if by else chosen
     missing = [name for name in wanted if name not in names]
-    with_objects = [name for name in chosen[1:] if nested(shown, name)]
+    with_objects = [name for name in chosen[1:] if is_nested(shown, name)]
     if with_objects or (missing and missing[0] != by):
         line = flattening(file, names)
         if line:

@@ -32,7 +32,7 @@ from clipscale.data.picture import Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.pack.kinds import OTHER_PICTURES, kind_of
+from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
 from clipscale.tools.data.pack.places import read, resolved
 from clipscale.tools.data.pack.tables import TABLES, conversion
@@ -85,7 +85,7 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     path = Path(words[0]).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{words[0]}: there is no such file or folder")
-    with files.to_user_error("table", path, "repair it, or fetch it again"):
+    with files.damage_to_user_error("table", path, "repair it, or fetch it again"):
         tables = tables_of(path, settings.columns, settings.holdout.by)
     splits = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
     if len(splits) > 1:
@@ -175,7 +175,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
     out = Path(folder).expanduser()
     note = out / "pack.json"
-    with files.to_user_error("out", out, "choose another folder"):
+    with files.damage_to_user_error("out", out, "choose another folder"):
         out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
         begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
@@ -271,7 +271,7 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         picture = Picture.read(data, math.inf)
         pixels = picture.decode()
     except BrokenSampleError as error:
-        raise BrokenSampleError(kind_of(data) or error.reason, str(error)) from error
+        raise BrokenSampleError(suffix_of(data) or error.reason, str(error)) from error
     extension = picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:

@@ -16,7 +16,7 @@ from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.tools.data.pack.pairs import pairs_of, tables_of
 from clipscale.tools.data.pack.places import Place
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.eval.sets import picture
 
 RED = {"a.png": ["red"], "b.png": ["blue"]}
@@ -86,7 +86,7 @@ def test_the_line_that_is_printed_makes_a_table(tmp_path: Path, name: str, data:
     assert read(made) == [("a.png", ["red"])]
 
 
-def test_the_line_for_texts_in_another_folder_brings_them_together(tmp_path: Path, capsys: Cap) -> None:
+def test_the_line_for_texts_in_another_folder_brings_them_together(tmp_path: Path, capsys: Capture) -> None:
     source = tmp_path / "it's"
     for name in ("1", "2"):
         for folder, suffix in (("images", "png"), ("captions", "txt")):

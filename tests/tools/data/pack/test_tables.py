@@ -29,7 +29,7 @@ def test_any_bytes_are_a_table_or_one_line(suffix: str, pieces: list[bytes]) -> 
         table = Path(folder) / f"table{suffix}"
         table.write_bytes(b"".join(pieces))
         try:
-            with files.to_user_error("table", table, "repair it"):
+            with files.damage_to_user_error("table", table, "repair it"):
                 tables = tables_of(table, None)
             if tables:
                 assert all(pair.broken or pair.place.name for pair in pairs_of(table, tables, ""))

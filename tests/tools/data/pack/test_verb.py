@@ -20,7 +20,7 @@ from clipscale.eval.sets.load import load_set
 from clipscale.tools.data.pack import verb
 from clipscale.tools.data.pack.places import Cell, Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
-from tests.conftest import Cap
+from tests.conftest import Capture
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import COLOURS, NAMES, picture
 from tests.support.user_errors import refused
@@ -165,12 +165,12 @@ def test_what_can_be_used_is_packed_and_the_rest_is_counted(pictures: Path, tmp_
     assert packed(pictures / case["source"], tmp_path / "out", *words) == (case["pairs"], case["left_out"])
 
 
-def test_captions_are_decoded_or_left_out(tmp_path: Path, short: Path) -> None:
+def test_captions_are_decoded_or_left_out(tmp_path: Path, short_folder: Path) -> None:
     encodings = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"]
     for name in encodings:
         (tmp_path / f"{name}.png").write_bytes(picture("red"))
         (tmp_path / f"{name}.TXT").write_bytes("a red café".encode(name))
-    pairs, reasons = packed(tmp_path, short / "out")
+    pairs, reasons = packed(tmp_path, short_folder / "out")
     assert pairs == dict.fromkeys([f"{name}.png" for name in sorted(encodings) if name != "latin-1"], "a red café")
     assert reasons == {"caption_not_utf8": 1}
 
@@ -203,7 +203,7 @@ def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
             read(place._replace(name=name))
 
 
-def test_folders_named_after_classes_are_said_to_be_an_evaluation_set(tmp_path: Path, capsys: Cap) -> None:
+def test_folders_named_after_classes_are_said_to_be_an_evaluation_set(tmp_path: Path, capsys: Capture) -> None:
     for name in ("red", "blue"):
         (tmp_path / "shop" / name).mkdir(parents=True)
         (tmp_path / "shop" / name / "0.png").write_bytes(picture(name))
@@ -213,7 +213,7 @@ def test_folders_named_after_classes_are_said_to_be_an_evaluation_set(tmp_path: 
     )
 
 
-def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
     """Nothing was packed yet: the folder of shards is taken again, with other columns and another root."""
     (tmp_path / "shop").mkdir()
     shop = tmp_path / "shop/table.csv"
@@ -263,7 +263,7 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     ],
 )
 def test_of_karpathys_splits_those_of_training_are_packed(
-    pictures: Path, tmp_path: Path, capsys: Cap, words: list[str], chosen: str, left_out: dict[str, int]
+    pictures: Path, tmp_path: Path, capsys: Capture, words: list[str], chosen: str, left_out: dict[str, int]
 ) -> None:
     of = dict(zip(paths(pictures), ["test", "train", "restval", "val", "test"]))
     images = [
@@ -314,7 +314,7 @@ def test_a_picture_is_held_out_by_its_bytes(tmp_path: Path) -> None:
     assert held[20] == {number for number in held[24] if number < 20}
 
 
-def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
     """Rows of one article are on one side, whatever their pictures are. Those of none go by their pictures."""
     rows = [(path, path, f"{sku}") for sku in range(12) for path in paths(pictures)[:3]]
     rows += [(path, path, "") for path in paths(pictures)] * 2
@@ -410,7 +410,7 @@ def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Cap, words: str, message: str) -> None:
+def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Capture, words: str, message: str) -> None:
     as_csv(pictures)
     (pictures / "empty").mkdir()
     (pictures / "00000.tar").touch()
@@ -422,7 +422,7 @@ def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Cap, word
 
 
 def test_without_pyarrow_one_line_names_the_extra(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     source = as_parquet(False, pictures)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -430,7 +430,7 @@ def test_without_pyarrow_one_line_names_the_extra(
     assert "pip install 'clipscale[parquet]'" in capsys.readouterr().err
 
 
-def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
     """Whole, from a server that sends them in pieces."""
     with serving(Web(pictures)) as web:
         web.faults = lambda number, path: "drip"
