@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import open_clip
 import pyarrow
@@ -256,6 +256,24 @@ def test_python_blocks_work() -> None:
             "model": lambda features, encoder=encoder: {"sentence_embedding": encoder(**features)},
         }  # fmt: skip
         exec(code, names)
+
+
+def test_the_pages_objective_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from clipscale.loss import api, reference
+
+    [code] = [b.code for b in BLOCKS if "class Hinge(" in b.code]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setitem(reference.OBJECTIVES, "hinge", names["Hinge"]())
+    monkeypatch.setitem(api.CHOICES, "objective", ("hinge",))
+    u, v = torch.nn.functional.normalize(torch.randn(2, 9, 5, dtype=torch.float64), dim=-1).requires_grad_()
+    values = [
+        loss(u, v, 3.0, objective="hinge") for loss in (clipscale.contrastive_loss, reference.dense_contrastive_loss)
+    ]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*[torch.autograd.grad(value, [u, v]) for value in values])
 
 
 # Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.
