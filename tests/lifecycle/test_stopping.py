@@ -192,7 +192,7 @@ def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
     return with_signal_at(call if rank == 1 else -1, lambda: train(config))
 
 
-@pytest.mark.slow  # three runs of two ranks; those of test_waits.py leave together too
+@pytest.mark.slow  # three runs of two ranks; the runs of waits/ leave together too
 @pytest.mark.parametrize("parallel", ["ddp", "zero3"])
 def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, parallel: str) -> None:
     launch = LaunchConfig(parallel=parallel)
