@@ -68,33 +68,68 @@ def one_graph(
     return value.detach()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("keep", [0, 4000, math.inf])
-@pytest.mark.parametrize(("n", "chunks"), [(12, [4, 4]), (13, [4, 5]), (13, [13, 1]), (5, [9, 9]), (1, [1, 1])])
-def test_gradient_is_that_of_one_graph(
+# Bytes of kept graphs; with 4000 a second step keeps some of them, after a first one has measured their size.
+KEEP = {"keeps_none": 0, "keeps_some": 4000, "keeps_all": math.inf}
+SAMPLES_AND_CHUNKS = [(12, [4, 4]), (13, [4, 5]), (13, [13, 1]), (5, [9, 9]), (1, [1, 1])]
+SAMPLES_AND_CHUNKS_IDS = [f"{n}_in_chunks_of_{image}_and_{text}" for n, (image, text) in SAMPLES_AND_CHUNKS]
+DROPOUT = {"without_dropout": 0.0, "with_dropout": 0.4}
+
+
+def step_and_draw(cache: GradCache, model: nn.ModuleDict, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """A step from random seed 5, or a second one if the cache then keeps some graphs: its loss, and the next random
+    numbers. `model` has the gradients."""
+    for _ in range(2 if cache.keep_bytes == KEEP["keeps_some"] else 1):
+        model.zero_grad()
+        torch.manual_seed(5)
+        value = cache.step(*inputs)
+    return value, torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize("dropout", DROPOUT.values(), ids=DROPOUT)
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize(("n", "chunks"), SAMPLES_AND_CHUNKS, ids=SAMPLES_AND_CHUNKS_IDS)
+def test_loss_and_gradient_equal_one_graphs(
     n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs = batch(n, dtype)
     required, actual = models(dropout, dtype), models(dropout, dtype)
     torch.manual_seed(5)
-    value = one_graph([required["image"], required["text"]], required["head"], inputs, chunks)
-    after = torch.rand(3)
+    expected = one_graph([required["image"], required["text"]], required["head"], inputs, chunks)
     cache = GradCache([actual["image"], actual["text"]], actual["head"], chunks=chunks, keep_bytes=keep)
-    left = []
-    for _ in range(2 if keep == 4000 else 1):  # first it measures graphs, then it keeps some
-        actual.zero_grad()
-        left.clear()
-        torch.manual_seed(5)
-        before_chunk = lambda: left.append(cache.num_chunks(n) - len(left))  # noqa: E731
-        cached = cache.loss(*cache.encode(*inputs, before_chunk=before_chunk))
-        cache.backward(cached)
+    value, _ = step_and_draw(cache, actual, inputs)
+    assert torch.allclose(value, expected, rtol=tolerance)
+    if n > 1:  # a single pair has loss 0 and no gradient to compare with
+        assert_same(gradients(actual), gradients(required), tolerance)
+
+
+@pytest.mark.parametrize("dropout", DROPOUT.values(), ids=DROPOUT)
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize(("n", "chunks"), SAMPLES_AND_CHUNKS, ids=SAMPLES_AND_CHUNKS_IDS)
+def test_the_replay_leaves_the_random_state_where_the_first_pass_left_it(
+    n: int, chunks: list[int], keep: float, dropout: float
+) -> None:
+    required, actual = models(dropout), models(dropout)
+    torch.manual_seed(5)
+    one_graph([required["image"], required["text"]], required["head"], batch(n), chunks)
+    expected = torch.rand(3)
+    cache = GradCache([actual["image"], actual["text"]], actual["head"], chunks=chunks, keep_bytes=keep)
+    assert torch.equal(step_and_draw(cache, actual, batch(n))[1], expected)
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize(("n", "chunks"), SAMPLES_AND_CHUNKS, ids=SAMPLES_AND_CHUNKS_IDS)
+def test_how_many_chunks_are_left_is_known_from_the_first_on(n: int, chunks: list[int], keep: float) -> None:
+    model = models()
+    cache = GradCache([model["image"], model["text"]], model["head"], chunks=chunks, keep_bytes=keep)
+    for step in range(2):
+        left: list[int] = []
+        before_chunk = lambda: left.append(cache.num_chunks(n) - len(left))  # noqa: B023, E731
+        cache.backward(cache.loss(*cache.encode(*batch(n), before_chunk=before_chunk)))
         cache.replay(before_chunk)
-        assert torch.equal(torch.rand(3), after), "the replay must leave the random state where the first pass left it"
-        assert torch.allclose(cached, value, rtol=tolerance)
-        assert left == list(range(len(left), 0, -1)), "how many chunks are left is known from the first on"
-        if n > 1:  # a single pair has loss 0 and no gradient to compare with
-            assert_same(gradients(actual), gradients(required), tolerance)
+        assert left == list(range(len(left), 0, -1)), f"step {step}"
 
 
 class Nested(nn.Module):

@@ -1,11 +1,9 @@
 """Every kind of source becomes shards that training reads, byte for byte; what is broken is counted and left out."""
 
-import csv
 import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -15,8 +13,6 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.data.sample import BrokenSampleError
-from clipscale.data.shards.reader import ReadFailure, read_shard
-from clipscale.eval.sets.load import load_set
 from clipscale.tools.data.pack import verb
 from clipscale.tools.data.pack.places import Cell, Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
@@ -24,104 +20,21 @@ from tests.conftest import Capture
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import COLOURS, NAMES, picture
 from tests.support.user_errors import refused
+from tests.tools.data.pack.packing import (
+    KINDS,
+    as_csv,
+    as_parquet,
+    as_texts_beside,
+    pack_to,
+    packed,
+    paths,
+    read_all,
+    samples,
+)
 
 Write = Callable[[Path], Path]
 SOURCES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
 MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
-SUFFIXES = ["png", "jfif", "webp", "JPG", "jpe", "mpo"]
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """A folder `in` with a picture of each colour in a folder below it, of several kinds. Phones write MPO."""
-    folder = tmp_path / "in"
-    (folder / "deep").mkdir(parents=True)
-    more = {"save_all": True, "append_images": [Image.new("RGB", (24, 12))]}
-    for name, suffix in zip(NAMES, SUFFIXES):
-        kind = "MPO" if suffix in ("JPG", "mpo") else Image.registered_extensions()[f".{suffix}"]
-        image = Image.new("RGB", (24, 12), COLOURS[name])
-        image.save(folder / "deep" / f"{name}.{suffix}", kind, **(more if kind == "MPO" else {}))
-    return folder
-
-
-def paths(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in sorted((folder / "deep").iterdir())]
-
-
-def read_all(shard: Path) -> list[dict[str, bytes]]:
-    """The members of all samples."""
-    problem = ReadFailure()
-    read = [sample.members for sample in read_shard(str(shard), problem)]
-    assert problem.reason is None
-    return read
-
-
-def samples(folder: Path) -> list[dict[str, bytes]]:
-    """The members of all samples, in the order of shards."""
-    return [members for shard in sorted(folder.glob("*.tar")) for members in read_all(shard)]
-
-
-def pack_to(out: Path, source: Path, *words: str) -> int:
-    """The status of the command."""
-    return main(["data", "pack", str(source), f"out={out}", *words])
-
-
-def as_csv(folder: Path) -> Path:
-    with (folder / "table.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("image", "caption"), *((path, f"all, of {path}") for path in paths(folder))])
-    return folder / "table.csv"
-
-
-# Of a table: its name, its header, a row and the encoding. In a row are a path, that with Windows' separators, and its
-# last part.
-TEXTS = {
-    "tabs": ("table.tsv", "filepath\ttitle\n", "{0}\tall, of {0}\n", "utf-8"),
-    "excel": ("table.CSV", "Image Path ; Text\r\n", "{1};all, of {0}\r\n", "utf-16"),
-    "flickr30k": ("table.txt", "image_name| comment_number| comment\n", "{0}| 0| all, of {0}\n", "utf-8-sig"),
-    "tokens": ("table.txt", "", "{0}#0\tall, of {0}\n", "utf-8"),
-    "conceptual": ("table.tsv", "", "all, of {0}\t{0}\n", "utf-8"),
-    "json": ("table.json", '{{"id": 1}}\n', '{{"image": "{0}", "prompt": "all, of {0}"}}\n', "utf-8"),
-    "list": ("table.json", '[{{"id": 1, "images": []}}', ',\n{{"image": "{0}", "captions": ["all, of {0}"]}}', "utf-8"),
-    "lines": ("metadata.jsonl", "", '{{"file_name": "{0}", "text": "all, of {0}"}}\n', "utf-8"),
-    "split": ("deep/metadata.csv", "file_name,prompt\n", '{2},"all, of {0}"\n', "utf-8"),
-}
-
-
-def as_text(form: str, folder: Path) -> Path:
-    name, head, row, encoding = TEXTS[form]
-    rows = [row.format(path, path.replace("/", "\\"), Path(path).name) for path in paths(folder)]
-    text = head.format() + "".join(rows) + ("]" if form == "list" else "")
-    (folder / name).write_text(text, encoding=encoding)
-    return folder if "metadata" in name else folder / name
-
-
-def as_texts_beside(folder: Path) -> Path:
-    for path in paths(folder):
-        (folder / path).with_suffix(".txt").write_text(f"all, of {path}\n")
-    return folder
-
-
-def as_parquet(inside: bool, folder: Path) -> Path:
-    """A Parquet table with pictures inside, or with their paths."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    cells = [{"bytes": (folder / path).read_bytes(), "path": path} for path in paths(folder)]
-    table = {"image": cells if inside else paths(folder), "caption": [f"all, of {path}" for path in paths(folder)]}
-    parquet.write_table(pa.table(table), folder / "table.parquet", row_group_size=4)
-    return folder / "table.parquet" if inside else folder
-
-
-def as_coco(folder: Path) -> Path:
-    images = [{"id": number, "file_name": path} for number, path in enumerate(paths(folder))]
-    annotations = [{"image_id": image["id"], "caption": f"all, of {image['file_name']}"} for image in images]
-    (folder / "captions.json").write_text(json.dumps({"images": images, "annotations": annotations}))
-    return folder / "captions.json"
-
-
-KINDS = {"csv": as_csv, "texts": as_texts_beside, "coco": as_coco}
-KINDS |= {"cells": partial(as_parquet, True), "paths": partial(as_parquet, False)}
-KINDS |= {form: partial(as_text, form) for form in TEXTS}
 
 
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
@@ -136,19 +49,6 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
         assert json.loads(members["json"])["width"] == 24
     assert json.loads((out / "sizes.json").read_text()) == {"00000.tar": len(NAMES)}
     assert main(["data", "check", str(out)]) == 0, "nothing is broken in it"
-
-
-def packed(source: Path, out: Path, *settings: str) -> tuple[dict, dict[str, int]]:
-    """The captions of the packed pairs by the pictures' names, and how many were left out for each reason."""
-    status = pack_to(out, source, *settings)
-    reasons = {
-        reason: len(names)
-        for note in sorted(out.glob("parts/*.json"))
-        for reason, names in json.loads(note.read_text())["left_out"].items()
-    }
-    pairs = {json.loads(members["json"])["source"]: members["txt"].decode() for members in samples(out)}
-    assert status == (0 if pairs else 2)
-    return pairs, reasons
 
 
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
@@ -253,85 +153,6 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     assert fields["captions"] == ["red", "all red", "red all over"] and members["txt"] == b"red"
     assert fields["hard"] == ["blue"], "texts that are hard negatives"
     assert fields["score"] == 0.5 and fields["source"] == "deep/red.png" and "x" not in fields
-
-
-@pytest.mark.parametrize(
-    ("words", "chosen", "left_out"),
-    [
-        ([], "train restval", {"split_val": 1, "split_test": 2}),
-        (["splits=[test,val]"], "test val", {"split_train": 1, "split_restval": 1}),
-    ],
-)
-def test_of_karpathys_splits_those_of_training_are_packed(
-    pictures: Path, tmp_path: Path, capsys: Capture, words: list[str], chosen: str, left_out: dict[str, int]
-) -> None:
-    of = dict(zip(paths(pictures), ["test", "train", "restval", "val", "test"]))
-    images = [
-        {"filepath": "deep", "filename": path[5:], "split": split, "sentences": [{"raw": split}, {"raw": "again"}]}
-        for path, split in of.items()
-    ]
-    (pictures / "dataset_flickr30k.json").write_text(json.dumps({"images": images, "dataset": "flickr30k"}))
-    pairs, reasons = packed(pictures / "dataset_flickr30k.json", tmp_path / "out", *words)
-    assert pairs == {path[5:]: split for path, split in of.items() if split in chosen.split()}
-    assert reasons == left_out
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"read 5 images: {len(pairs)} packed, {5 - len(pairs)} left out"
-    assert pack_to(tmp_path / "more", pictures / "dataset_flickr30k.json", "splits=[dev]") == 2
-    assert "choose among 'splits=[test,train,restval,val]'" in capsys.readouterr().err
-
-
-def sides(out: Path) -> tuple[list[dict], list[dict]]:
-    """The held-out pairs, and those to train on: the fields of their JSON and the picture's bytes."""
-    return tuple(
-        [
-            json.loads(members["json"]) | {"data": next(members[k] for k in members if k not in ("txt", "json"))}
-            for members in samples(folder)
-        ]
-        for folder in (out / "holdout", out)
-    )
-
-
-def test_a_picture_is_held_out_by_its_bytes(tmp_path: Path) -> None:
-    """Under any name, with any caption, in any order, at any size, and with more pictures beside it."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number in range(24):
-        data = picture("red", "PNG", (20 + number, 20))
-        for name in ("a", "b"):
-            (folder / f"{number}{name}.png").write_bytes(data)
-    held: dict[int, set[int]] = {}
-    for count in (20, 24):
-        rows = [{"image": f"{n}{name}.png", "caption": f"{n} {name}"} for name in ("b", "a") for n in range(count)]
-        (tmp_path / "in/table.jsonl").write_text("\n".join(map(json.dumps, rows[::-1] if count == 24 else rows)))
-        out = tmp_path / f"out{count}"
-        resize = ["resize=10"] if count == 24 else []
-        assert pack_to(out, folder / "table.jsonl", "holdout=40%", *resize) == 0
-        test, train = ({int(pair["source"][:-5]) for pair in side} for side in sides(out))
-        assert test and train and not test & train, "copies of a picture are on both sides"
-        assert len(samples(out / "holdout")) == 2 * len(test)
-        assert load_set(out / "holdout").kind == "pairs"
-        held[count] = test
-    assert held[20] == {number for number in held[24] if number < 20}
-
-
-def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Rows of one article are on one side, whatever their pictures are. Those of none go by their pictures."""
-    rows = [(path, path, f"{sku}") for sku in range(12) for path in paths(pictures)[:3]]
-    rows += [(path, path, "") for path in paths(pictures)] * 2
-    with (pictures / "table.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("image", "caption", "sku"), *rows])
-    words = ["holdout=40%", "holdout.by=sku"]
-    assert pack_to(tmp_path / "out", pictures / "table.csv", *words) == 0
-    said = capsys.readouterr().out.splitlines()
-    test, train = sides(tmp_path / "out")
-    for key in (lambda pair: pair["sku"], lambda pair: not pair["sku"] and pair["data"]):
-        both = {key(pair) for pair in test} & {key(pair) for pair in train}
-        assert both <= {"", False}, "on both sides"
-    assert {pair["sku"] for pair in test} - {""} and {pair["data"] for pair in test} & {pair["data"] for pair in train}
-    assert said[-1] == f"read 48 rows: {len(train)} packed, {len(test)} held out, 0 left out"
-    assert pack_to(tmp_path / "more", pictures / "table.csv", *words, "columns=[sku,caption]") == 2
-    assert pack_to(tmp_path / "more", pictures / "table.csv", words[0], "holdout.by=article") == 2
-    assert "no column 'article'; it has image, caption, sku" in capsys.readouterr().err
 
 
 def test_a_few_bytes_of_parquet_do_not_fill_the_memory(tmp_path: Path) -> None:
