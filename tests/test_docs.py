@@ -21,7 +21,7 @@ import pytest
 from pyarrow import parquet
 
 import clipscale
-from clipscale.cli import compose, plugins
+from clipscale.cli import compose, plugin_settings
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
@@ -198,7 +198,7 @@ def test_every_command_composes(
         line = compose.parse(name, rest)
         try:
             if any(map(compose.is_hydra_setting, line.words)):
-                plugins.compose_sweep(line.words, line.config_dir)
+                plugin_settings.compose_sweep(line.words, line.config_dir)
             elif line.multirun:
                 compose.combinations(line.words, line.config_dir)
             elif name != "completion":
