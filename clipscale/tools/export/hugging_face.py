@@ -27,7 +27,7 @@ CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
-    Raises OSError, and UserError for a model that transformers does not have.
+    Raises OSError, and UserError for a model that transformers does not have: then nothing is written.
     """
     try:
         description = configuration(model)
@@ -42,6 +42,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     if model_type == "siglip":
         for name in ("logit_scale", "logit_bias"):
             state[name] = state.get(name, torch.zeros(1)).reshape(1)
+    out.mkdir(parents=True, exist_ok=True)
     with files.replacing(out / "model.safetensors") as file:
         save_file(
             {name: value.contiguous() for name, value in state.items()}, file.name, metadata={"format": "pt"} | note

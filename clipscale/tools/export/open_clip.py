@@ -18,9 +18,10 @@ from clipscale.models.weights.loading import Weights
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
-    Raises OSError, and UserError for a model that open_clip would build otherwise.
+    Raises OSError, and UserError for a model that open_clip would build otherwise: then nothing is written.
     """
     check_rebuilt_by_open_clip(model, config)
+    out.mkdir(parents=True, exist_ok=True)
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
         save_file(weights(model), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, open_clip_description(model, config))

@@ -57,7 +57,6 @@ def main(settings: ExportSettings) -> Path:
     note = {"run": utf8(run.name), "step": str(step), "weights": utf8(origin)}
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     try:
-        out.mkdir(parents=True, exist_ok=True)
         call = write(model, config, out, note)
         if isinstance(model.tokenizer.inner, HFTokenizer):
             model.tokenizer.inner.save_pretrained(str(out))

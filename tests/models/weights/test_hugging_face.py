@@ -175,6 +175,7 @@ def test_a_model_that_transformers_does_not_have_is_refused(
     saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE | towers, **changes))
     with pytest.raises(UserError, match=rf"format=hf.*(?i:{message}).*format=open_clip"):
         main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
+    assert not (tmp_path / "run/export-hf").exists()
 
 
 def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_path: Path) -> None:
