@@ -32,11 +32,13 @@ from clipscale.common.checkpoints import Best
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
+from clipscale.common.run_records import RESULT
 from clipscale.common.terminal import print_failure, print_line
-from clipscale.common.units import one_of
+from clipscale.common.units import counted, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
+from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.robustness.output import ignore_output_errors, prepare_output
 from clipscale.tools.data import demo
 
@@ -49,18 +51,12 @@ def main(line: Namespace) -> int:
 
     What can be checked of the runs is checked before the first one starts. Raises UserError.
     """
-    swept = compose_sweep(line.words, line.config_dir)
-    if not swept.has_sweeper:
-        sweep.warn_of_metric(swept.configs[0])
-    # the machine of the command line may have no GPU
-    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
-    sweep.check_runs(checked, line)
-    if line.cfg or line.check:
+    with exit_on_signal(" before a run began; the same command goes on"):
+        swept = prepared(line)
+    if not swept:
         return 0
     jobs = JobFolder(swept.folder)
     jobs.begin()
-    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
-        demo.main()  # once, and not in several jobs at the same time
     if swept.is_on_slurm:
         prepare_slurm(swept.hydra.launcher)
         print_line(f"submitting the runs to Slurm; what they print is in {swept.folder}/.submitit")
@@ -85,6 +81,21 @@ def main(line: Namespace) -> int:
     return sweep.report_end(swept.folder, jobs.failed())
 
 
+def prepared(line: Namespace) -> PluginSweep | None:
+    """The sweep, composed and checked, and its data rendered; None if nothing is to start. Raises UserError."""
+    swept = compose_sweep(line.words, line.config_dir)
+    if not swept.has_sweeper:
+        sweep.warn_of_metric(swept.configs[0])
+    # the machine of the command line may have no GPU
+    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
+    sweep.check_runs(checked, line)
+    if line.cfg or line.check:
+        return None
+    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
+        demo.main()  # once, and not in several jobs at the same time
+    return swept
+
+
 def prepare_slurm(launcher: DictConfig) -> None:
     """Set environment variables that submitit and Slurm read, here and in the jobs.
 
@@ -101,7 +112,7 @@ def launch(job: "Job", swept: PluginSweep) -> None:
     typed = sys.argv
     sys.argv = ["clipscale", "--multirun", *hydra_command_line(job, swept)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises an error, and does not print it
-    signals = passing_signals_on(job.jobs) if swept.launcher == "joblib" else nullcontext()
+    signals = passing_signals_on(job.jobs, swept) if swept.launcher == "joblib" else nullcontext()
     try:
         with to_user_error(f"hydra/launcher={swept.launcher} hydra/sweeper={swept.sweeper}"), signals:
             hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(job)()
@@ -225,27 +236,41 @@ class Job:
 
 
 @contextmanager
-def passing_signals_on(jobs: JobFolder) -> Iterator[None]:
+def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
     """Around joblib's work: at the first signal all runs save, and then StoppedError is raised.
 
     joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
     no child of it.
     """
+    first: StoppedError | None = None
 
     def stop(number: int, _: object) -> None:
-        if jobs.is_stopping:
+        nonlocal first
+        if first:
             raise KeyboardInterrupt
+        first = StoppedError("", number)
         jobs.stop()
         if number not in TO_GROUP:
             for child in psutil.Process().children():
                 child.send_signal(number)
         jobs.wait_for_jobs()
-        raise StoppedError("stopped: the same command goes on", number)
+        first = StoppedError(f"{stop_message(number)}; {what_remains(swept)}", number)
+        raise first
 
     numbers = (*TO_GROUP, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
+        if first:  # an import has swallowed it
+            raise first
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def what_remains(swept: PluginSweep) -> str:
+    """The end of the line about a sweep that a signal has ended."""
+    if swept.has_sweeper:  # its runs are not known beforehand
+        return "the same command goes on"
+    complete = sum((Path(config.run) / RESULT).is_file() for config in swept.configs)
+    return f"{complete} of {counted(len(swept.configs), 'run')} complete; the same command goes on"

@@ -131,6 +131,35 @@ def test_jobs_of_several_tasks_and_unknown_keys_are_refused(
     assert not Path("runs").exists()
 
 
+# A command that gets SIGTERM while it works; `{work}` is where.
+STOPPED = """
+import os, signal, sys
+from clipscale.cli import plugins
+from clipscale.cli.main import main
+def work(*_, **__): os.kill(os.getpid(), signal.SIGTERM)
+plugins.{work}
+sys.exit(main())
+"""
+
+
+@JOBLIB
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        ("sweep.check_runs = work", "stopped by SIGTERM before a run began; the same command goes on\n"),
+        (
+            "hydra.main = lambda **_: lambda job: work",
+            "stopped by SIGTERM; 0 of 2 runs complete; the same command goes on\n",
+        ),
+    ],
+)
+def test_a_signal_before_the_runs_says_what_remains(shards: str, tmp_path: Path, work: str, line: str) -> None:
+    words = ["train", "-m", *TINY, f"data.train={shards}", "run=s", "hydra/launcher=joblib", "seed=1,2"]
+    program = [sys.executable, "-c", STOPPED.format(work=work), *words]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, line)
+
+
 # ---- Optuna ----
 
 FEW = ("samples=32", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1")
@@ -222,6 +251,7 @@ def test_joblib_runs_side_by_side_save_at_a_signal_and_go_on(environment: dict, 
     assert first.wait(120) == 143, log.read_text()
     stopped = [max(steps(run)) for run in runs[:2]]
     assert max(stopped) < 100 and log.read_text().count("stopped by SIGTERM after step") == 2
+    assert "stopped by SIGTERM; 0 of 3 runs complete; the same command goes on" in log.read_text()
     assert not runs[2].exists(), "the run that had not begun"
     assert [len([*run.glob("checkpoints/step_*")]) for run in runs[:2]] == [1, 1]
     assert command(environment, tmp_path, *words).wait(240) == 0, log.read_text()
