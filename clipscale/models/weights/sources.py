@@ -114,13 +114,14 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
-    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default.
-    Raises UserError.
+    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default, or
+    an experiment's model; a captioner of it stays, and begins from the weights' two towers. Raises UserError.
     """
     if config.weights:
         source = local_source(config.weights)
         names_its_model = config.weights.startswith(HUB) or bool(source and source.model.name)
-        if names_its_model and not chosen:
+        adds_captioner = config.is_captioner and not (source and source.model.is_captioner)
+        if names_its_model and not chosen and not adds_captioner:
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
@@ -153,7 +154,9 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
             return config
         differs = difference(config, theirs)
         if differs:
-            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; leave model= out")
+            adds_captioner = config.is_captioner and not theirs.is_captioner
+            remedy = "give a captioner of its sizes with model=" if adds_captioner else "leave model= out"
+            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; {remedy}")
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
