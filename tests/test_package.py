@@ -120,6 +120,38 @@ def test_the_settings_end_where_a_run_begins() -> None:
                 )
 
 
+# Words with one meaning in the whole package -> the type of what they name; perhaps `| None`. See glossary.md.
+TYPE_OF_WORD = {
+    "before_chunk": "Callable[[], None]",
+    "chunk_sizes": "ChunkSizes",
+    "epoch": "int",
+    "epoch_samples": "int",
+    "global_batch": "int",
+    "keep_budget": "KeepBudget",
+    "local_batch": "int",
+    "runtime": "LossRuntime",
+    "stage": "Stage",
+    "texts_per_sample": "int",
+    "timer": "StepTimer",
+    "tower_input": "object",
+    "world": "World",
+    "world_size": "int",
+}
+
+
+def test_a_word_of_the_main_path_names_one_type() -> None:
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.arg(arg=word, annotation=ast.expr() as annotation):
+                    found.setdefault(word, set()).add(ast.unparse(annotation))
+                case ast.AnnAssign(target=ast.Name(id=word) | ast.Attribute(attr=word), annotation=annotation):
+                    found.setdefault(word, set()).add(ast.unparse(annotation))
+    types = {word: {name.strip("'").removesuffix(" | None") for name in found[word]} for word in TYPE_OF_WORD}
+    assert types == {word: {name} for word, name in TYPE_OF_WORD.items()}
+
+
 def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
     """Pages of docs/, and files by their place in the repository: who installed a wheel has neither."""
     for path in PACKAGE.rglob("*.py"):

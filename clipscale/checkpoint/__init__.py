@@ -13,7 +13,7 @@ model/logit_scale.
 from clipscale.checkpoint.copies import Copies, restore_from_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values, verify
-from clipscale.checkpoint.resume import to_resume
+from clipscale.checkpoint.resume import find_verified
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.checkpoints import Best, checkpoints_of, locate, path_of, step_of
@@ -26,6 +26,7 @@ __all__ = [
     "Saver",
     "UnwritableError",
     "checkpoints_of",
+    "find_verified",
     "load",
     "locate",
     "make_folder",
@@ -34,6 +35,5 @@ __all__ = [
     "remove_temporary",
     "restore_from_copy",
     "step_of",
-    "to_resume",
     "verify",
 ]  # fmt: skip

@@ -183,7 +183,7 @@ def remove_parts(store: DirFileSystem) -> None:
         store.rm_file(COPYING)
 
 
-class Event(Enum):
+class CopyTask(Enum):
     """What the thread of Copies is to do next."""
 
     COPY = "copy"
@@ -213,7 +213,7 @@ class Copies:
         self.results: RunResult | None = None
         # Whether the run has ended without its last copy.
         self.abandoned = False
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._tasks: SimpleQueue[CopyTask] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class Copies:
 
     def request(self) -> None:
         """Copy the present state, after the copy that is being made, if one is."""
-        self._events.put(Event.COPY)
+        self._tasks.put(CopyTask.COPY)
 
     def close(self, limit: float, results: RunResult | None = None) -> None:
         """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
@@ -234,7 +234,7 @@ class Copies:
         """
         self.results = results
         self.request()
-        self._events.put(Event.END)
+        self._tasks.put(CopyTask.END)
         if self.thread.ident:
             self.thread.join(SILENT_S)
             if self.thread.is_alive():
@@ -255,7 +255,7 @@ class Copies:
 
     def _work(self) -> None:
         reported: type | None = None
-        while self._events.get() is Event.COPY:
+        while self._tasks.get() is CopyTask.COPY:
             self.problem = "it is not complete"
             try:
                 self._copy(open_store(self.address, announce=False))

@@ -15,7 +15,7 @@ from clipscale.robustness.moving_aside import move_checkpoint_aside
 log = logging.getLogger(__name__)
 
 
-def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
+def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
     """A collective: the checkpoint from which a run continues, verified; None for a run that starts anew.
 
     Every rank verifies its share of a checkpoint. The newest undamaged one counts. With `auto`, newer ones that are
@@ -42,7 +42,7 @@ def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path 
             undamaged = candidate
             break
     if copy and world.run_on_rank0(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
-        return to_resume(run_dir, resume, world)
+        return find_verified(run_dir, resume, world)
     if undamaged:
         world.run_on_rank0(partial(move_damaged_aside, damaged, undamaged, rename=resume == "auto"))
     elif damaged:

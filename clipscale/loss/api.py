@@ -175,7 +175,8 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     )  # fmt: skip
     inputs = add_teachers(inputs, teachers)
     formula = Distillation(
-        teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers), share=weights[1] / sum(weights)
+        teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers),
+        teacher_share=weights[1] / sum(weights),
     )
     chosen = "dense" if backend == "dense" else "tiled"
     mean = _mean(formula, inputs, exchange, chosen, module, group, check, machine or LossRuntime())
@@ -270,7 +271,7 @@ def _choose_backend(
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
-    elif inputs.captions.count > 1:
+    elif inputs.caption_layout.count > 1:
         obstacle = "the kernels take one caption an image"
     elif not is_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"

@@ -49,7 +49,7 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         num_images = len(image_features)
-        captions = inputs.captions.count
+        captions_per_image = inputs.caption_layout.count
         row_weight, col_weight = self.objective.weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:
@@ -57,7 +57,7 @@ class LossCall:
         cols = replace(inputs.cols, features=self._cast(text_features))
         if col_weight is not None:
             # A hard negative is the positive of no image: it has no weight.
-            cols.weight = _weights(cols.features, col_weight / captions, num_images * captions)
+            cols.weight = _weights(cols.features, col_weight / captions_per_image, num_images * captions_per_image)
         return rows, cols
 
     def _cast(self, features: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def make_block_fn(
     """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
     def block_fn(cols: Side, positive_offset: int | None) -> None:
-        function(Block(rows, cols, parameters, positive_offset, call.inputs.captions))
+        function(Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout))
 
     return block_fn
 
@@ -267,7 +267,7 @@ def make_striped_block_fn(
     to `out`."""
 
     def block_fn(cols: Side, positive_offset: int | None) -> None:
-        block = Block(rows, cols, parameters, positive_offset, call.inputs.captions)
+        block = Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout)
         for stripe, grad in zip(block.split(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.zero_grad_buffer()
             call.backend.backward(stripe)

@@ -103,7 +103,7 @@ class Block:
     cols: Side
     parameters: SharedParameters
     positive_offset: int | None
-    captions: CaptionLayout = ONE_CAPTION
+    caption_layout: CaptionLayout = ONE_CAPTION
 
     def split(self, height: int, width: int) -> Iterator["Block"]:
         """Blocks of at most height x width that cover this one, row by row. All tensors are views."""
@@ -112,7 +112,7 @@ class Block:
                 offset = None if self.positive_offset is None else self.positive_offset + row - col
                 rows = self.rows[row : row + height]
                 cols = self.cols[col : col + width]
-                yield Block(rows, cols, self.parameters, offset, self.captions)
+                yield Block(rows, cols, self.parameters, offset, self.caption_layout)
 
     def masked_pairs(self) -> Tensor | None:
         """The pairs to leave out, (n, m) bool: equal keys, but not positives. None if all pairs count."""
@@ -127,7 +127,7 @@ class Block:
         device = self.rows.features.device
         rows = [torch.arange(0, device=device)]
         cols = [torch.arange(0, device=device)]
-        for caption in range(self.captions.count):
+        for caption in range(self.caption_layout.count):
             diagonal = self.positive_diagonal(caption)
             if diagonal is not None:
                 i, j = diagonal
@@ -139,7 +139,7 @@ class Block:
         """The rows and the columns of this caption's positives in this block. None if it has none."""
         if self.positive_offset is None:
             return None
-        offset = self.positive_offset + caption * self.captions.stride
+        offset = self.positive_offset + caption * self.caption_layout.stride
         start = max(0, -offset)
         stop = min(len(self.rows), len(self.cols) - offset)
         if start >= stop:

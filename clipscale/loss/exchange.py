@@ -98,7 +98,7 @@ class Communicator:
         The group's ranks must be numbered node by node.
         """
         assert self.group is not None
-        return _grid(self.group, nodes)
+        return _subgroups(self.group, nodes)
 
     def check_same_on_all_ranks(self, facts: dict[str, int], device: torch.device) -> None:
         """A collective. Raises ValueError if the ranks differ in one of the facts: their transfers would hang."""
@@ -124,7 +124,7 @@ class AllRows(torch.autograd.Function):
 
 
 @cache
-def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
+def _subgroups(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
     node_size = len(ranks) // nodes
     by_local_rank = [ranks[i::node_size] for i in range(node_size)]

@@ -26,7 +26,7 @@ class Inputs:
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
     # The columns are the first captions of all images, then their second ones, and so on; then hard negatives.
-    captions: CaptionLayout
+    caption_layout: CaptionLayout
 
     @property
     def is_paired(self) -> bool:
@@ -44,7 +44,7 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "number of captions of an image": self.captions.count,
+            "number of captions of an image": self.caption_layout.count,
             "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
 
@@ -59,7 +59,7 @@ class Inputs:
 
     def without_hard_negatives(self) -> "Inputs":
         """Without the texts that belong to no image."""
-        paired = len(self.rows) * self.captions.count
+        paired = len(self.rows) * self.caption_layout.count
         return replace(self, cols=self.cols[:paired])
 
     def gather_over_ranks(self, comm: Communicator) -> "Inputs":

@@ -91,7 +91,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         # Checkpoints and their copies.
         if copies is None:
             copies = begin_copies(settled, world)
-        is_in_folder = settled.checkpoint is None or settled.continues_own_folder
+        is_in_folder = settled.checkpoint_path is None or settled.continues_own_folder
         newest_step = settled.step if is_in_folder else None
         saver = checkpoint.Saver(settled.folder, world, copies.retention, copies, newest_step)
         undo.pop_all()

@@ -103,9 +103,11 @@ def build(settled: SettledRun, world: World) -> Components:
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
-        if settled.checkpoint:
-            saved = checkpoint.load(settled.checkpoint, verified=True, like=dict(model.named_parameters()))
-            load_state(train_step, saved, settled.stage.optimizer if settled.is_stage_start else OptimizerPolicy.RESUME)
+        if settled.checkpoint_path:
+            saved = checkpoint.load(settled.checkpoint_path, verified=True, like=dict(model.named_parameters()))
+            load_state(
+                train_step, saved, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
+            )
         check_streams(settled, stream, world)
         restore_random(settled, world)
 

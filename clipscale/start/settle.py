@@ -33,7 +33,7 @@ class Stage:
     first_sample: int
     is_last: bool
     # What its first step does with the optimizer's state.
-    optimizer: OptimizerPolicy
+    optimizer_policy: OptimizerPolicy
 
     def samples_before(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
@@ -49,7 +49,7 @@ class SettledRun:
     stages: tuple[Stage, ...]
     stage: Stage
     # The checkpoint to resume; None for a new run.
-    checkpoint: Path | None
+    checkpoint_path: Path | None
     # The checkpoint's values, without tensors.
     saved: CheckpointState | None
     # Whether the checkpoint is the end of the previous stage.
@@ -77,7 +77,7 @@ class SettledRun:
     def continues_own_folder(self) -> bool:
         """Whether the checkpoint is one of the run's own folder."""
         own_checkpoints = (self.folder / "checkpoints").resolve()
-        return self.checkpoint is not None and self.checkpoint.resolve().parent == own_checkpoints
+        return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
     def largest_divisor(self, streams: int) -> int:
         """The largest divisor of `streams` that divides the batches of all stages; `streams` if all are equal."""
@@ -118,7 +118,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
         config=completed,
         stages=tuple(stages),
         stage=stages[index],
-        checkpoint=path,
+        checkpoint_path=path,
         saved=saved,
         is_stage_start=is_stage_start,
         yaml=to_yaml(config if config.stages else completed),
@@ -135,8 +135,8 @@ def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path |
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     # An agent counts no restart that another node has caused. So a restart counts if any rank knows of it.
     restarted = any(world.all_gather_object(any(restarts)))
-    newest = checkpoint.to_resume(folder, "auto", world, copy) if restarted else None
-    return newest or checkpoint.to_resume(folder, config.resume, world, copy)
+    newest = checkpoint.find_verified(folder, "auto", world, copy) if restarted else None
+    return newest or checkpoint.find_verified(folder, config.resume, world, copy)
 
 
 def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:

@@ -106,7 +106,7 @@ class PairBatchEncoder:
         pairs, caption_chunks = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if frozen(self.image):
-            reserved = min(self.cache.keep.bytes, len(batch) * self.image_bytes)
+            reserved = min(self.cache.keep_budget.bytes, len(batch) * self.image_bytes)
             pairs.images = FrozenImages(pairs.images, self.image, self.autocast, reserved)
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):

@@ -31,12 +31,13 @@ class StepInputs:
         """The image tower's input."""
         return ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
 
-    def captions(self, batch: HostBatch, size: int) -> ChunkLoader:
-        """The text tower's input; if it is sorted, in equally many chunks on all ranks. `size`: captions of a chunk.
+    def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+        """The text tower's input; if it is sorted, in equally many chunks on all ranks.
 
-        A collective if captions are sorted and the last step's all-reduce did not say the number of chunks.
+        `chunk_size`: captions of a chunk. A collective if captions are sorted and the last step's all-reduce did not
+        say the number of chunks.
         """
-        caption_chunks = self.own_captions(batch, size) if self.sorted_ahead is None else self.sorted_ahead
+        caption_chunks = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
         if isinstance(caption_chunks, SortedCaptions):
             num_chunks = self.info.num_text_chunks if self.info else 0
             if not num_chunks:
@@ -44,7 +45,7 @@ class StepInputs:
             caption_chunks.split(num_chunks)
         return caption_chunks
 
-    def own_captions(self, batch: HostBatch, size: int) -> ChunkLoader:
+    def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input. If it is sorted, in this rank's own chunks; that waits for all captions."""
         device = self.world.device
         if not self.sort_captions:
@@ -57,12 +58,12 @@ class StepInputs:
             resident=self.is_resident,
             is_even=self.writes_captions,
         )
-        caption_chunks.make_chunks(size)
+        caption_chunks.make_chunks(chunk_size)
         return caption_chunks
 
-    def pairs(self, batch: HostBatch, size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
-        """The input of a captioner's encoder; and the captions in it. `size`: pairs of a chunk."""
-        caption_chunks = self.captions(batch, size)
+    def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
+        """The input of a captioner's encoder; and the captions in it. `chunk_size`: pairs of a chunk."""
+        caption_chunks = self.captions(batch, chunk_size)
         if isinstance(caption_chunks, SortedCaptions):
             return SortedPairs(batch.pixels, caption_chunks), caption_chunks
         return PairLoader(self.images(batch), caption_chunks), caption_chunks
@@ -74,12 +75,12 @@ class StepInputs:
             return known
         return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_tokens(batch))))
 
-    def start_next_step_info(self, upcoming: HostBatch | None, size: int, *, wants_save: bool) -> NextStepInfo:
+    def start_next_step_info(self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool) -> NextStepInfo:
         """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
 
-        `upcoming`: the next batch, if it has arrived. `size`: captions of a chunk.
+        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk.
         """
-        caption_chunks = self.own_captions(upcoming, size) if upcoming else None
+        caption_chunks = self.own_captions(upcoming, chunk_size) if upcoming else None
         self.sorted_ahead = caption_chunks if isinstance(caption_chunks, SortedCaptions) else None
         caption_tokens = None
         if self.writes_captions:

@@ -24,21 +24,21 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
-        self.before: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
+        self.bytes_before: dict[str, int] = {}
+        self.peak_bytes: dict[str, int] = {}
         self._spans: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.before[name] = torch.cuda.memory_allocated(self.device)
+            self.bytes_before[name] = torch.cuda.memory_allocated(self.device)
         started = self._now()
         with record_function(name):  # its name in a profiler's timeline
             yield
         self._spans[name] = (started, self._now())
         if self._cuda:
-            self.peak[name] = torch.cuda.max_memory_allocated(self.device)
+            self.peak_bytes[name] = torch.cuda.max_memory_allocated(self.device)
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -73,16 +73,16 @@ class StepTimer:
         On a CPU it is the process's peak, less what it holds now.
         """
         if self._cuda:
-            before = self.before["encode"]
+            before = self.bytes_before["encode"]
             start = {"loss": before, "optim": torch.cuda.memory_allocated(self.device)}
-            return max(size - start.get(name, before + graph_bytes) for name, size in self.peak.items())
+            return max(size - start.get(name, before + graph_bytes) for name, size in self.peak_bytes.items())
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(0, peak - psutil.Process().memory_info().rss)
 
     def record(self) -> dict[str, float | int | None]:
         """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's peak beyond its start."""
-        peak = self.peak
-        before = self.before
+        peak = self.peak_bytes
+        before = self.bytes_before
         return {
             "step_s": self.total,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},

@@ -166,9 +166,9 @@ class TrainStep:
 
     def set_keep_budget(self, timer: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
-        if self.cache.keep.is_unknown:
+        if self.cache.keep_budget.is_unknown:
             self.optimizer.zero_grad()  # the timer's peaks have them already
-            self.cache.keep = measured_budget(self.world, timer, self.cache.graph_bytes)
+            self.cache.keep_budget = measured_budget(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:

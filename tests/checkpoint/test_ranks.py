@@ -52,7 +52,7 @@ def write(rank: int, world: int, run: Path, step: int) -> str:
 
 
 def read(rank: int, world: int, run: Path) -> None:
-    path = checkpoint.to_resume(run, "auto", World(rank, world, CPU))
+    path = checkpoint.find_verified(run, "auto", World(rank, world, CPU))
     assert path is not None
     like = sharded(world) if world > 1 else {}
     loaded = checkpoint.load(path, verified=True, like=like)

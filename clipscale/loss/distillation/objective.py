@@ -32,21 +32,21 @@ class Distillation(Objective):
 
         L = sum_i a_i (r_i - sum_j P_ij x_ij) + sum_j b_j (c_j - sum_i Q_ij x_ij)
 
-    P_ij = share * mean over teachers of softmax_j(y) + (1 - share) [i = j], and Q the same with softmax_i; a teacher's
-    scores are y = t <its feature of image i, its feature of text j>.
+    P_ij = w * mean over teachers of softmax_j(y) + (1 - w) [i = j], and Q is the same with softmax_i. w is
+    `teacher_share`. A teacher's scores are y = t <its feature of image i, its feature of text j>.
     """
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
     pairwise: bool = False
     teachers: tuple[TeacherSpec, ...] = ()
     # The teachers' share of the targets. The rest is the pairs'.
-    share: float = 1.0
+    teacher_share: float = 1.0
 
     def prepare(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
         return add_teacher_lses(inputs, self.teachers, exchange, runtime)
 
     def make_tile_ops(self) -> DistillationTileOps:
-        return DistillationTileOps(self.teachers, self.share)
+        return DistillationTileOps(self.teachers, self.teacher_share)
 
 
 def add_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:

@@ -29,10 +29,10 @@ class TeacherSpec(NamedTuple):
 class DistillationTileOps(SoftmaxTileOps):
     """Needs the log-sum-exps of the teachers' scores, in the blocks' `teacher_lse`."""
 
-    def __init__(self, teachers: Sequence[TeacherSpec], share: float) -> None:
-        """`share`: the teachers' share of the targets."""
+    def __init__(self, teachers: Sequence[TeacherSpec], teacher_share: float) -> None:
+        """`teacher_share`: the teachers' share of the targets."""
         self.teachers = teachers
-        self.share = share
+        self.teacher_share = teacher_share
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         if tile.rows.subtrahend is not None:
@@ -60,12 +60,12 @@ class DistillationTileOps(SoftmaxTileOps):
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):
                 if side.weight is not None:
-                    weight = side.weight * (self.share / len(self.teachers))
+                    weight = side.weight * (self.teacher_share / len(self.teachers))
                     lse = _require(side.teacher_lse)[:, k]
                     weights += weighted_probabilities(scores, weight, lse, dim)
-        if self.share < 1:
+        if self.teacher_share < 1:
             i, j = tile.positive_pairs()
-            weights[i, j] += ((1 - self.share) * positive_weights(tile, i, j)).to(weights.dtype)
+            weights[i, j] += ((1 - self.teacher_share) * positive_weights(tile, i, j)).to(weights.dtype)
         return weights
 
 

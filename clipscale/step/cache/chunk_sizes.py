@@ -28,9 +28,9 @@ MAX_CHUNK = MAX_SEQUENCES
 # Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is
 # taken: small chunks leave less of the memory for graphs unused.
 GOOD_ENOUGH = 0.95
-Inputs = Tensor | tuple[Tensor, ...]
+TowerInput = Tensor | tuple[Tensor, ...]
 # Draws random inputs of a tower: (model, device, samples) -> inputs.
-Draw = Callable[[ClipModel, torch.device, int], Inputs]
+Draw = Callable[[ClipModel, torch.device, int], TowerInput]
 
 
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts_per_sample: int = 1) -> None:
@@ -109,7 +109,7 @@ def agreed_chunk_sizes(
 
 
 def measured_chunk(
-    tower: nn.Module, draw: Callable[[int], Inputs], rows: int, world: World, *, keeps_graphs: bool
+    tower: nn.Module, draw: Callable[[int], TowerInput], rows: int, world: World, *, keeps_graphs: bool
 ) -> int:
     """A collective: the chunk size of `find_chunk`, the smallest of all ranks. `draw(n)`: n samples of inputs."""
 
@@ -120,18 +120,18 @@ def measured_chunk(
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
-    """Inputs of a captioner's encoder."""
+    """TowerInput of a captioner's encoder."""
     return random_pixels(model, device, count), random_captions(model, device, count)
 
 
 def random_pixels(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """Inputs of the image tower: (count, 3, side, side) uint8."""
+    """TowerInput of the image tower: (count, 3, side, side) uint8."""
     side = model.image_size
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=device)
 
 
 def random_captions(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """Inputs of the text tower: (count, context length) int64."""
+    """TowerInput of the text tower: (count, context length) int64."""
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 
@@ -166,7 +166,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     return min(n for n, speed in rates.items() if speed >= share * max(rates.values()))
 
 
-def samples_per_second(tower: nn.Module, inputs: Inputs) -> float:
+def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
     """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
     try:
         for _ in range(2):
@@ -179,7 +179,7 @@ def samples_per_second(tower: nn.Module, inputs: Inputs) -> float:
     return len(tree_leaves(inputs)[0]) / seconds
 
 
-def both_passes(tower: nn.Module, inputs: Inputs) -> None:
+def both_passes(tower: nn.Module, inputs: TowerInput) -> None:
     """A pass without a graph and, if the tower trains, one with a graph, which adds to its gradients."""
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.no_grad():

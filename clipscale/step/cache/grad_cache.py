@@ -105,7 +105,7 @@ class GradCache:
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
-        self.keep = to_keep_budget(keep_bytes)
+        self.keep_budget = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
             TowerPasses(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
@@ -148,8 +148,10 @@ class GradCache:
         # Reserve one graph per earlier tower even if it keeps none: its replay builds one while the kept graphs of
         # later towers are alive.
         used = sum(max(1, tower.graphs.num_kept) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
-        keep = replace(self.keep, bytes=0) if self._keeps_none else self.keep.minus(used + reserved)
-        return self.towers[i].encode(tower_input, self.chunks[i], keep, before_chunk)
+        keep_budget = (
+            replace(self.keep_budget, bytes=0) if self._keeps_none else self.keep_budget.minus(used + reserved)
+        )
+        return self.towers[i].encode(tower_input, self.chunks[i], keep_budget, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
@@ -188,7 +190,7 @@ class GradCache:
         with synchronised batch normalisation.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
-        keeps_graphs = self.keep.bytes and not self._keeps_none
+        keeps_graphs = self.keep_budget.bytes and not self._keeps_none
         if keeps_graphs and not all(can_rerun(tower.encoder) for tower in self.towers):
             out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
         if out_of_memory:
@@ -200,11 +202,11 @@ class GradCache:
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        return None if self.keep.is_unknown else self.keep.bytes
+        return None if self.keep_budget.is_unknown else self.keep_budget.bytes
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | KeepBudget | None) -> None:
-        self.keep = to_keep_budget(value)
+        self.keep_budget = to_keep_budget(value)
 
     @property
     def trained(self) -> list[bool]:

@@ -96,15 +96,15 @@ class KeptGraphs:
     out_of_memory: bool = False
     _on_gpu: bool = False
 
-    def start_step(self, rows: int, num_chunks: int, keep: KeepBudget, *, on_gpu: bool) -> None:
+    def start_step(self, rows: int, num_chunks: int, keep_budget: KeepBudget, *, on_gpu: bool) -> None:
         """Prepare for a step of `rows` samples, of which `num_chunks` chunks have a second pass.
 
-        `keep`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, also on those that keep none.
-        `on_gpu`: see `measured_graph`.
+        `keep_budget`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, even if a rank keeps
+        none. `on_gpu`: see `measured_graph`.
         """
-        self.meter.start_step(rows, measure=keep.needs_measurement and num_chunks > 0)
+        self.meter.start_step(rows, measure=keep_budget.needs_measurement and num_chunks > 0)
         self.outputs = []
-        self.num_planned = keep.graphs(num_chunks, self.meter.bytes_each)
+        self.num_planned = keep_budget.graphs(num_chunks, self.meter.bytes_each)
         self.num_kept = self.num_planned
         self.out_of_memory = False
         self._on_gpu = on_gpu

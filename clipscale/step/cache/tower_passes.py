@@ -58,9 +58,11 @@ class TowerPasses:
         """Whether the encoder has a second pass."""
         return torch.is_grad_enabled() and trains(self.encoder)
 
-    def encode(self, tower_input: object, size: int, keep: KeepBudget, before_chunk: Callable[[], None]) -> Tensor:
-        """First pass, in chunks of `size`: the representations of all rows. `keep`: for this tower's graphs."""
-        num_rows = self.start_step(tower_input, size, keep)
+    def encode(
+        self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
+    ) -> Tensor:
+        """First pass, in chunks of `size`: the representations of all rows. `keep_budget`: for this tower's graphs."""
+        num_rows = self.start_step(tower_input, size, keep_budget)
         may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
@@ -79,7 +81,7 @@ class TowerPasses:
         self.graphs.meter.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.trained)
 
-    def start_step(self, tower_input: object, size: int, keep: KeepBudget) -> int:
+    def start_step(self, tower_input: object, size: int, keep_budget: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
         inputs = lazy_input(tower_input)
         num_rows = len(inputs)
@@ -97,7 +99,7 @@ class TowerPasses:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep, on_gpu=on_gpu)
+        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep_budget, on_gpu=on_gpu)
         self.weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 

@@ -123,7 +123,8 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
     gpu = torch.device("cuda")
     timer = StepTimer(gpu)
-    timer.before, timer.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
+    timer.bytes_before = {"encode": 60}
+    timer.peak_bytes = {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
     assert measured_budget(World(0, 1, gpu), timer, graph_bytes=30) == KeepBudget.at_most(required)
     keeps = [KeepBudget.measure_first(), KeepBudget.nothing(), KeepBudget.at_most(2048)]
     assert [KeepBudget.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
@@ -138,9 +139,9 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
     for expected in (2, 1):
         calls.clear()
         cache.step(*samples(N))
-        cache.keep = measured_budget(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_bytes)
+        cache.keep_budget = measured_budget(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_bytes)
         assert len(calls) == expected
-    assert 2**20 < cache.keep.bytes < psutil.virtual_memory().total // 2
+    assert 2**20 < cache.keep_budget.bytes < psutil.virtual_memory().total // 2
 
 
 @pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])
