@@ -84,7 +84,7 @@ class TrainLoop:
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
-        """Run the remaining steps and the final evaluation."""
+        """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
         ready = self.ready
         self.stream.poll_while_waiting(self.signal_poller.poll_while_waiting)
@@ -113,7 +113,10 @@ class TrainLoop:
         return result
 
     def run_step(self) -> NextStepInfo:
-        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
+        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
+
+        Returns what the ranks say of the next step, and whether one wishes to save before it.
+        """
         step = self.step + 1
         train_step = self.train_step
         ready = self.ready
@@ -159,7 +162,7 @@ class TrainLoop:
         return before_chunk
 
     def evaluate(self) -> Results:
-        """Evaluate the current model, and write the results to RUN/eval/step_N.json. A collective."""
+        """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
         train_step = self.train_step
         evaluation = self.ready.evaluation
         records = self.ready.records

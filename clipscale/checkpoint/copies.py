@@ -100,7 +100,7 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Path | None = None) -> bool:
-    """Fetch the store's newest complete checkpoint and its records. Returns whether one was fetched. Raises UserError.
+    """Whether a checkpoint was fetched: the store's newest complete one, with its records. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
     run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning, not an

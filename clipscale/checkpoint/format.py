@@ -54,7 +54,7 @@ def split_tensors(state: Mapping[str, object], prefix: str = "") -> tuple[dict[s
 
 
 def merge_tensors(values: dict[str, object], tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """Put the tensors of `split_tensors` back into the tree, in place."""
+    """The tree of `split_tensors`, with its tensors back in place."""
     for name, tensor in tensors.items():
         *path, leaf = name.split(SEPARATOR)
         node = values
@@ -115,6 +115,7 @@ def size_and_crc32(file: Path) -> tuple[int, int]:
 
 
 def stream_size_and_crc32(stream: RawIOBase) -> tuple[int, int]:
+    """Size and CRC-32 of what can still be read."""
     size = 0
     checksum = 0
     while block := stream.read(READ_BYTES):

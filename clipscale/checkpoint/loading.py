@@ -55,7 +55,7 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, which unpickles from `.metadata` only the classes that describe tensors and files."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Raises UserError."""
+        """torch's metadata of the checkpoint. Raises UserError."""
         path = Path(self.checkpoint_id)
         with to_user_error(f"checkpoint {path} is damaged or not a checkpoint"):
             check_inside(path / ".metadata", path)

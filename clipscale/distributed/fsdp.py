@@ -50,7 +50,7 @@ class ShardedTower(nn.Module):
 
 
 def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype) -> ShardedTower:
-    """Shard the tower in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
+    """The tower, sharded in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
     precision_policy = policy(tower, dtype)
     for module in [*nested_blocks(tower), tower]:
@@ -71,7 +71,7 @@ def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gather the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
+    """Gathers the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
 
     Other weights keep their type, and the layers' inputs and outputs the types that autocast gives them. Gradients are
     summed in float32.

@@ -46,7 +46,7 @@ class AsyncReduction:
     work: dist.Work | None = None
 
     def values(self) -> list[int]:
-        """Wait for the result."""
+        """The result. Waits for it."""
         if self.work:
             self.work.wait()
         return self.tensor.tolist()
@@ -122,14 +122,14 @@ class World:
         return group
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0 alone, and broadcast its result, or its UserError for all to raise. A collective."""
+        """The result of `work`, called on rank 0 alone, on all ranks; or its UserError, raised on all. A collective."""
         box: list[Any] = [self.raise_together(lambda: work() if self.is_rank0 else None)]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def raise_together(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank; returns this rank's own result. A collective: it gathers the ranks' errors.
+        """This rank's result of `work`, which every rank calls. A collective: it gathers the ranks' errors.
 
         If any rank raises UserError, every rank raises the first of them.
         """
@@ -217,7 +217,7 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
-    """Join the process group of torchrun's environment variables; without them, a world of one process.
+    """The ranks in torchrun's environment variables, after joining their process group; without them one process alone.
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
     """

@@ -83,7 +83,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, needed: Sequence[bool]) -> "Needs":
-        """From one entry for each of `ContrastiveLoss`'s tensors."""
+        """The needs, from one entry for each tensor of `ContrastiveLoss`."""
         images, texts, scale, bias, *module = needed
         return cls(images, texts, scale, bias, tuple(module))
 

@@ -32,7 +32,7 @@ class Communicator:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
-        """For a group, or a mesh of one dimension. None if the group is this process alone."""
+        """The transfers of a group, or of a mesh of one dimension. None if the group is this process alone."""
         if not dist.is_initialized():
             return None
         if isinstance(group, DeviceMesh):

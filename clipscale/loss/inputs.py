@@ -159,7 +159,7 @@ def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
 
 
 def _is_not_positive(scale: Tensor) -> bool:
-    """False for NaN too: the check of the loss's value names what is not finite. Waits for the device."""
+    """Whether the scale is 0 or less. Not for NaN: the check of the loss's value names it. Waits for the device."""
     return not bool(scale > 0) and bool(scale.isfinite())
 
 

@@ -51,13 +51,13 @@ def make_terms(
 
 
 def replicated_terms(objective: Objective, inputs: Inputs, comm: Communicator, runtime: LossRuntime) -> list[LossTerm]:
-    """A collective: CLIP's, the whole loss on every rank."""
+    """A collective: CLIP's one term, the whole loss on every rank."""
     inputs = objective.prepare(inputs.gather_over_ranks(comm), Exchange(), runtime)
     return [LossTerm(objective, inputs, Exchange())]
 
 
 def local_terms(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[LossTerm]:
-    """OpenCLIP's: this rank's images against all texts, and its texts against all images."""
+    """OpenCLIP's two terms: this rank's images against all texts, and its texts against all images."""
     one_sided = replace(objective, weights=(1.0, None))
     text_inputs = replace(inputs, rows=inputs.cols, cols=inputs.rows)
     return [LossTerm(one_sided, inputs, exchange), LossTerm(one_sided, text_inputs, exchange)]

@@ -113,7 +113,7 @@ def _count(
     trained: Set[str],
     buffers: Mapping[str, Tensor] = {},
 ) -> PassFlops:
-    """Run a pass on the meta device, and count. `buffers`: replace buffers of the encoder, by name."""
+    """The FLOPs of a pass, which runs on the meta device. `buffers`: replace buffers of the encoder, by name."""
     for name, p in encoder.named_parameters():
         p.requires_grad_(name in trained)
     counter = ProductCounter()
@@ -175,7 +175,7 @@ class Flops:
 
     @staticmethod
     def of(config: ModelConfig, model: ClipModel, device: torch.device, texts_per_sample: int = 1) -> "Flops":
-        """`model`: built by `config`; its parameters say what trains. `texts_per_sample`: see the field."""
+        """The FLOPs of a model built by `config`. Its parameters say what trains. `texts_per_sample`: see the field."""
         trained = trained_names(model.text.encoder)
         decoder_trained = set() if model.decoder is None else trained_names(model.decoder)
 
@@ -192,7 +192,7 @@ class Flops:
         )
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
-        """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
+        """FLOPs of a sample. `widths`: tokens at which captions are computed -> captions; None: the whole context."""
         if not widths:
             return self.image_flops + self.texts_per_sample * self.text_flops_at(None)
         text = sum(count * self.text_flops_at(width) for width, count in widths.items())

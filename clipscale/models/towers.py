@@ -140,7 +140,7 @@ class ClipModel(nn.Module):
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
     def eval_transform(self) -> EvalTransform:
-        """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
+        """The transform from a picture's bytes to the image tower's pixels, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.pixels.resize_mode, interpolation=self.pixels.interpolation)
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:

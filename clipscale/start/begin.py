@@ -65,7 +65,7 @@ class ReadyRun:
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
-    """Begin or resume a run, or its next stage. A collective. If it raises UserError, it leaves no process behind.
+    """The run, begun or resumed, or its next stage. A collective. If it raises UserError, it leaves no process behind.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
     """

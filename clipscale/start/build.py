@@ -59,7 +59,8 @@ class Components:
 
 
 def build(settled: SettledRun, world: World) -> Components:
-    """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
+    """What the loop needs. Opens the data, builds what is trained, loads the checkpoint, and restores this rank's
+    random state. A collective.
 
     The caller closes the stream. If it raises UserError, it leaves no process behind.
     """
@@ -303,9 +304,9 @@ def restore_random(settled: SettledRun, world: World) -> None:
 def compile_if_worth(
     train_step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
-    """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
+    """Whether the towers run compiled code from now on.
 
-    Returns whether they run compiled code.
+    Compiles them if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
     """
     flops_left = steps * local_batch * flops.per_sample()
     if not worth_compiling(setting, flops_left, flops.peak):

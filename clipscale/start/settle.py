@@ -86,7 +86,7 @@ class SettledRun:
 
 
 def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
-    """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
+    """The run with its checkpoint, its current stage and its completed settings. Raises UserError.
 
     `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
 

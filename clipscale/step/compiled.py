@@ -34,7 +34,7 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = False) -> list[Tower]:
-    """Compile the towers' blocks in place; a tower without blocks as a whole. Returns the compiled towers.
+    """The towers that are compiled, in place: block by block, and a tower without blocks as a whole.
 
     `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. The text
     tower, a small part of a step, is then not compiled, unless `any_width` compiles it once with dynamic shapes. How
@@ -63,10 +63,11 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 def try_compiled(
     model: ClipModel, towers: list[Tower], chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, world: World
 ) -> str:
-    """Run the compiled towers once on chunks of random inputs, so that no step compiles.
+    """Why the compiled towers do not run; empty if they do. Runs them once on chunks of random inputs, so that no step
+    compiles.
 
     `local_batch`: samples of this process. Their last chunk may be shorter. If a rank fails, all ranks run without
-    compiled code from then on. Returns the reason, empty if all succeed.
+    compiled code from then on.
     """
     problem = ""
     try:

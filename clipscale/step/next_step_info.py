@@ -25,7 +25,7 @@ class NextStepInfo:
     def start(
         cls, world: World, *, text_chunks: int, is_known: bool, wants_save: bool, caption_tokens: int | None
     ) -> "NextStepInfo":
-        """Begin the all-reduce. A collective.
+        """The info of an all-reduce that this call begins. A collective.
 
         `text_chunks`, `caption_tokens`: of this rank's next batch. `is_known`: whether that batch has arrived; else
         they are 0. Without a captioner `caption_tokens` is None.

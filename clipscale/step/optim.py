@@ -206,7 +206,7 @@ class Schedule:
 
     @property
     def end(self) -> int:
-        """One past its last step, counted from the start of the run."""
+        """The step after its last one, counted from the start of the run."""
         return self.first_step + self.total
 
     def lr(self, step: int) -> float:

@@ -26,7 +26,7 @@ class Precision:
 
     @classmethod
     def set_up(cls, name: str, device: torch.device) -> "Precision":
-        """Allow TF32 on CUDA, in the whole process, and return the precision of this name."""
+        """The precision of this name. Allows TF32 on CUDA, in the whole process."""
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
@@ -40,6 +40,7 @@ class Precision:
 
     @property
     def can_lower_loss_scale(self) -> bool:
+        """Whether the next step can meet an overflow of fp16 with a lower loss scale."""
         return self.scaler is not None and self.scaler.get_scale() >= MIN_LOSS_SCALE
 
     def cast_frozen_(self, *towers: nn.Module) -> None:

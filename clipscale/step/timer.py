@@ -58,6 +58,7 @@ class StepTimer:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return max(sum(self.seconds.values()), CLOCK_STEP_S)
 
     def working_bytes(self, graph_bytes: int) -> int:
@@ -80,7 +81,7 @@ class StepTimer:
         return max(0, peak - psutil.Process().memory_info().rss)
 
     def record(self) -> dict[str, float | int | None]:
-        """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's peak beyond its start."""
+        """Seconds, the highest allocation, and each part's peak beyond its start, by the names in `metrics.jsonl`."""
         peak = self.peak_bytes
         before = self.bytes_before
         return {

@@ -148,7 +148,7 @@ class TrainStep:
         }
 
     def statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
-        """Begin the statistics of the features, on rank 0 in some steps; else None."""
+        """The statistics of the features, which a thread computes: on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
             return None
         return begin_statistics(*self.encoder.images_and_texts(features))
@@ -188,7 +188,7 @@ class TrainStep:
     # ---- update ----
 
     def finish(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
-        """Update the weights if the loss and the gradients are finite. A collective. Raises as `run` does.
+        """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
         `losses`: of the encoder. The host waits for the device here, and in the loss's backward pass, which reads the
         logit scale.
@@ -230,7 +230,7 @@ class TrainStep:
             ).of_all_ranks()
 
     def gradient_norm(self) -> Tensor:
-        """Sum the gradients of scale and bias over ranks and unscale all. Returns their global norm, 0-d."""
+        """The global norm of the gradients, 0-d. First sums scale's and bias's over ranks, and unscales all."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)

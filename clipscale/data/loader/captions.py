@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.hardware import MAX_SEQUENCES
-from clipscale.common.spans import equal_spans
+from clipscale.common.spans import Span, equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
 # The width of a chunk is a multiple of this: fast on tensor cores, and few shapes.
@@ -54,7 +54,7 @@ class SortedCaptions(ChunkLoader):
         self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
-        self._spans: list[tuple[int, int]] = []
+        self._spans: list[Span] = []
 
     @property
     def num_chunks(self) -> int:
@@ -89,7 +89,7 @@ class SortedCaptions(ChunkLoader):
             middle = (start + stop + 1) // 2
             spans[i : i + 1] = [(start, middle), (middle, stop)]
 
-    def spans(self, size: int) -> list[tuple[int, int]]:
+    def spans(self, size: int) -> list[Span]:
         """The chunks as ranges of positions in the sorted order."""
         self.make_chunks(size)
         return self._spans
@@ -143,7 +143,7 @@ class SortedPairs:
         return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
-def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
+def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
     """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
     spans = []
     start = 0

@@ -120,18 +120,18 @@ def measured_chunk(
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
-    """TowerInput of a captioner's encoder."""
+    """Random input of a captioner's encoder."""
     return random_pixels(model, device, count), random_captions(model, device, count)
 
 
 def random_pixels(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """TowerInput of the image tower: (count, 3, side, side) uint8."""
+    """Random input of the image tower: (count, 3, side, side) uint8."""
     side = model.image_size
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=device)
 
 
 def random_captions(model: ClipModel, device: torch.device, count: int) -> Tensor:
-    """TowerInput of the text tower: (count, context length) int64."""
+    """Random input of the text tower: (count, context length) int64."""
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 

@@ -43,7 +43,7 @@ class GraphMeter:
         return self._measured is not None
 
     def measure(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> ChunkOutput:
-        """Encode a chunk with a graph, and note the graph's bytes."""
+        """A chunk's output, encoded with a graph. Notes the graph's bytes."""
         assert self._measured is not None
         with measured_graph(on_gpu) as size:
             out = encode()

@@ -80,7 +80,7 @@ def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOut
 
 
 def snapshot_batch_norm(encoder: Callable[..., object]) -> Callable[[], None]:
-    """Copies the statistics of batch normalisation. Returns a function that restores them."""
+    """A function that restores the present statistics of batch normalisation, which are copied now."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
 

@@ -61,7 +61,7 @@ class TowerPasses:
     def encode(
         self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
     ) -> Tensor:
-        """First pass, in chunks of `size`: the representations of all rows. `keep_budget`: for this tower's graphs."""
+        """The representations of all rows: a first pass in chunks of `size`. `keep_budget`: for this tower's graphs."""
         num_rows = self.start_step(tower_input, size, keep_budget)
         may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
@@ -104,7 +104,7 @@ class TowerPasses:
         return num_rows
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Backpropagate through the kept graphs, then replay the other chunks. Returns the chunks' own losses.
+        """The chunks' own losses. Backpropagates through the kept graphs, then replays the other chunks.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
         `loss_gradient`: the gradient with respect to such a loss.
