@@ -184,7 +184,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     )
 
 
-def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception) -> None:
+def losing_a_loader(rank: int, world_size: int, config: TrainConfig, error: Exception) -> None:
     """A rank of a run; the last one's loader is lost in the fourth step."""
     fill, receive = InProcess.fill, InProcess.receive
     filled = []
@@ -194,7 +194,7 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception
         fill(loader, step)
 
     def lose(loader: InProcess, needed: Sequence[int], *poll: Any) -> Any:
-        if rank == world - 1 and filled[-1] == 3 and needed:
+        if rank == world_size - 1 and filled[-1] == 3 and needed:
             raise error
         return receive(loader, needed, *poll)
 
@@ -206,7 +206,7 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception
 
 
 @pytest.mark.parametrize(
-    ("world", "error"),
+    ("world_size", "error"),
     [
         (1, LoaderError("was killed by SIGKILL")),
         # Another error takes the same path.
@@ -215,15 +215,17 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception
         pytest.param(2, KeyError("was killed by SIGKILL"), marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int, error: Exception) -> None:
+def test_a_lost_loader_saves_the_run_on_all_ranks(
+    shards: str, tmp_path: Path, world_size: int, error: Exception
+) -> None:
     """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
     config = four_step_config(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
-    run_ranks(losing_a_loader, world, config, error)
+    run_ranks(losing_a_loader, world_size, config, error)
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     assert checkpoint.step_of(saved) == 3
-    run_ranks(on_a_rank, world, config)
-    run_ranks(on_a_rank, world, replace(config, run=str(tmp_path / "whole")))
+    run_ranks(on_a_rank, world_size, config)
+    run_ranks(on_a_rank, world_size, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 

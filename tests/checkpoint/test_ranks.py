@@ -21,14 +21,14 @@ CPU = torch.device("cpu")
 WHOLE = {name: torch.arange(7.0 * 5000).view(7, 5000) + i for i, name in enumerate("abcdefgh")}
 
 
-def sharded(world: int) -> dict[str, Tensor]:
+def sharded(world_size: int) -> dict[str, Tensor]:
     """The first four tensors in shards, the others on every rank."""
-    mesh = World(0, world, CPU).mesh()
+    mesh = World(0, world_size, CPU).mesh()
     return {n: distribute_tensor(t, mesh, [Shard(0)]) if n in "abcd" else t.clone() for n, t in WHOLE.items()}
 
 
-def state(world: int) -> dict:
-    tensors = sharded(world) if world > 1 else WHOLE
+def state(world_size: int) -> dict:
+    tensors = sharded(world_size) if world_size > 1 else WHOLE
     inner = {name: {"moment": tensor + 1, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
     return {"model": tensors, "optimizer": {"state": inner}, "loss": 0.5}
 
@@ -41,9 +41,9 @@ def test_ranks_write_about_equally_many_bytes() -> None:
     assert assign_writers(dict(reversed(sizes.items())), 2) == owners
 
 
-def write(rank: int, world: int, run: Path, step: int) -> str:
-    saver = checkpoint.Saver(run, World(rank, world, CPU), checkpoint.Retention())
-    saver.save(checkpoint.CheckpointState(step, **state(world)))
+def write(rank: int, world_size: int, run: Path, step: int) -> str:
+    saver = checkpoint.Saver(run, World(rank, world_size, CPU), checkpoint.Retention())
+    saver.save(checkpoint.CheckpointState(step, **state(world_size)))
     try:
         saver.wait()
     except UserError as error:
@@ -51,10 +51,10 @@ def write(rank: int, world: int, run: Path, step: int) -> str:
     return ""
 
 
-def read(rank: int, world: int, run: Path) -> None:
-    path = checkpoint.find_verified(run, "auto", World(rank, world, CPU))
+def read(rank: int, world_size: int, run: Path) -> None:
+    path = checkpoint.find_verified(run, "auto", World(rank, world_size, CPU))
     assert path is not None
-    like = sharded(world) if world > 1 else {}
+    like = sharded(world_size) if world_size > 1 else {}
     loaded = checkpoint.load(path, verified=True, like=like)
     for name, required in WHOLE.items():
         moments = loaded.optimizer["state"][name]
@@ -76,7 +76,7 @@ def test_each_rank_writes_its_share_and_any_number_of_ranks_reads_it(tmp_path: P
     run_ranks(read, 4, tmp_path)
 
 
-def broken_disk(rank: int, world: int, run: Path) -> str:
+def broken_disk(rank: int, world_size: int, run: Path) -> str:
     """Rank 1's disk fails."""
     if rank == 1:
         from clipscale.checkpoint import saving
@@ -85,7 +85,7 @@ def broken_disk(rank: int, world: int, run: Path) -> str:
             raise OSError(5, "Input/output error")
 
         saving.size_and_crc32 = fails
-    message = write(rank, world, run, 2)
+    message = write(rank, world_size, run, 2)
     dist.barrier()
     return message
 
@@ -98,13 +98,13 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def apart(rank: int, world: int, root: Path) -> str:
+def apart(rank: int, world_size: int, root: Path) -> str:
     """Each rank has a folder of its own, as on a host of its own."""
     os.environ["LOCAL_RANK"] = "0"
     from clipscale.checkpoint import saving
 
     saving.APPEARS_WITHIN_S = 0.1
-    return write(rank, world, root / f"node{rank}", 1)
+    return write(rank, world_size, root / f"node{rank}", 1)
 
 
 def test_a_checkpoint_whose_files_are_not_all_on_rank_0s_disk_gets_no_name(tmp_path: Path) -> None:

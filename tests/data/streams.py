@@ -51,14 +51,14 @@ def read(url: Path | str, **options: Any) -> tuple[list[RawSample], ReadFailure]
 
 
 def open_stream(
-    folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
+    folder: Path | str, /, *, batch: int, rank: int = 0, world_size: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
     side = options.pop("side", SIDE)
     gpu = options.pop("gpu", False)
     kind = options.pop("selection", Selection if "same" in options else Known)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
-    share = BatchShare(batch, rank, world)
+    share = BatchShare(batch, rank, world_size)
     with mock.patch.object(loader, "selection", lambda config, **given: kind(**vars(selection(config, **given)))):
         shards = loader.order_shards(config, share, seed, position)
         return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position, gpu=gpu)

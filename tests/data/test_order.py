@@ -100,13 +100,15 @@ def test_a_shard_without_samples_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "world", "samples", "streams"),
+    ("batch", "world_size", "samples", "streams"),
     [
         (4096, 1, None, 64), (4096, 8, None, 64), (4096, 16, None, 128), (4096, 3, None, 192), (40, 1, None, 32),
         (12, 4, None, 8), (63, 3, None, 48), (9, 9, None, 9), (64, 1, 64, 64), (64, 1, 63, 32), (64, 1, 10, 8),
         (64, 2, 1, 2), (64, 1, 1, 1),
     ],
 )  # fmt: skip
-def test_the_usual_number_of_streams_is_pinned_down(batch: int, world: int, samples: int | None, streams: int) -> None:
+def test_the_usual_number_of_streams_is_pinned_down(
+    batch: int, world_size: int, samples: int | None, streams: int
+) -> None:
     """The order depends on it. It is as large as batch and samples allow, and the same for 1 to 8 ranks."""
-    assert default_streams(batch, world, samples) == streams
+    assert default_streams(batch, world_size, samples) == streams

@@ -67,7 +67,7 @@ def test_ranks_workers_and_resumed_runs_draw_the_same_parts(tmp_path: Path, part
         assert contents(stream, 2) == first
     with open_stream(tmp_path, batch=8, position=position, **options) as stream:
         assert contents(stream, 7) == following
-    halves = [open_stream(tmp_path, batch=8, rank=rank, world=2, **options) for rank in (0, 1)]
+    halves = [open_stream(tmp_path, batch=8, rank=rank, world_size=2, **options) for rank in (0, 1)]
     both = [contents(stream, 2) for stream in halves]
     assert [a[2] + b[2] for a, b in zip(*both, strict=True)] == [tokens for _, _, tokens in first]
 

@@ -46,9 +46,9 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
     return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def on_a_rank(rank: int, world: int, names: Sequence[str]) -> dict[str, float]:
+def on_a_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:
     """The largest relative difference of any parameter, by optimizer."""
-    mesh, actual = init_device_mesh("cpu", (world,)), {}
+    mesh, actual = init_device_mesh("cpu", (world_size,)), {}
     for name in names:
         expected, model = stepped(Model(), name, sharded=False), Model()
         fully_shard(model.tower, mesh=mesh)

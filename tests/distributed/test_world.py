@@ -19,10 +19,10 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches
 
 
-def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int, int, int, list[Tensor]]:
+def counted(rank: int, world_size: int, config: TrainConfig, slots: int) -> tuple[int, int, int, list[Tensor]]:
     """How often the second step reads values of the device, sends objects, and waits for a number of the other ranks;
     and the weights after it. With 2 `slots` the second batch has arrived in the first step."""
-    run = loop_with_batches(config, World(rank, world, torch.device("cpu")), batches=slots)
+    run = loop_with_batches(config, World(rank, world_size, torch.device("cpu")), batches=slots)
     run.run_step()
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,

@@ -188,7 +188,7 @@ def test_a_signal_ends_an_evaluation(demo: Path, whole: list[float], tmp_path: P
     assert curve(tmp_path / "run") == whole
 
 
-def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
+def on_rank_1(rank: int, world_size: int, config: TrainConfig, call: int) -> int:
     return with_signal_at(call if rank == 1 else -1, lambda: train(config))
 
 
@@ -204,10 +204,10 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int, float]:
+def votes_of(rank: int, world_size: int, calls: int, pause: float) -> tuple[int, int, float]:
     """How often ranks vote in so many calls of `poll`, the call at which a signal to rank 1 ends the work, and the
     seconds of the votes."""
-    here = World(rank, world, torch.device("cpu"))
+    here = World(rank, world_size, torch.device("cpu"))
     poller = SignalPoller(here)
     votes = 0
     later = World.all_reduce_max_async

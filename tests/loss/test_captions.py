@@ -36,11 +36,11 @@ def test_any_captions_are_exact(
 
 @pytest.mark.parametrize("exchange", ["replicated", "local", "gather", "ring"])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_captions_are_exact_on_ranks(ranks: Workers, world: int, exchange: str, objective: str) -> None:
-    u, v = (x.view(world, -1, 7) for x in features(4 * world, 12 * world, 7))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_captions_are_exact_on_ranks(ranks: Workers, world_size: int, exchange: str, objective: str) -> None:
+    u, v = (x.view(world_size, -1, 7) for x in features(4 * world_size, 12 * world_size, 7))
     options = {"exchange": exchange, "objective": objective, "captions": 3}
-    check(ranks, world, u, v, 14.3, options, keys=keys(4 * world).view(world, 4))
+    check(ranks, world_size, u, v, 14.3, options, keys=keys(4 * world_size).view(world_size, 4))
 
 
 def test_the_mean_over_captions_is_what_the_formula_says() -> None:

@@ -82,17 +82,17 @@ def on_a_rank(
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "local", "replicated"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_it_is_exact_on_ranks(ranks: Workers, world: int, exchange: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_is_exact_on_ranks(ranks: Workers, world_size: int, exchange: str) -> None:
     n = 5
-    u, v = stacked(world, n, n, 12)
-    teachers = three_teachers(world * n)
-    same = keys(world * n)
-    split = [(a.unflatten(0, (world, n)), b.unflatten(0, (world, n)), t) for a, b, t in teachers]
-    actual = whole(ranks.run(on_a_rank, world, u, v, split, same.view(world, n), exchange))
+    u, v = stacked(world_size, n, n, 12)
+    teachers = three_teachers(world_size * n)
+    same = keys(world_size * n)
+    split = [(a.unflatten(0, (world_size, n)), b.unflatten(0, (world_size, n)), t) for a, b, t in teachers]
+    actual = whole(ranks.run(on_a_rank, world_size, u, v, split, same.view(world_size, n), exchange))
     actual[1:3] = [x.flatten(0, 1) for x in actual[1:3]]
     true = results(dense(teachers, (0.5, 1.0), keys=same), u.flatten(0, 1), v.flatten(0, 1), 14.3)
-    assert_exact(actual, true, 14.3, 1e-10, (world, exchange))
+    assert_exact(actual, true, 14.3, 1e-10, (world_size, exchange))
 
 
 def test_one_teacher_at_one_to_one_is_open_clips_loss() -> None:

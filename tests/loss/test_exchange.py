@@ -19,22 +19,31 @@ EXCHANGES = ["replicated", "local", "gather", "ring"]
 WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 
 
-@pytest.mark.parametrize(("world", "backend"), WORLDS)
+@pytest.mark.parametrize(("world_size", "backend"), WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
+def test_dot_product_is_exact_on_any_number_of_ranks(
+    ranks: Workers, world_size: int, exchange: str, backend: str
+) -> None:
     """Every size and scale, float32, and keys, in tiles on three ranks; elsewhere the largest."""
     m = 7 if exchange in ("replicated", "local") else 9  # of more texts than images it is gather
     cases = [(1, 1, 1.0), (7, m, 1.0), (1, 1, 100.0), (7, m, 100.0)]
     for objective in OBJECTIVES:
         options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
-        every = world == 3 and backend == "tiled"
+        every = world_size == 3 and backend == "tiled"
         for n, m, scale in cases if every else cases[-1:]:
-            u, v = stacked(world, n, m, 12)
-            check(ranks, world, u, v, scale, options)
+            u, v = stacked(world_size, n, m, 12)
+            check(ranks, world_size, u, v, scale, options)
             if every and (n, scale) == (7, 100.0):
-                check(ranks, world, u.float(), v.float(), scale, options, bar=1e-5)
+                check(ranks, world_size, u.float(), v.float(), scale, options, bar=1e-5)
         if every:
-            check(ranks, world, *stacked(world, 5, 5, 8), 14.3, options, keys=keys(5 * world).view(world, 5))
+            check(
+                ranks,
+                world_size,
+                *stacked(world_size, 5, 5, 8),
+                14.3,
+                options,
+                keys=keys(5 * world_size).view(world_size, 5),
+            )
 
 
 # Replicated and local take one process's own sums, whichever the kind: one kind is enough for the ordinary suite.

@@ -45,10 +45,10 @@ def positives_first(x: Tensor, n: int) -> Tensor:
     return torch.cat([x[:, :n].flatten(0, 1), x[:, n:].flatten(0, 1)])
 
 
-def stacked_again(x: Tensor, world: int, n: int) -> Tensor:
+def stacked_again(x: Tensor, world_size: int, n: int) -> Tensor:
     """Undo `positives_first`."""
-    positives, extras = x[: world * n], x[world * n :]
-    return torch.cat([positives.view(world, n, *x.shape[1:]), extras.view(world, -1, *x.shape[1:])], 1)
+    positives, extras = x[: world_size * n], x[world_size * n :]
+    return torch.cat([positives.view(world_size, n, *x.shape[1:]), extras.view(world_size, -1, *x.shape[1:])], 1)
 
 
 def check(
@@ -72,7 +72,7 @@ def check(
     assert_exact(actual, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
 
 
-def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+def stacked(world_size: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
     """Features (P, n, D) and (P, m, D)."""
-    u, v = features(world * n, world * m, width, kind, seed)
-    return u.view(world, n, width), stacked_again(v, world, n)
+    u, v = features(world_size * n, world_size * m, width, kind, seed)
+    return u.view(world_size, n, width), stacked_again(v, world_size, n)

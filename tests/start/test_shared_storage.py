@@ -10,12 +10,12 @@ from clipscale.start import shared_storage
 from tests.support.ranks import run_ranks
 
 
-def look(rank: int, world: int, *folders: Path) -> str:
+def look(rank: int, world_size: int, *folders: Path) -> str:
     """What a rank of one folder each is told."""
     shared_storage.NOTICE_S = shared_storage.APPEARS_WITHIN_S = 0.1
     shared_storage.socket.gethostname = lambda: f"host{rank}"
     try:
-        shared_storage.check_shared(folders[rank], World(rank, world, torch.device("cpu")))
+        shared_storage.check_shared(folders[rank], World(rank, world_size, torch.device("cpu")))
     except UserError as error:
         return str(error)
     return ""

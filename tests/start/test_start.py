@@ -61,7 +61,7 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: P
     assert f"learning rate of this step {last:.1e} -> " in capsys.readouterr().out
 
 
-def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], list[bool]]:
+def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int], list[bool]]:
     """Starts of which rank 1 alone knows that they are other attempts: their first steps, and which of the towers whose
     chunk sizes are looked for are sharded."""
     steps, is_sharded = list[int](), list[bool]()
@@ -76,7 +76,7 @@ def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], li
         mock.patch("clipscale.step.cache.chunk_sizes.samples_per_second", rate),
     ):
         for config in configs:
-            run = train_loop(config, World(rank, world, torch.device("cpu")))
+            run = train_loop(config, World(rank, world_size, torch.device("cpu")))
             run.stream.close()
             steps.append(run.step)
     return steps, is_sharded

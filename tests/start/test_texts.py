@@ -81,11 +81,11 @@ def config_of(
     )
 
 
-def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
+def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens and keys."""
     cpu = torch.device("cpu")
     with mock.patch("clipscale.start.build.build_model", lambda config, **given: build_model(config, **given).double()):
-        run = train_loop(config, World(rank, world, cpu))
+        run = train_loop(config, World(rank, world_size, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value).detach().clone() for name, value in run.train_step.model.state_dict().items()}
         batch = run.stream.next_batch()

@@ -157,7 +157,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 
 
-def compiled_run(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[float]]:
+def compiled_run(rank: int, world_size: int, config: TrainConfig) -> tuple[int, int, list[float]]:
     """Graphs and graph breaks of a run, by a compiler that keeps the operations; and its curve."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -45,7 +45,7 @@ def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int, lor
     run_ranks(compiled, 1, fails_at, lora)
 
 
-def compiled(rank: int, world: int, fails_at: int, lora: int) -> None:
+def compiled(rank: int, world_size: int, fails_at: int, lora: int) -> None:
     """Features and gradients equal the eager towers' either way, and random numbers go on from where they were. A
     graph takes as much memory as an eager one, which is what `clipscale plan` counts."""
     sizes = []
@@ -87,7 +87,7 @@ def test_a_text_tower_is_compiled_once_for_captions_of_any_length() -> None:
     assert difference < 1e-5 and not passes_differ
 
 
-def texts_of_any_length(rank: int, world: int) -> tuple[int, int, float, bool]:
+def texts_of_any_length(rank: int, world_size: int) -> tuple[int, int, float, bool]:
     graphs = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
@@ -121,7 +121,7 @@ def test_every_size_is_compiled_and_a_block_under_ddp_is_one_graph() -> None:
     assert run_ranks(graphs_of_layers, 1) == [(10, 1)]
 
 
-def graphs_of_layers(rank: int, world: int) -> tuple[int, int]:
+def graphs_of_layers(rank: int, world_size: int) -> tuple[int, int]:
     """Of a layer at ten sizes; and of layers that do not fit together into a bucket of DDP's."""
     graphs = []
 

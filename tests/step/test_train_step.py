@@ -36,10 +36,10 @@ def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path:
     assert made.call_count == 2
 
 
-def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:
+def of_a_late_rank(rank: int, world_size: int, config: TrainConfig) -> tuple[float, int]:
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
-    run = loop_with_batches(config, World(rank, world, torch.device("cpu")), batches=2 - rank)
+    run = loop_with_batches(config, World(rank, world_size, torch.device("cpu")), batches=2 - rank)
     run.run_step()
     run.train_step.cache.chunks[1] -= rank
     run.run_step()

@@ -41,13 +41,13 @@ class Workers:
 
 
 @contextmanager
-def workers(world: int, context: Any = None) -> Iterator[Workers]:
+def workers(world_size: int, context: Any = None) -> Iterator[Workers]:
     """The processes, for as long as the context lasts. `context` of multiprocessing starts them, or `forks()`."""
     context = context or forks()
     with tempfile.TemporaryDirectory() as folder:
-        ends = [context.Pipe() for _ in range(world)]
+        ends = [context.Pipe() for _ in range(world_size)]
         processes = [
-            context.Process(target=_serve, args=(reference, Path(folder) / "store", rank, world), daemon=True)
+            context.Process(target=_serve, args=(reference, Path(folder) / "store", rank, world_size), daemon=True)
             for rank, (_, reference) in enumerate(ends)
         ]
         for process, (_, reference) in zip(processes, ends):
@@ -65,24 +65,24 @@ def workers(world: int, context: Any = None) -> Iterator[Workers]:
                 process.kill()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """`function(rank, world, *args)` in `world` processes of their own; their return values in rank order.
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(rank, world_size, *args)` in `world_size` processes of their own; their return values in rank order.
 
     Functions and arguments must be importable from the test's module.
     """
-    with workers(world) as started:
-        return started.run(_called, world, function, world, args)
+    with workers(world_size) as started:
+        return started.run(_called, world_size, function, world_size, args)
 
 
-def _called(group: dist.ProcessGroup, rank: int, function: Callable[..., Any], world: int, args: Any) -> Any:
-    return function(rank, world, *args)
+def _called(group: dist.ProcessGroup, rank: int, function: Callable[..., Any], world_size: int, args: Any) -> Any:
+    return function(rank, world_size, *args)
 
 
-def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
+def _serve(pipe: Connection, store: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as torchrun gives one; the group is there already
-    os.environ.update(address, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    os.environ.update(address, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     groups = {}
     while True:
         try:

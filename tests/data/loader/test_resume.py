@@ -45,12 +45,12 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
     """With other ranks and other numbers of workers, which get on at different speeds. A shard is left where it has
     nothing but broken samples."""
 
-    def opened(world: int, workers: int, position: Any = None) -> list[TrainStream]:
+    def opened(world_size: int, workers: int, position: Any = None) -> list[TrainStream]:
         options = {"workers": workers, "position": position, "shard_streams": 8}
         options |= {"captions": ["txt", "json:alt"], "captions_per_step": 2, "same": "alt"}
         sources = {"train": [f"{dirty}/0000*.tar", f"{dirty}/dirty*.tar"], "weights": [1.0, 2.0]}
         options |= sources if order == "weights" else {"order": order}
-        return [open_stream(dirty, batch=24, rank=r, world=world, **options) for r in range(world)]
+        return [open_stream(dirty, batch=24, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
     def read(streams: list[TrainStream], steps: int) -> list[Any]:
         parts = [contents(stream, steps) for stream in streams]
@@ -98,6 +98,6 @@ def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.Log
 def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [20])
     write_shards(tmp_path / "b", [21])
-    records = [open_stream(tmp_path / name, batch=8, rank=r, world=2).position() for r, name in enumerate("ab")]
+    records = [open_stream(tmp_path / name, batch=8, rank=r, world_size=2).position() for r, name in enumerate("ab")]
     with pytest.raises(UserError, match="different shards"):
         merge_positions(records)

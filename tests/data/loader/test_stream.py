@@ -163,7 +163,7 @@ def test_an_epoch_has_every_sample_once_whoever_reads_it(
     sizes = [*sizes, batch + -sum(sizes) % batch]
     folder = tmp_path_factory.mktemp("shards")
     paths = write_shards(folder, sizes)
-    options = {"batch": batch, "world": world, "shuffle": shuffle, "seed": seed, "workers": workers}
+    options = {"batch": batch, "world_size": world, "shuffle": shuffle, "seed": seed, "workers": workers}
     with inline_workers(seed):
         streams = [open_stream(folder, rank=rank, **options) for rank in range(world)]
     for epoch in range(2):

@@ -178,7 +178,7 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
             most = len(chosen) * weight + 4 * (draws * share * (1 - share)) ** 0.5
             assert abs(actual - draws * weight) <= most, f"weight {weight}: {actual} in {draws} draws"
     batches = contents(open_stream(tmp_path / "shards", **options), 20)
-    ranks = [open_stream(tmp_path / "shards", rank=rank, world=4, **options) for rank in range(4)]
+    ranks = [open_stream(tmp_path / "shards", rank=rank, world_size=4, **options) for rank in range(4)]
     several = zip(*(ids(each, 12) for each in ranks))
     assert [sorted(flat(parts)) for parts in several] == [sorted(keys) for keys, *_ in batches[:12]]
     resumed = open_stream(tmp_path / "shards", position=positions(ranks), **options)
@@ -214,7 +214,7 @@ def test_a_resume_at_every_place_goes_on_with_every_copy(tmp_path: Path, order: 
         assert not resumed.broken, (place, resumed.broken)
     assert not stream.broken
     for place in (3, 8):
-        ranks = [opened(rank=rank, world=2, position=places[place]) for rank in range(2)]
+        ranks = [opened(rank=rank, world_size=2, position=places[place]) for rank in range(2)]
         parts = zip(*(ids(each, 4) for each in ranks))
         assert [sorted(flat(p)) for p in parts] == [sorted(keys) for keys, *_ in whole[place : place + 4]]
         with inline_workers(place):

@@ -65,7 +65,7 @@ def test_the_first_batch_that_never_comes_is_not_waited_for(tmp_path: Path, monk
     assert not checkpoint.checkpoints_of(tmp_path / "run")
 
 
-def late(rank: int, world: int, config: TrainConfig, port: int, asked: int) -> str:
+def late(rank: int, world_size: int, config: TrainConfig, port: int, asked: int) -> str:
     """A rank of a run; in the third step the storage of rank 1 is silent, and then rank `asked` gets a signal."""
     dist.destroy_process_group()  # the run makes its own, with a store
     os.environ["MASTER_PORT"] = str(port)
@@ -135,7 +135,7 @@ def test_a_run_whose_pictures_of_an_evaluation_do_not_come_is_saved(shards: str,
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def late_pictures(rank: int, world: int, config: TrainConfig, port: int, asked: int) -> str:
+def late_pictures(rank: int, world_size: int, config: TrainConfig, port: int, asked: int) -> str:
     """A rank of a run; after step 2 the pictures of rank 1 do not come, and then rank `asked` gets a signal."""
     dist.destroy_process_group()  # the run makes its own, with a store
     os.environ["MASTER_PORT"] = str(port)

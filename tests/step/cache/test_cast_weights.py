@@ -193,7 +193,7 @@ def test_compiled_blocks_have_the_same_gradients() -> None:
     run_ranks(compiled, 1)
 
 
-def compiled(rank: int, world: int) -> None:
+def compiled(rank: int, world_size: int) -> None:
     encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
     replace_linear_layers(encoder)
     x = torch.randn(N, 6)
@@ -219,14 +219,14 @@ def test_ddp_sums_all_chunks_with_the_last(keep: float) -> None:
         assert_close(actual, expected)
 
 
-def half_of_the_batch(rank: int, world: int, keep: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def half_of_the_batch(rank: int, world_size: int, keep: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """With weights that are cast once, and by autograd alone."""
     model = small_model()
     towers: list[nn.Module] = [
         DistributedDataParallel(tower, gradient_as_bucket_view=True) for tower in (model.image, model.text)
     ]
     cache = cached(model, 2, keep, towers)
-    rows = [x[rank * N // world :][: N // world] for x in samples(N)]
+    rows = [x[rank * N // world_size :][: N // world_size] for x in samples(N)]
     found = []
     for start_step in (CastWeights.start_step, lambda *arguments: None):
         with patch.object(CastWeights, "start_step", start_step):

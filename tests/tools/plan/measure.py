@@ -137,5 +137,5 @@ def one_step(step: TrainStep, local: int) -> None:
         step.update(step.gradient_norm())
 
 
-def measured_on_a_rank(rank: int, world: int, changed: dict) -> StepMemory:
-    return measured(measured_config(**changed), World(rank, world, CPU))
+def measured_on_a_rank(rank: int, world_size: int, changed: dict) -> StepMemory:
+    return measured(measured_config(**changed), World(rank, world_size, CPU))
