@@ -37,7 +37,15 @@ from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, ten_step_config, train_loop
+from tests.support.runs import (
+    ARCHITECTURE,
+    curve,
+    four_step_config,
+    records,
+    ten_step_config,
+    train_loop,
+    train_on_rank,
+)
 from tests.support.user_errors import refused
 
 FIELDS = {
@@ -142,7 +150,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
         data = replace(config.data, workers=2)
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
-        run_ranks(on_a_rank, procs, config)
+        run_ranks(train_on_rank, procs, config)
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-4)
 
 
@@ -224,8 +232,8 @@ def test_a_lost_loader_saves_the_run_on_all_ranks(
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     assert checkpoint.step_of(saved) == 3
-    run_ranks(on_a_rank, world_size, config)
-    run_ranks(on_a_rank, world_size, replace(config, run=str(tmp_path / "whole")))
+    run_ranks(train_on_rank, world_size, config)
+    run_ranks(train_on_rank, world_size, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 

@@ -27,7 +27,7 @@ from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, four_step_config, on_a_rank
+from tests.support.runs import curve, four_step_config, train_on_rank
 from tests.support.user_errors import refused
 
 Request = pytest.FixtureRequest
@@ -42,7 +42,7 @@ def copied(shards: str, run: Path, address: object, launch: LaunchConfig) -> Tra
 
 
 def in_ranks(config: TrainConfig) -> None:
-    run_ranks(on_a_rank, 2, config)
+    run_ranks(train_on_rank, 2, config)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
     return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def on_a_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:
+def distances_on_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:
     """The largest relative difference of any parameter, by optimizer."""
     mesh, actual = init_device_mesh("cpu", (world_size,)), {}
     for name in names:
@@ -66,7 +66,7 @@ def on_a_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, flo
     ],
 )
 def test_steps_on_shards_are_those_on_whole_parameters(ranks: int, names: tuple[str, ...]) -> None:
-    for actual in run_ranks(on_a_rank, ranks, names):
+    for actual in run_ranks(distances_on_rank, ranks, names):
         assert actual.keys() == {*names} <= {*SHARDABLE_OPTIMIZERS}
         for name, difference in actual.items():
             assert difference <= 1e-5, f"{name}: {difference:.1e}"
@@ -91,9 +91,9 @@ def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_p
         schedule=ScheduleConfig(name="constant", warmup="0"),
         launch=LaunchConfig(),
     )
-    run_ranks(runs.on_a_rank, 2, whole)
+    run_ranks(runs.train_on_rank, 2, whole)
     parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(parallel="zero3"))
     for samples, ranks in ((24, 2), (36, 2), (48, 1), (60, 2)):
-        run_ranks(runs.on_a_rank, ranks, replace(parts, samples=samples))
+        run_ranks(runs.train_on_rank, ranks, replace(parts, samples=samples))
     actual, expected = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))
     assert actual == pytest.approx(expected, rel=1e-3)

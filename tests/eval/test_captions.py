@@ -42,7 +42,9 @@ def open_clips(model: ClipModel) -> CoCa:
     return theirs
 
 
-def of_set(root: Path, batch: int = 4, file: ResultsFile | None = None, world: World = ONE_RANK) -> dict[str, float]:
+def measured_set(
+    root: Path, batch: int = 4, file: ResultsFile | None = None, world: World = ONE_RANK
+) -> dict[str, float]:
     config = EvalConfig(sets=[str(root)], batch=batch)
     return evaluate(captioner(), evaluation(config), world, file=file)[root.name]
 
@@ -54,7 +56,7 @@ def pixels_of(model: ClipModel, names: list[str]) -> torch.Tensor:
 
 @pytest.mark.parametrize("broken", [-1, 2])
 def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken: int) -> None:
-    measured = of_set(pair_set(tmp_path / "pairs", broken=broken))
+    measured = measured_set(pair_set(tmp_path / "pairs", broken=broken))
     model = captioner()
     names = [name for number, name in enumerate(NAMES) if number != broken]
     out = open_clips(model)(model.image.encoder_inputs(pixels_of(model, names)), model.tokenizer(names))
@@ -66,20 +68,20 @@ def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken:
 
 def measured_on_a_rank(rank: int, size: int, root: str) -> dict[str, float]:
     captions.PAIRS_AT_ONCE = 2
-    return of_set(Path(root), batch=3, world=World(rank, size, torch.device("cpu")))
+    return measured_set(Path(root), batch=3, world=World(rank, size, torch.device("cpu")))
 
 
 @pytest.mark.slow
 def test_the_loss_does_not_depend_on_batches_and_ranks(tmp_path: Path) -> None:
     root = pair_set(tmp_path / "pairs", broken=4)
-    alone = of_set(root, batch=64)
+    alone = measured_set(root, batch=64)
     for answer in run_ranks(measured_on_a_rank, 2, str(root)):
         assert answer == pytest.approx(alone, rel=1e-6)
 
 
 def test_the_file_has_pictures_with_what_was_written_of_them(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path, 1)
-    of_set(pair_set(tmp_path / "pairs"), file=file)
+    measured_set(pair_set(tmp_path / "pairs"), file=file)
     written = json.loads(file.path.read_text())["measured"]["pairs"]["written"]
     assert [one["caption"] for one in written] == NAMES[:4], "of the first batch"
     assert all(Image.open(BytesIO(b64decode(one["picture"]))).size == (8, 8) for one in written)

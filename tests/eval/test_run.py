@@ -39,7 +39,7 @@ from tests.eval.sets import (
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, four_step_config, on_a_rank
+from tests.support.runs import curve, four_step_config, train_on_rank
 
 CPU = torch.device("cpu")
 
@@ -258,7 +258,7 @@ def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: P
 def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shards: str, tmp_path: Path) -> None:
     sets = [str(classification_set(tmp_path / "set", ["red"], broken=0))]
     with pytest.raises(AssertionError, match="fetch the set again"):
-        run_ranks(on_a_rank, 2, four_step_config(shards, tmp_path / "run", eval=EvalConfig(every=1, sets=sets)))
+        run_ranks(train_on_rank, 2, four_step_config(shards, tmp_path / "run", eval=EvalConfig(every=1, sets=sets)))
     assert steps(tmp_path / "run") == [1]
 
 

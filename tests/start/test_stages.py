@@ -182,6 +182,6 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
         staged(shards, tmp_path / name, stages, schedule=ScheduleConfig(warmup="0"), **plain) for name in ("one", "two")
     )
     train(one)
-    run_ranks(runs.on_a_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
+    run_ranks(runs.train_on_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
     # Adam divides by the size of small gradients: rounding grew to 0.3 % on one kind of processor.
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-2)

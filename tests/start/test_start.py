@@ -30,7 +30,15 @@ from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, ten_step_config, train_loop
+from tests.support.runs import (
+    ARCHITECTURE,
+    curve,
+    four_step_config,
+    records,
+    ten_step_config,
+    train_loop,
+    train_on_rank,
+)
 from tests.support.user_errors import refused
 
 
@@ -88,7 +96,7 @@ def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_pat
     config = four_step_config(
         shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2")
     )
-    run_ranks(on_a_rank, 2, replace(config, samples=24))
+    run_ranks(train_on_rank, 2, replace(config, samples=24))
     other = replace(config, run=str(tmp_path / "other"), cache=CacheConfig())
     resumed = replace(other, run=str(tmp_path / "resumed"), resume=str(tmp_path / "run"))
     assert run_ranks(started, 2, other, resumed) == [([0, 2], [False, False])] * 2

@@ -28,7 +28,7 @@ from tests.conftest import Capture
 from tests.models.weights.test_loading import open_clip_folder
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, four_step_config, on_a_rank, records, train_loop
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, records, train_loop, train_on_rank
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, p
     deep["vision_cfg"]["layers"] = deep["text_cfg"]["layers"] = 4
     model = ModelConfig(name="test", architecture=deep)
     plain = four_step_config(shards, tmp_path / "plain", model=model, launch=launch, samples=24)
-    run_ranks(on_a_rank, 2, plain)
+    run_ranks(train_on_rank, 2, plain)
     compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile="true"))
     (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)
     assert breaks == 0

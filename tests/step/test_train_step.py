@@ -36,7 +36,7 @@ def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path:
     assert made.call_count == 2
 
 
-def of_a_late_rank(rank: int, world_size: int, config: TrainConfig) -> tuple[float, int]:
+def second_step_with_a_late_rank(rank: int, world_size: int, config: TrainConfig) -> tuple[float, int]:
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
     run = loop_with_batches(config, World(rank, world_size, torch.device("cpu")), batches=2 - rank)
@@ -56,5 +56,5 @@ def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number(s
         launch=LaunchConfig(parallel="zero3"),
         cache=CacheConfig(chunk=["6", "2"]),
     )
-    (loss, chunks), (other, same) = run_ranks(of_a_late_rank, 2, config)
+    (loss, chunks), (other, same) = run_ranks(second_step_with_a_late_rank, 2, config)
     assert loss == other and chunks == same == 6

@@ -94,5 +94,5 @@ def curve(run: Path) -> list[float]:
     return [r["loss"] for r in actual]
 
 
-def on_a_rank(rank: int, world_size: int, config: TrainConfig) -> None:
+def train_on_rank(rank: int, world_size: int, config: TrainConfig) -> None:
     train(config)

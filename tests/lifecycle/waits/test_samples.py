@@ -27,7 +27,7 @@ from tests.eval.sets import classification_set
 from tests.lifecycle.waits.signals import SilentPictures, signalled
 from tests.support.checkpoints import steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, four_step_config, on_a_rank
+from tests.support.runs import curve, four_step_config, train_on_rank
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -106,8 +106,8 @@ def test_all_ranks_leave_when_one_is_late_and_either_is_asked(shards: str, tmp_p
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     step = checkpoint.step_of(saved)
     assert step > 0 and lines == [f"stopped by SIGTERM after step {step} and saved"] * 2
-    run_ranks(on_a_rank, 2, config)
-    run_ranks(on_a_rank, 2, replace(config, run=str(tmp_path / "whole")))
+    run_ranks(train_on_rank, 2, config)
+    run_ranks(train_on_rank, 2, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 

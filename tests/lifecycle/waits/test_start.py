@@ -30,14 +30,14 @@ from tests.support.checkpoints import ONE_RANK, save
 from tests.support.forked_processes import forks
 
 
-def asleep(config: TrainConfig) -> dict:
+def start_asleep(config: TrainConfig) -> dict:
     """A start that waits in Python, ready when its folder is there."""
     Path(config.run).mkdir()
     time.sleep(60)
     return {}
 
 
-def in_a_library(config: TrainConfig) -> dict:
+def start_in_a_library(config: TrainConfig) -> dict:
     """One that waits where no handler runs."""
     Path(config.run).mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -45,7 +45,7 @@ def in_a_library(config: TrainConfig) -> dict:
     return {}
 
 
-def of_an_evaluation(config: TrainConfig) -> dict:
+def start_of_an_evaluation(config: TrainConfig) -> dict:
     """The verb `eval`, waiting for pictures that do not come."""
     sets = evaluation(EvalConfig(sets=[str(classification_set(Path(config.run).with_name("set")))]))
     silent = SilentPictures(lambda: True)
@@ -54,7 +54,7 @@ def of_an_evaluation(config: TrainConfig) -> dict:
         return evaluate(ColourModel(), sets, ONE_RANK)  # type: ignore[arg-type]
 
 
-def of_an_index(config: TrainConfig) -> dict:
+def start_of_an_index(config: TrainConfig) -> dict:
     """The state of indexed shards, on a file system that does not answer."""
     folder = Path(config.run).with_name("set")
     urls = [str(folder / f"{number:05}.tar") for number in range(2)]
@@ -70,7 +70,7 @@ def of_an_index(config: TrainConfig) -> dict:
     return {}
 
 
-def of_a_checkpoint(config: TrainConfig) -> dict:
+def start_of_a_checkpoint(config: TrainConfig) -> dict:
     """The checksums of a checkpoint, on a file system that does not answer."""
     folder = Path(config.run).with_name("earlier")
     save(folder, 1, {"model": {"w": torch.zeros(1)}}, keep=0)
@@ -98,15 +98,15 @@ def started(config: TrainConfig, main: str, output: Path) -> None:
 @pytest.mark.parametrize(
     ("main", "number"),
     [
-        (asleep, signal.SIGTERM),
-        (asleep, signal.SIGINT),
-        (asleep, signal.SIGHUP),
-        (asleep, signal.SIGUSR1),
-        (in_a_library, signal.SIGTERM),
-        (of_an_evaluation, signal.SIGTERM),
-        (of_an_evaluation, signal.SIGINT),
-        (of_an_index, signal.SIGTERM),
-        (of_a_checkpoint, signal.SIGTERM),
+        (start_asleep, signal.SIGTERM),
+        (start_asleep, signal.SIGINT),
+        (start_asleep, signal.SIGHUP),
+        (start_asleep, signal.SIGUSR1),
+        (start_in_a_library, signal.SIGTERM),
+        (start_of_an_evaluation, signal.SIGTERM),
+        (start_of_an_evaluation, signal.SIGINT),
+        (start_of_an_index, signal.SIGTERM),
+        (start_of_a_checkpoint, signal.SIGTERM),
     ],
 )
 def test_a_start_ends_at_once(tmp_path: Path, main: Callable[[TrainConfig], dict], number: signal.Signals) -> None:

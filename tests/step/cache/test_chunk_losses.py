@@ -195,7 +195,7 @@ def test_a_loss_of_each_sample_is_refused() -> None:
         GradCache([lambda x: ChunkOutput(layer(x), layer(x).sum(1))], torch.sum, chunks=2).step(torch.ones(4, 4))
 
 
-def of_rank(rank: int, ranks: int, parallel: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def gradients_of_rank(rank: int, ranks: int, parallel: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """The sum of this rank's chunks' losses, and the gradients, for each memory for kept graphs."""
     found = []
     for keep in KEEPS:
@@ -235,7 +235,7 @@ def test_ranks_have_the_gradient_of_one_graph_over_all_samples(parallel: str, ra
     features, image, embedded = required.features(*batch(12))
     total = required.cross_entropy(image, embedded, batch(12)[1])
     (contrast(features) + 0.1 * total).backward()
-    of_ranks = run_ranks(of_rank, ranks, parallel)
+    of_ranks = run_ranks(gradients_of_rank, ranks, parallel)
     for kept in zip(*of_ranks, strict=True):
         assert torch.allclose(sum(value for value, _ in kept), total, rtol=1e-12)
         for _, found in kept:

@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def of_npy(folder: Path) -> Rows:
+def rows_of_npy(folder: Path) -> Rows:
     rows = {}
     for file in folder.glob("*.jsonl"):
         image, text = (np.load(file.with_name(f"{file.stem}.{kind}.npy")) for kind in ("image", "text"))
@@ -54,7 +54,7 @@ def of_npy(folder: Path) -> Rows:
     return rows
 
 
-def of_shards(folder: Path) -> Rows:
+def rows_of_shards(folder: Path) -> Rows:
     """The features in shards, as training reads them."""
     (teacher,) = find_teachers(DataConfig(train=[str(folder)]), ["t"])
     assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
@@ -70,7 +70,7 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
         return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
 
 
-@pytest.mark.parametrize(("form", "read"), [({}, of_npy), (SHARDS, of_shards)])
+@pytest.mark.parametrize(("form", "read"), [({}, rows_of_npy), (SHARDS, rows_of_shards)])
 def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: dict, read: Any) -> None:
     torch.manual_seed(3)
     model = build_model(TINY).eval()
@@ -90,7 +90,7 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
 ) -> None:
     members = [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), ("c.png", picture(1)), *sample("d")]
     write_tar(tmp_path / "x.tar", members)
-    rows = of_npy(embed(run, tmp_path / "x.tar", tmp_path / "npy"))
+    rows = rows_of_npy(embed(run, tmp_path / "x.tar", tmp_path / "npy"))
     assert [key for key, (image, _) in rows.items() if np.isnan(image).all()] == ["b"]
     assert [key for key, (_, text) in rows.items() if np.isnan(text).all()] == ["c"]
     assert "2 of 4 samples without a usable picture or text" in caplog.text
