@@ -100,6 +100,13 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     notes = pack_parts(pairs_of(path, tables, root, settings.splits), settings, out)
     pictures = "files" if path.is_dir() else "images"
     report(path, out, notes, "rows" if tables else pictures)
+    if settings.holdout.fraction and not any(note["held-out pairs"] for note in notes):
+        together = f"equal {settings.holdout.by}" if settings.holdout.by else "the same picture"
+        print_line(
+            f"warning: holdout={settings.holdout.share}: no pair is held out; pairs with {together} stay together, "
+            "and the share is met by chance: give a larger one, and a new out=",
+            error=True,
+        )
     return 0
 
 

@@ -94,3 +94,11 @@ def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: 
     assert pack_to(tmp_path / "more", pictures / "table.csv", *words, "columns=[sku,caption]") == 2
     assert pack_to(tmp_path / "more", pictures / "table.csv", words[0], "holdout.by=article") == 2
     assert "no column 'article'; it has image, caption, sku" in capsys.readouterr().err
+
+
+def test_a_share_of_too_few_pictures_that_holds_none_out_says_so(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (pictures / "table.csv").write_text("image,caption\n" + f"{paths(pictures)[0]},a cat\n" * 9)
+    assert pack_to(tmp_path / "out", pictures / "table.csv", "holdout=0.001%") == 0
+    assert "warning: holdout=0.001%: no pair is held out; " in capsys.readouterr().err
