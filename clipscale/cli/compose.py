@@ -323,6 +323,8 @@ def one_line_error(error: Exception) -> UserError:
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
         text = f"{word}: several values; add -m for a sweep, or write '{key}=[{value}]' for a list"
+    elif (refused := re.fullmatch(r"Error merging override (.*)", text)) and error.__cause__:
+        text = f"{refused[1]}: {' '.join(str(error.__cause__).partition('full_key:')[0].split())}"
     elif ours := re.search(r"UserError raised while resolving interpolation: (.*?)(?: full_key:|$)", text):
         text = ours[1]
     return UserError(text)

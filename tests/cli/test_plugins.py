@@ -160,6 +160,13 @@ def test_a_signal_before_the_runs_says_what_remains(shards: str, tmp_path: Path,
     assert (done.returncode, done.stderr) == (143, line)
 
 
+@JOBLIB
+def test_a_value_that_a_plugin_cannot_take_is_one_line_that_says_why(shards: str, capsys: Capture) -> None:
+    assert sweep(shards, "samples=32", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=two") == 2
+    line = "error: hydra.launcher.n_jobs=two: Value 'two' of type 'str' could not be converted to Integer\n"
+    assert capsys.readouterr().err == line
+
+
 # ---- Optuna ----
 
 FEW = ("samples=32", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1")
