@@ -102,6 +102,14 @@ def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_token
     assert times[0] > times[1] > times[2]
 
 
+def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy() -> None:
+    """A captioner's logits, 27 x 49,408 numbers of each pair, of 256 pairs at once take more than the machine has."""
+    words = ["model=coca-tiny", "batch=1k", "hardware=cpu", "host_memory=6G", "precision=fp32", "optim=adamw"]
+    result = plan(settings(*words), search=False)
+    assert (result["fits"], result["chunk"]["image"], result["remedies"]) == (False, 256, ["cache.chunk=64"])
+    assert plan(settings(*words, "cache.chunk=64"), search=False)["fits"]
+
+
 @pytest.mark.usefixtures("of_any_size")
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Capture) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
