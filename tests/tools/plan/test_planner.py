@@ -105,9 +105,9 @@ def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_token
 def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy() -> None:
     """A captioner's logits, 27 x 49,408 numbers of each pair, of 256 pairs at once take more than the machine has."""
     words = ["model=coca-tiny", "batch=1k", "hardware=cpu", "host_memory=6G", "precision=fp32", "optim=adamw"]
-    result = plan(settings(*words), search=False)
+    result = plan(plan_settings(*words), search=False)
     assert (result["fits"], result["chunk"]["image"], result["remedies"]) == (False, 256, ["cache.chunk=64"])
-    assert plan(settings(*words, "cache.chunk=64"), search=False)["fits"]
+    assert plan(plan_settings(*words, "cache.chunk=64"), search=False)["fits"]
 
 
 @pytest.mark.usefixtures("of_any_size")
