@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pkgutil import resolve_name
 
 from clipscale import __version__
@@ -15,11 +16,14 @@ from clipscale.common.hardware import prepare_torch
 from clipscale.common.terminal import clear, main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
+from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.robustness.limits import as_user_error
 from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
+# How verbs begin that write files in this process. The others start workers, whose launcher handles signals.
+WRITE_HERE = ("data ", "export", "report")
 # The verbs that only print, and write nothing.
 PRINT = ("plan", "data check", "doctor")
 
@@ -102,5 +106,6 @@ def run(argv: list[str]) -> int:
         return 0
     show_task(f"loading clipscale {name}")
     function = resolve_name(verb.main)
-    status = function(*arguments)
+    with exit_on_signal() if name.startswith(WRITE_HERE) else nullcontext():
+        status = function(*arguments)
     return status if isinstance(status, int) else 0

@@ -91,6 +91,8 @@ def _write_training(folder: Path, count: int, processes: int) -> None:
                 pass
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()  # else a shard is rendered to its end
             raise
 
 

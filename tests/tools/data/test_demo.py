@@ -2,14 +2,19 @@
 out."""
 
 import json
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 from clipscale.cli import train as cli_train
+from clipscale.cli.main import main
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -51,6 +56,21 @@ def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
     for processes in (1, 2):
         demo.render_demo(tmp_path / str(processes), 64, processes)
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_neither_a_folder_nor_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, number: int, status: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "cores", lambda: 2)
+    Timer(2, os.kill, (os.getpid(), number)).start()
+    assert main(["data", "demo"]) == status
+    assert capsys.readouterr().err.startswith("stopped")
+    assert not [*(tmp_path / "clipscale").iterdir()]
+    for child in multiprocessing.active_children():
+        child.join(60)
+        assert not child.is_alive()
 
 
 def test_training_renders_the_set_that_is_missing(
