@@ -11,8 +11,8 @@ from unittest import mock
 from clipscale.eval.sets.item import ImageRef
 from clipscale.train import TrainLoop
 
-# Within which a signal is heard on a busy machine; docs/runs.md has the times on a quiet one. What does not hear it
-# takes 60 s.
+# Within which a signal is heard under any load; docs/runs.md has times that were measured, of about a second at most.
+# What does not hear it takes 60 s.
 HEARD_S = 30.0
 
 

@@ -1,4 +1,4 @@
-"""A run that waits at its end hears a signal at once."""
+"""A run that waits at its end hears a signal."""
 
 import os
 import signal

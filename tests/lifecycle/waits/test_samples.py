@@ -1,4 +1,4 @@
-"""A run that waits for samples, or for the pictures of an evaluation, hears a signal at once, and saves."""
+"""A run that waits for samples, or for the pictures of an evaluation, hears a signal, and saves."""
 
 import os
 import signal

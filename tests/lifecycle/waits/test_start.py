@@ -1,4 +1,4 @@
-"""A start that waits ends at once at a signal: nothing is to be saved."""
+"""A start that waits ends at a signal: nothing is to be saved."""
 
 import os
 import signal
