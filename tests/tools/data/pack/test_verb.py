@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,9 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
 
 
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
-def test_what_can_be_used_is_packed_and_the_rest_is_counted(pictures: Path, tmp_path: Path, case: dict) -> None:
+def test_what_can_be_used_is_packed_and_the_rest_is_counted(
+    pictures: Path, tmp_path: Path, capsys: Capture, case: dict
+) -> None:
     contents = {"JPEG": picture("red", "JPEG", (64, 64)), "TORN": picture("red", "JPEG", (64, 64))[:200]}
     for name, text in case["files"].items():
         whole = text.replace("LONG", "a" * 2_000_000).replace("NESTED", "[" * 9999)
@@ -63,6 +66,9 @@ def test_what_can_be_used_is_packed_and_the_rest_is_counted(pictures: Path, tmp_
         (pictures / name).symlink_to(target)
     words = [word.replace("TMP", str(tmp_path)) for word in case.get("settings", [])]
     assert packed(pictures / case["source"], tmp_path / "out", *words) == (case["pairs"], case["left_out"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    ((read, kept, left_out),) = re.findall(r"read (\d+) \w+: (\d+) packed, (\d+) left out", last)
+    assert int(read) == int(kept) + int(left_out), last
 
 
 def test_captions_are_decoded_or_left_out(tmp_path: Path, short_folder: Path) -> None:
