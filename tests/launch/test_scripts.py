@@ -50,6 +50,18 @@ def test_the_kubernetes_manifest_asks_for_what_kubernetes_takes_and_its_user_can
     assert "." in spec["trainer"]["image"].partition("/")[0], "a name without a registry is docker.io's"
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_any_user_of_the_image_can_write_its_runs(name: str) -> None:
+    """Into the folder of the image, which a new volume copies, and into one that is made before docker would do it."""
+    usage, _, build = (LAUNCH.parent / "docker" / name).read_text().partition("\nFROM ")
+    made, runs = usage.find("#   mkdir -p runs\n"), usage.find("#   docker run ")
+    assert 0 < made < runs and '--user "$(id -u):$(id -g)"' in usage[runs:]
+    (volume,) = re.findall(r'-v "\$PWD/runs:(\S+)"', usage)
+    folders = build.partition("install --directory --mode=1777 ")[2].partition("\n")[0].split()
+    assert volume in folders
+    assert build.index("install --directory") < build.index("\nUSER "), "root makes them"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "status"), [("", 0), ("lr=1", 2)])
 def test_torchrun_trains_on_two_processes_and_a_wrong_setting_is_one_line(
