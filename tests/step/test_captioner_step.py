@@ -15,6 +15,7 @@ from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
 from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -29,7 +30,7 @@ from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
-from clipscale.loss.reference import dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import ClipModel, frozen
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.cache import kept_graphs
@@ -42,6 +43,8 @@ from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architectu
 
 BATCH, CPU = 12, torch.device("cpu")
 TEACHER = TeacherFeatures("teacher.npy", 7, "float32", 20.0)
+# The samples' keys. Equal ones are on different ranks.
+KEYS = np.arange(BATCH) % 7
 
 
 def taught_features() -> Tensor:
@@ -66,6 +69,9 @@ class Case:
     is_frozen: bool = False
     # The weights of the pairs' loss and of the distillation from TEACHER; None: there is none.
     distilled: tuple[float, float] | None = None
+    sizes: tuple[int, ...] = ()
+    # Whether samples with equal keys are no negatives of each other.
+    uses_keys: bool = False
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -80,13 +86,15 @@ def model_of(case: Case) -> ClipModel:
     return model
 
 
-def host_batch(pixels: Tensor, tokens: Tensor, taught: Tensor, teachers: tuple[TeacherFeatures, ...]) -> HostBatch:
+def host_batch(
+    pixels: Tensor, tokens: Tensor, taught: Tensor, keys: np.ndarray, teachers: tuple[TeacherFeatures, ...]
+) -> HostBatch:
     layout = Layout(1, len(pixels), PIXELS, TOKENS, teachers=teachers)
     slot = {
         "pixels": pixels.numpy(),
         "tokens": tokens.int().numpy(),
         "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
-        "keys": np.arange(len(pixels)),
+        "keys": keys,
         TEACHER.member: taught.numpy(),
     }
     return HostBatch(slot, layout, lambda stop: None)
@@ -97,7 +105,8 @@ def step_of(case: Case, world: World) -> TrainStep:
         batch=BATCH,
         model=ModelConfig(name="small", architecture=captioner_architecture(PIXELS, 3, TOKENS)),
         caption=CaptionConfig(weight=case.weight),
-        loss=LossConfig(objective=case.objective, exchange=case.exchange),
+        data=DataConfig(train=["none"], same="url" if case.uses_keys else None),
+        loss=LossConfig(objective=case.objective, exchange=case.exchange, sizes=[*case.sizes]),
         cache=CacheConfig(chunk=[str(case.chunk)], keep=case.keep),
         launch=LaunchConfig(parallel=case.parallel),
         optim=OptimConfig(lr=0.0),
@@ -115,9 +124,9 @@ def last_of(
     step: TrainStep, rank: int, ranks: int, numbers: range, teachers: tuple[TeacherFeatures, ...] = ()
 ) -> StepResult:
     """The last of several steps with this rank's share of the batch."""
-    samples = *captioned(BATCH), taught_features()
-    pixels, tokens, taught = (x[rank * BATCH // ranks : (rank + 1) * BATCH // ranks] for x in samples)
-    batch = host_batch(pixels, tokens, taught, teachers)
+    share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
+    batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None)
     return [step.run(batch, stream, number, save=False, before_chunk=lambda: None) for number in numbers][-1]
 
@@ -171,6 +180,14 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     if bias is not None:
         features = out["image_features"], out["text_features"]
         parts["contrastive_loss"] = SigLipLoss()(*features, out["logit_scale"], bias)
+    if case.sizes or case.uses_keys:
+        features = out["image_features"], out["text_features"]
+        shortened = [[F.normalize(rows[:, :size], dim=-1) for rows in features] for size in case.sizes]
+        given: dict[str, Any] = {"logit_bias": bias, "objective": case.objective}
+        if case.uses_keys:
+            given["keys"] = torch.from_numpy(KEYS)
+        contrasts = [dense_contrastive_loss(*rows, out["logit_scale"], **given) for rows in (features, *shortened)]
+        parts["contrastive_loss"] = torch.stack(contrasts).sum()
     if case.distilled:
         of_pairs, of_teacher = case.distilled
         features = out["image_features"], out["text_features"], out["logit_scale"]
@@ -190,12 +207,14 @@ ONE = [
     Case(),
     Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3),
     Case(distilled=(0.0, 1.0)),
+    Case(sizes=(3,), uses_keys=True),
 ]
 TWO = [
     Case(exchange="ring", keep="5M"),
     Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4),
     Case(keep="5M", is_frozen=True),
     Case(distilled=(0.3, 0.7)),
+    Case(objective="sigmoid", exchange="ring", sizes=(8, 3), uses_keys=True),
 ]
 MORE = [
     Case(objective="sigmoid", exchange="ring", chunk=BATCH),
