@@ -8,6 +8,8 @@ import math
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -19,8 +21,18 @@ from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, writ
 
 # Pairs with logits in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
 PAIRS_AT_ONCE = 32
-# A report shows the first pictures of a set, this many.
+# A report shows the first usable pictures of a set, this many.
 MAX_SHOWN = 8
+
+
+class Shown(NamedTuple):
+    """A picture that a report may show."""
+
+    # Its index in the set.
+    number: int
+    pixels: Tensor
+    # Its tokens (P, W).
+    tokens: Tensor
 
 
 @dataclass
@@ -32,11 +44,15 @@ class CaptionMeter:
     captions: Sequence[Sequence[str]]
     # For each batch of this rank (n, 2): a caption's sum of cross entropies, and its number of tokens.
     batches: list[Tensor] = field(default_factory=list)
-    written: list[Written] = field(default_factory=list)
+    # The first usable pictures of this rank.
+    shown: list[Shown] = field(default_factory=list)
+    # Tokens (1, P, W) of any picture, which a rank without one to show takes in its place.
+    spare: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
-        """Add a batch: its pictures' indices, the pictures, and their tokens. A rank without work has no index."""
+    def add(self, span: range, usable: Tensor, pixels: Tensor, image_nPW: Tensor) -> None:
+        """Add a batch: its pictures' indices, whether each is usable, the pictures, and their tokens. A rank without
+        work has no index."""
         texts = [*(self.first(index) for index in span), *([] if span else [""])]
         tokens_nT = self.encoder.model.tokenizer(texts).to(pixels.device)
         losses = []
@@ -45,8 +61,9 @@ class CaptionMeter:
             pairs = slice(start, start + PAIRS_AT_ONCE) if start < len(texts) else slice(1)
             losses.append(self.losses(image_nPW[pairs], tokens_nT[pairs]))
         self.batches.append(torch.cat(losses)[: len(span)])
-        if len(self.batches) == 1:
-            self.write(span, pixels, image_nPW)
+        self.spare = image_nPW[:1]
+        for row in usable.nonzero()[: MAX_SHOWN - len(self.shown), 0].tolist():
+            self.shown.append(Shown(span[row], pixels[row].cpu(), image_nPW[row].clone()))
 
     @property
     def decoder(self) -> nn.Module:
@@ -65,15 +82,24 @@ class CaptionMeter:
             sums_n = caption_losses(self.decoder, image_nPW, text_nTW, tokens_nT)
         return torch.stack([sums_n.double(), (tokens_nT[:, 1:] != PAD).sum(1).double()], dim=1)
 
-    def write(self, span: range, pixels: Tensor, image_nPW: Tensor) -> None:
-        """Write captions of the first pictures. Every rank does: all of them gather sharded weights."""
+    @torch.no_grad()
+    def write(self, usable_N: Tensor) -> list[Written]:
+        """What the captioner writes of the first pictures of all ranks, in order. Every rank writes: all of them gather
+        sharded weights. `usable_N`: indices of the pictures that count."""
         model = self.encoder.model
+        first = set(usable_N[:MAX_SHOWN].tolist())
+        own = [picture for picture in self.shown if picture.number in first]
+        assert self.spare is not None
+        image_nPW = torch.stack([picture.tokens for picture in own]) if own else self.spare
         with self.encoder.autocast():
             length = min(WRITTEN_TOKENS, model.context_length)
-            written = write_captions(model.text, self.decoder, image_nPW[:MAX_SHOWN], model.tokenizer.edges, length)
-        for index, picture, tokens in zip(span, pixels.cpu(), written.tolist()):
+            tokens_nT = write_captions(model.text, self.decoder, image_nPW, model.tokenizer.edges, length)
+        rows: dict[int, Written] = {}
+        for (number, pixels, _), tokens in zip(own, tokens_nT.tolist()):
             caption = model.tokenizer.text(tokens)
-            self.written.append({"picture": jpeg(picture), "caption": self.first(index), "written": caption})
+            rows[number] = {"picture": jpeg(pixels), "caption": self.first(number), "written": caption}
+        of_ranks = self.encoder.world.all_gather_object(rows)
+        return [row for _, row in sorted((item for rows in of_ranks for item in rows.items()), key=itemgetter(0))]
 
     def metrics(self, usable_N: Tensor) -> Metrics:
         """`caption_loss`, the mean cross entropy of a token in nats, and `perplexity`, exp of it. The same on every

@@ -179,15 +179,15 @@ class Encoder:
         count: int,
         read: Callable[[int], bytes],
         label: str,
-        take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
+        take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
     ) -> Generator[ImageBatch, None, Counter[str]]:
         """This rank's batches. Returns, by reason, how many images of all ranks are not usable.
 
         Threads decode the next batch while the device encodes this one.
 
         read: returns the bytes of image 0..count-1, or raises BrokenSampleError, OSError or ValueError. label: the
-        set's, for the progress. take_tokens: gets each batch's indices, its pixels, and a captioner's tokens of them
-        (n, P, W).
+        set's, for the progress. take_tokens: gets each batch's indices, whether each image is usable, the pixels, and a
+        captioner's tokens of them (n, P, W).
         """
         transform = self.model.eval_transform()
         blank = np.zeros((3, transform.side, transform.side), np.uint8)
@@ -214,7 +214,7 @@ class Encoder:
                 with self.autocast():
                     if take_tokens:
                         features, tokens = self.model.image(pixels, with_tokens=True)
-                        take_tokens(span, pixels, tokens)
+                        take_tokens(span, usable, pixels, tokens)
                     else:
                         features = self.model.image(pixels)
                 yield ImageBatch(span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device))

@@ -102,7 +102,7 @@ class RetrievalSet(EvalSet):
             self.warn_of_equal(relevance)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
         metrics = [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
-        return Measurement(metrics, pictures.broken, meter.written if meter else [])
+        return Measurement(metrics, pictures.broken, meter.write(usable_N) if meter else [])
 
     def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""

@@ -20,12 +20,16 @@ from clipscale.eval import captions
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.models.captioner import write_captions
 from clipscale.models.towers import ClipModel, build_model
-from tests.eval.sets import NAMES, evaluation, pair_set, shown
+from tests.data.files import write_tar
+from tests.eval.sets import COLOURS, NAMES, evaluation, members, pair_set, shown
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.towers import captioner_architecture
 
 DESCRIPTION = captioner_architecture(8, 4, 12, 49408)
+# Captions of ten pictures. One picture is broken.
+TEN = [*NAMES, *(f"another {name}" for name in NAMES[:4])]
+BROKEN = NAMES[2]
 
 
 def captioner() -> ClipModel:
@@ -79,13 +83,38 @@ def test_the_loss_does_not_depend_on_batches_and_ranks(tmp_path: Path) -> None:
         assert answer == pytest.approx(alone, rel=1e-6)
 
 
-def test_the_file_has_pictures_with_what_was_written_of_them(tmp_path: Path) -> None:
-    file = ResultsFile(tmp_path, 1)
-    measured_set(pair_set(tmp_path / "pairs"), file=file)
-    written = json.loads(file.path.read_text())["measured"]["pairs"]["written"]
-    assert [one["caption"] for one in written] == NAMES[:4], "of the first batch"
-    assert all(Image.open(BytesIO(b64decode(one["picture"]))).size == (8, 8) for one in written)
+def ten_pairs(folder: Path) -> Path:
+    root = folder / "pairs"
+    root.mkdir()
+    pictures = shown([name.split()[-1] for name in TEN], broken=TEN.index(BROKEN))
+    write_tar(root / "00000.tar", members("txt", TEN, pictures))
+    return root
+
+
+def written_of_a_set(rank: int, size: int, root: str, batch: int) -> list[dict[str, str]]:
+    """What rank 0's file has of ten pictures, of which the third is broken."""
+    world = World(rank, size, torch.device("cpu"))
+    file = ResultsFile(Path(root).with_name(f"{rank} of {size}, {batch}"), 1)
+    measured_set(Path(root), batch=batch, file=file, world=world)
+    return json.loads(file.path.read_text())["measured"]["pairs"]["written"] if rank == 0 else []
+
+
+def test_the_file_has_eight_pictures_with_what_was_written_of_them(tmp_path: Path) -> None:
+    """The first that are usable, of as many batches as they take."""
+    root = ten_pairs(tmp_path)
+    written = written_of_a_set(0, 1, str(root), 16)
+    assert [one["caption"] for one in written] == [name for name in TEN if name != BROKEN][:8]
+    colours = [Image.open(BytesIO(b64decode(one["picture"]))).getpixel((4, 4)) for one in written]
+    for colour, one in zip(colours, written, strict=True):
+        assert colour == pytest.approx(COLOURS[one["caption"].split()[-1]], abs=12), one["caption"]
     assert all(isinstance(one["written"], str) and "<" not in one["written"] for one in written)
+    assert written_of_a_set(0, 1, str(root), 3) == written
+
+
+@pytest.mark.slow  # starts two ranks
+def test_the_pictures_with_captions_are_the_same_on_several_ranks(tmp_path: Path) -> None:
+    root = str(ten_pairs(tmp_path))
+    assert run_ranks(written_of_a_set, 2, root, 3)[0] == written_of_a_set(0, 1, root, 16)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ class Measurement:
     metrics: Sequence[Metrics]
     # Images of all ranks that were left out, by reason.
     broken: Counter[str]
-    # Captions that a captioner has written of this rank's first pictures.
+    # Captions that a captioner has written of the first usable pictures.
     written: Sequence[Written] = field(default_factory=list)
 
 
@@ -125,7 +125,7 @@ class EvalSet(ABC):
         self,
         encoder: Encoder,
         read: Callable[[int], bytes] | None = None,
-        take_tokens: Callable[[range, Tensor, Tensor], None] | None = None,
+        take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
     ) -> EncodedImages:
         """The set's images, by `Encoder.images`. `read`: used instead of the set's own.
 
