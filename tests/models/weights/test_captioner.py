@@ -1,6 +1,7 @@
 """A captioner's weights go to open_clip and back bit by bit, and CLIP's begin one."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
@@ -74,6 +75,31 @@ def test_weights_of_open_clips_own_keep_its_mask(tmp_path: Path, kind: str) -> N
     assert_equal(loaded.state_dict(), model.state_dict())
     assert not loaded.text.encoder.correct_cls_mask
     assert built(2, weights=str(source), correct_cls_mask=True).text.encoder.correct_cls_mask
+
+
+def test_weights_by_a_tag_are_those_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """open_clip finds them where its hub keeps what it has fetched; there, they are of a smaller model."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--laion--CoCa-ViT-B-32-laion2B-s13B-b90k"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(snapshot.name)
+    model = built(1)
+    save_file(weights(model), snapshot / "open_clip_model.safetensors")
+    tagged = ModelConfig("coca_ViT-B-32", DESCRIPTION, weights="laion2b_s13b_b90k")
+    config = completed_by_weights(tagged)
+    loaded = build_model(config)
+    assert_equal(loaded.state_dict(), model.state_dict())
+    assert not loaded.text.encoder.correct_cls_mask, "as they were trained"
+    assert config.preprocess["interpolation"] == "bicubic"
+    others = {
+        "cannot be fetched": replace(tagged, name="coca_ViT-L-14"),
+        "no tag of model.name=coca_ViT-B-32": replace(tagged, weights="laion2b_s34b_b79k"),
+    }
+    for message, other in others.items():
+        with pytest.raises(UserError, match=message):
+            completed_by_weights(other)
 
 
 def test_clips_weights_begin_a_captioner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
