@@ -38,7 +38,7 @@ def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: A
 def whole_run(run: Path, number: int = 0) -> Path:
     """A run that has something for every chart, and evaluations."""
     names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "host_rss_bytes", "samples_per_s")
-    rates = dict.fromkeys(("mem_peak_bytes", "samples_per_s_wall", *names), 1.5)
+    rates = dict.fromkeys(("mem_peak_bytes", "samples_per_s_wall", "contrastive_loss", "caption_loss", *names), 1.5)
     make_run(run, [5 / n + number for n in range(1, 31)], 256 + number % 3, **rates)
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
         evaluate(run, step, {"imagenet1k": {"top1": top1, "images": 10, "broken": 0}})
@@ -82,7 +82,7 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
             assert not page.value("document.querySelector('.runs').parentElement.matches('.wide')"), "runs are not cut"
         marks = "f.querySelectorAll('.scatterlayer path.js-line').length"
         drawn = page.value(f"[...document.querySelectorAll('.charts figure')].map((f) => {marks})")
-        assert len(drawn) == 10 and min(drawn) >= count, drawn
+        assert len(drawn) == 12 and min(drawn) >= count, drawn
         assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth") == width
         cut = "one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .plot')"
         assert page.value(f"[...document.querySelectorAll('main *')].filter((one) => {cut}).map((one) => one.id)") == []
@@ -145,6 +145,17 @@ def test_scores_come_first(tmp_path: Path) -> None:
     charts = data_of(html)["charts"]
     drawn = [chart["key"] for chart in charts if chart["drawn"]]
     assert drawn == ["loss", "mem_peak_bytes", "host_rss_bytes"], "one measured point is a number"
+
+
+def test_a_captioners_losses_have_charts_of_their_own(tmp_path: Path) -> None:
+    run = whole_run(tmp_path / "a")
+    records = [{"step": n, "samples": 8 * n, "batch": 8, "loss": 7.0, "contrastive_loss": 3.0 / n,
+                "caption_loss": 2.0 * n} for n in (1, 2)]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    charts = {chart["key"]: chart for chart in data_of(write_report([run]).read_text())["charts"] if chart["drawn"]}
+    curves = {key: charts[key]["runs"][0]["points"]["y"] for key in ("loss", "contrastive_loss", "caption_loss")}
+    assert curves == {"loss": [7, 7], "contrastive_loss": [3, 1.5], "caption_loss": [2, 4]}
+    assert charts["caption_loss"]["unit"] == "nats a token"
 
 
 def test_written_captions_stand_below_their_pictures_and_are_text(tmp_path: Path) -> None:
