@@ -30,6 +30,12 @@ def announce(settled: SettledRun, components: Components, world: World) -> Metri
     for warning in (batch_exceeds_data(settled.config, epoch_samples), beyond_published(settled.config.batch, samples)):
         if warning:
             log_line(f"warning: {warning}", error=True)
+    model = components.train_step.model
+    if model.decoder is not None and not components.train_step.inputs.sort_captions:
+        log_line(
+            f"captions are computed with the whole context of {model.context_length} tokens: the features of this "
+            "captioner's text tower may depend on their padding"
+        )
     move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
     log_position(settled, components.schedule)
     sinks = settled.config.log

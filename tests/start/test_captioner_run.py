@@ -59,6 +59,17 @@ def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path) -> Non
     assert not torch.equal(new.text.encoder.text_projection, trained.text.encoder.text_projection)
 
 
+@pytest.mark.parametrize("weight", [2.0, 0.0])
+def test_captions_whose_padding_counts_are_computed_as_a_whole_and_it_is_said(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], weight: float
+) -> None:
+    blocks = CAPTIONER | {"text_cfg": CAPTIONER["text_cfg"] | {"qk_norm": True}}
+    model = ModelConfig(name="test", architecture=blocks)
+    train(captioning(shards, tmp_path / "run", model=model, caption=CaptionConfig(weight=weight)))
+    assert all(record["caption_tokens"] == 24 for record in read_metrics(tmp_path / "run/metrics.jsonl"))
+    assert "captions are computed with the whole context of 24 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # runs without a decoder do so in the ordinary suite
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path: Path) -> None:
     """With patches dropped at random, graphs kept, and an average."""
