@@ -13,7 +13,8 @@ from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
 from clipscale.config.train import TrainConfig, check
-from clipscale.log.records import read_metrics
+from clipscale.log.records import StepRecord, read_metrics
+from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from clipscale.trained_model import load_model
@@ -36,9 +37,34 @@ def captioning(shards: str, run: Path, **given: Any) -> TrainConfig:
     return four_step_config(shards, run, **given)
 
 
-def test_a_run_records_both_losses_and_trains_the_decoder(shards: str, tmp_path: Path) -> None:
-    train(captioning(shards, tmp_path / "run"))
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The FLOP/s of this device, as if it were known."""
+    of = Flops.of
+    monkeypatch.setattr(Flops, "of", lambda *given: replace(of(*given), peak=1e12))
+    return 1e12
+
+
+def flops_of_a_pair(record: StepRecord, peak: float) -> float:
+    """Those that `mfu` counts."""
+    assert record["mfu"] is not None
+    return record["mfu"] * peak / record["samples_per_s_per_gpu"]
+
+
+def flops_by_part(config: ModelConfig, width: int) -> tuple[int, int]:
+    """Those of both passes of the towers, and of the decoder, with captions of so many tokens."""
+    model = build_model(config)
+    image = image_flops(config, trained_names(model.image.encoder))
+    text = text_flops(config, trained_names(model.text.encoder), width)
+    return sum(image) + sum(text), sum(decoder_flops(config, trained_names(model.decoder), width))
+
+
+def test_a_run_records_both_losses_and_trains_the_decoder(shards: str, tmp_path: Path, peak: float) -> None:
+    config = captioning(shards, tmp_path / "run")
+    train(config)
     records = read_metrics(tmp_path / "run/metrics.jsonl")
+    towers, decoder = flops_by_part(config.model, int(records[0]["caption_tokens"]))
+    assert flops_of_a_pair(records[0], peak) == pytest.approx(towers + decoder)
     for record in records:
         assert record["loss"] == pytest.approx(record["contrastive_loss"] + 2 * record["caption_loss"], rel=1e-12)
     # Of new weights: ln(49,408) a token.
@@ -47,10 +73,13 @@ def test_a_run_records_both_losses_and_trains_the_decoder(shards: str, tmp_path:
     assert all(record["caption_tokens"] < 24 for record in records), "captions are sorted and cut"
 
 
-def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path) -> None:
+def test_a_weight_of_0_is_the_contrast_alone(shards: str, tmp_path: Path, peak: float) -> None:
     config = captioning(shards, tmp_path / "run", caption=CaptionConfig(weight=0.0))
     train(config)
-    assert all("caption_loss" not in record for record in read_metrics(tmp_path / "run/metrics.jsonl"))
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert all("caption_loss" not in record for record in records)
+    towers, _ = flops_by_part(config.model, int(records[0]["caption_tokens"]))
+    assert flops_of_a_pair(records[0], peak) == pytest.approx(towers)
     torch.manual_seed(config.seed)
     new = build_model(config.model)
     trained = load_model(tmp_path / "run")[0]
