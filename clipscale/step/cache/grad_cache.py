@@ -67,15 +67,16 @@ class GradCache:
             then on. Under FSDP2, or with synchronised batch normalisation, all ranks then keep none.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
-            `scaler.update()` remain the caller's. Do not scale the loss as well: a value that already carries a scale
-            looks like any other, so its gradients would be multiplied twice.
+            `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
+            twice. A loss that ends in `scaler.scale(...)` is refused; any other scale looks like a part of the loss.
         representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is not a tensor
     or has another number of rows than its input, a chunk's loss that is not a scalar, a `representation` with trainable
-    parameters, a loss that does not use a representation, batch normalisation in training mode over more than one
-    chunk, or over several ranks without synchronisation, and DDP with static_graph=True.
+    parameters, a loss that does not use a representation, a loss that the same scaler has scaled already, batch
+    normalisation in training mode over more than one chunk, or over several ranks without synchronisation, and DDP with
+    static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -160,6 +161,7 @@ class GradCache:
         """
         if problem := _no_loss(value):
             raise ValueError(f"the loss is {problem}: give one number with a graph to the representations")
+        self._refuse_scaled(value)
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
@@ -174,6 +176,7 @@ class GradCache:
         self._keep_none_after_out_of_memory()
 
         def loss_gradient(loss: Tensor) -> Tensor:
+            self._refuse_scaled(loss)
             weight = torch.full_like(loss, chunk_loss_weight)
             return self.scaler.scale(weight) if self.scaler else weight
 
@@ -182,6 +185,13 @@ class GradCache:
             losses += tower.replay(before_chunk, loss_gradient)
             tower.end_step()
         self.chunk_loss = _sum(losses) if losses else None
+
+    def _refuse_scaled(self, loss: Tensor) -> None:
+        """Raise ValueError for a loss that the scaler has scaled already: its gradients would carry the scale twice."""
+        if self.scaler and _is_scaled(loss, self.scaler):
+            raise ValueError(
+                "the loss ends in scaler.scale(...), and with scaler= GradCache scales it: return it as it is"
+            )
 
     def _keep_none_after_out_of_memory(self) -> None:
         """If a graph did not fit, keep none from now on: on this rank, or on all where a pass is a collective.
@@ -242,6 +252,16 @@ def _no_loss(value: object) -> str:
     if value.numel() != 1:
         return f"of shape {tuple(value.shape)}"
     return "" if value.requires_grad else "detached (or computed under torch.no_grad)"
+
+
+def _is_scaled(loss: Tensor, scaler: "torch.amp.GradScaler") -> bool:
+    """Whether the last operation of a loss is a product with the scaler's own tensor, as `scaler.scale` makes it."""
+    factor = getattr(loss.grad_fn, "_saved_other", None)
+    if not isinstance(factor, Tensor):
+        return False
+    probe = scaler.scale(torch.ones((), device=loss.device, requires_grad=True))
+    scale = getattr(probe.grad_fn, "_saved_other", None)
+    return isinstance(scale, Tensor) and scale.data_ptr() == factor.data_ptr()
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

@@ -140,6 +140,18 @@ def test_a_scaler_scales_both_losses_and_no_value() -> None:
     assert_same(gradients(actual), {name: 1024 * g for name, g in gradients(required).items()}, 1e-6)
 
 
+def test_a_chunks_loss_that_is_scaled_already_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    linear = nn.Linear(4, 3)
+
+    def penalised(x: Tensor) -> ChunkOutput:
+        return ChunkOutput(linear(x), scaler.scale(linear(x).square().sum()))
+
+    cache = GradCache([penalised, linear], lambda u, v: (u @ v.T).logsumexp(1).sum(), chunks=3, scaler=scaler)
+    with pytest.raises(ValueError, match=r"the loss ends in scaler\.scale\(\.\.\.\)"):
+        cache.step(torch.randn(10, 4), torch.randn(10, 4))
+
+
 def test_several_towers_add_their_losses_and_one_without_is_as_ever() -> None:
     torch.manual_seed(0)
     pair = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in ("first", "second")}).double()

@@ -219,6 +219,28 @@ def test_steps_add_their_gradients_times_the_scale() -> None:
     assert_same(gradients(scaled), {k: 2048 * g for k, g in gradients(plain).items()}, 1e-6)
 
 
+def test_a_loss_that_is_scaled_already_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = models(dtype=torch.float32)
+    inputs = batch(12, torch.float32)
+
+    def cache_of(factor: Callable[[Tensor], Tensor], scaler: torch.amp.GradScaler = scaler) -> GradCache:
+        def loss(u: Tensor, v: Tensor) -> Tensor:
+            return factor(model["head"](u, v))
+
+        return GradCache([model["image"], model["text"]], loss, chunks=4, scaler=scaler)
+
+    with pytest.raises(ValueError, match=r"the loss ends in scaler\.scale\(\.\.\.\)"):
+        cache_of(scaler.scale).step(*inputs)
+    assert not any(gradient.any() for gradient in gradients(model).values())
+    cache_of(lambda value: 1024.0 * value).step(*inputs)
+    cache_of(lambda value: value * torch.tensor(1024.0)).step(*inputs)
+    unused = torch.amp.GradScaler("cpu", enabled=False)
+    value = cache_of(unused.scale, unused).step(*inputs)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        scaler.scale(value).backward()
+
+
 def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its
     weights.
