@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale.cli.main import main as command
+from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.config.eval import EvalRunConfig
 from clipscale.config.model import ModelConfig
@@ -15,6 +17,7 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
@@ -64,6 +67,27 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
     (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
     assert list(evaluated(run)) == ["classes"], "the sets of the run's own settings"
     assert sets[0] in capsys.readouterr().out
+
+
+def test_verbs_and_weights_take_the_best_checkpoint(tmp_path: Path, sets: list[str], capsys: Capture) -> None:
+    run = tmp_path / "run"
+    (run / "eval").mkdir(parents=True)
+    models = {}
+    for step, score in ((2, 0.9), (4, 0.1)):
+        torch.manual_seed(step)
+        models[step] = build_model(TINY)
+        save_model(run, models[step], TINY, step)
+        files.write_json(run / f"eval/step_{step:08d}.json", {"results": {"birds": {"top1": score}}})
+    (run / "config.yaml").write_text("checkpoint: {best: birds/top1}")
+    best = [f"run={run}", "step=best"]
+    assert command(["eval", *best, f"eval.sets=[{sets[0]}]", "device=cpu"]) == 0
+    assert "run, step 2" in capsys.readouterr().out
+    assert command(["export", *best, f"out={tmp_path / 'out'}"]) == 0
+    assert "out: step 2" in capsys.readouterr().out
+    rows = models[2].text.encoder.token_embedding.weight
+    for weights in (tmp_path / "out", f"{run}::best"):
+        started = build_model(completed_by_weights(ModelConfig(name="", weights=str(weights))))
+        assert torch.equal(started.text.encoder.token_embedding.weight, rows)
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Capture) -> None:
