@@ -47,6 +47,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Capture) -> None:
     assert "for 33.6M samples; a step takes about" in length
     assert re.match(r"largest batch with these chunks: \d+M$", largest)
     assert "tiny, batch 1M: 128k samples on each of 1 x 8 x A800-80G" in out
+    assert "batch=1M for 33.6M samples: in published sweeps of that length 4k was best" in out
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
