@@ -33,6 +33,7 @@ OFTEN = "often.parquet"
 WIDTHS = {"big": 12, "wide": 7}
 SCALE = 9.0
 TAUGHT = DistillConfig(["big", "wide"], weights=(0.4, 0.6))
+SCALED = DistillConfig(["big", "wide"], scales=[3.0, 5.0])
 SEVERAL = {"captions_per_step": 3}
 NEGATIVES = {"negatives": "json:wrong", "negatives_per_step": 2, "same": None}
 
@@ -114,6 +115,7 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
         (3, {"data": SEVERAL | NEGATIVES, "exchange": "gather", "cache": CacheConfig(chunk=["3", "5"])}),
         (2, {"data": NEGATIVES, "objective": "sigmoid"}),
         (1, {"distill": TAUGHT, "sizes": [8, 3]}),
+        (1, {"distill": SCALED}),
         (2, {"distill": DistillConfig(["wide"]), "exchange": "ring", "launch": LaunchConfig(parallel="zero3")}),
         pytest.param(2, {"distill": TAUGHT, "objective": "sigmoid"}, marks=pytest.mark.slow),
         (3, {"distill": TAUGHT, "exchange": "gather", "cache": CacheConfig(chunk=["3", "3"])}),
@@ -144,7 +146,10 @@ def dense_value(
     texts = model.text(tokens)
     assert len(texts) == config.batch * config.data.texts_per_step
     scale = model.logit_scale.exp()
-    teachers = [(features[:, 0].double(), features[:, 1].double(), SCALE) for features in taught]
+    scales = config.distill.scales or [SCALE] * len(taught)
+    teachers = [
+        (features[:, 0].double(), features[:, 1].double(), s) for features, s in zip(taught, scales, strict=True)
+    ]
     of_pairs, of_teachers = config.distill.weights if teachers else (1.0, 0.0)
     value = torch.zeros((), dtype=torch.float64)
     shortened = [(unit_rows(images[:, :size]), unit_rows(texts[:, :size])) for size in config.loss.sizes]
