@@ -45,9 +45,9 @@ def check_own(run: Path) -> None:
             )
 
 
-def check_place(run: Path) -> None:
-    """Raise UserError for a folder that cannot be made or written. Leaves nothing behind."""
-    there = first_existing(run)
+def check_place(folder: Path, key: str = "run") -> None:
+    """Raise UserError for a folder, which the setting `key` names, that cannot be made or written. Leaves nothing."""
+    there = first_existing(folder)
     reason = ""
     if not there.is_dir():
         reason = "is a file"
@@ -59,7 +59,7 @@ def check_place(run: Path) -> None:
         except OSError as error:
             reason = f"takes no folder: {error.strerror}"
     if reason:
-        raise UserError(f"run={run} cannot be written ({there} {reason}); choose another run=PATH")
+        raise UserError(f"{key}={folder} cannot be written ({there} {reason}); choose another {key}=PATH")
 
 
 def check_copy_address(address: str) -> None:

@@ -1,8 +1,9 @@
 """The settings of `clipscale export`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from clipscale.common.checkpoints import locate
+from clipscale.common.checkpoints import check_place, locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.eval import RunModel, existing_run
@@ -35,5 +36,7 @@ class ExportSettings(RunModel):
 
 
 def check_export(settings: ExportSettings) -> None:
-    """Raises UserError without a run, and for a checkpoint that is missing."""
+    """Raises UserError without a run, for a checkpoint that is missing, and for a folder that cannot be written."""
+    if settings.out:
+        check_place(Path(settings.out).expanduser(), "out")
     locate(existing_run(settings.run), settings.which)
