@@ -54,9 +54,9 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
         counter.moved["add"] += 2 * total.nbytes
 
     with patch("clipscale.models.linear.add_product", add_product), counter, cuda_autocast():
-        with torch.no_grad(), precision.autocast(), weights.used(builds_graph=False, sync=False):
+        with torch.no_grad(), precision.autocast(), weights.used(builds_graph=False, sums_gradients=False):
             tower(inputs)
-        with precision.autocast(), weights.used(builds_graph=True, sync=False):
+        with precision.autocast(), weights.used(builds_graph=True, sums_gradients=False):
             features = tower(inputs)
         features.backward(torch.empty_like(features))
     tower.zero_grad()

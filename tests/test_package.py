@@ -131,6 +131,7 @@ TYPE_OF_WORD = {
     "local_batch": "int",
     "runtime": "LossRuntime",
     "stage": "Stage",
+    "sums_gradients": "bool",
     "texts_per_sample": "int",
     "timer": "StepTimer",
     "tower_input": "object",

@@ -41,11 +41,14 @@ class ShardedTower(nn.Module):
         return self.module(*inputs, **named)
 
     @contextmanager
-    def chunk_context(self, is_last: bool) -> Iterator[None]:
-        """Around the pass of a chunk: its backward pass shards the weights again, in ZeRO's stage 3 for each chunk, in
-        stage 2 only if it `is_last`."""
+    def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
+        """Around the pass of a chunk: its backward pass shards the weights again, in ZeRO's stage 3 for each chunk.
+
+        In stage 2 it does so only in the step's last chunk, with `sums_gradients`. Gradients are summed after each
+        chunk, whatever it says.
+        """
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(is_last or self.zero_stage == 3)
+        self.module.set_reshard_after_backward(sums_gradients or self.zero_stage == 3)
         yield
 
 

@@ -96,8 +96,12 @@ def run_every_pass(
     last_chunk = local_batch % chunk or chunk
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
-        for sync in (False, True):
-            with batch_norm_preserved(tower), precision.autocast(), weights.used(builds_graph=True, sync=sync):
+        for sums_gradients in (False, True):
+            with (
+                batch_norm_preserved(tower),
+                precision.autocast(),
+                weights.used(builds_graph=True, sums_gradients=sums_gradients),
+            ):
                 both_passes(tower, inputs)
 
 

@@ -39,11 +39,11 @@ class ShardedPairEncoder(PairEncoder):
     forward_is_collective = True
 
     @contextmanager
-    def chunk_context(self, is_last: bool) -> Iterator[None]:
+    def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
         """Around a chunk: the contexts of both towers and of the decoder."""
         with ExitStack() as contexts:
             for module in self.captioner.children():
-                contexts.enter_context(chunk_context(module, is_last))
+                contexts.enter_context(chunk_context(module, sums_gradients=sums_gradients))
             yield
 
 

@@ -20,7 +20,7 @@ class CastWeights:
     first pass, no graph                    cast      none
     first pass, graph kept or measured      cast      a kept graph's backward pass, later, adds it to `.grad`
     replay                                  cast      the backward pass adds it to `.grad`
-    the same two, DDP summing over ranks    not cast  autograd's own, which DDP's hooks see
+    the last chunk of either, under DDP     not cast  autograd's own: DDP's hooks, which sum over ranks, see no other
 
     That `.grad` is one tensor in the whole step (see `accumulator`), because kept graphs hold it.
     """
@@ -49,13 +49,14 @@ class CastWeights:
         self.gradients.clear()
 
     @contextmanager
-    def used(self, *, builds_graph: bool, sync: bool) -> Iterator[None]:
+    def used(self, *, builds_graph: bool, sums_gradients: bool) -> Iterator[None]:
         """Around a pass of one chunk: the layers use their cast weights.
 
-        `builds_graph`: the pass has a backward pass, now or later, which adds to the weights' `.grad`. `sync`: that
-        backward pass sums the gradients over ranks. DDP then needs autograd's own gradients, so nothing is cast.
+        `builds_graph`: the pass has a backward pass, now or later, which adds to the weights' `.grad`.
+        `sums_gradients`: that backward pass sums them over the ranks. DDP then needs autograd's own gradients, so
+        nothing is cast.
         """
-        if builds_graph and sync and self.is_ddp:
+        if builds_graph and sums_gradients and self.is_ddp:
             yield
         elif builds_graph:
             with casting(self.layers, accumulates=True), self.accumulating():

@@ -109,7 +109,7 @@ class GradCache:
         self.keep_budget = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
-            TowerPasses(encoder, function, autocast, synchronises=encoder not in encoders[i + 1 :])
+            TowerPasses(encoder, function, autocast, sums_gradients=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False

@@ -23,26 +23,25 @@ def trains(encoder: Callable[..., object]) -> bool:
 
 
 @contextmanager
-def chunk_context(encoder: Callable[..., object], is_last: bool) -> Iterator[None]:
-    """Around the pass of a chunk. `is_last`: its backward pass is a step's last one. That decides:
+def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
+    """Around the pass of a chunk. `sums_gradients`: its backward pass, the step's last one, sums them over the ranks.
 
-    - for DDP and FSDP2's `fully_shard`, whether the backward pass sums the gradients over ranks. DDP reads it in the
-      forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass;
-    - for a `ShardedTower`, which sums them after each chunk, whether the weights are sharded again.
+    - DDP reads it in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass.
+    - A `ShardedTower` sums after each chunk in any case, but shards the weights again by it.
     """
     if hasattr(encoder, "chunk_context"):
-        with encoder.chunk_context(is_last):
+        with encoder.chunk_context(sums_gradients=sums_gradients):
             yield
     elif hasattr(encoder, "gradient_sync"):  # of a user's encoder; see `GradCache`
-        with encoder.gradient_sync(is_last):
+        with encoder.gradient_sync(sums_gradients):
             yield
     elif isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(is_last)
+        encoder.set_requires_gradient_sync(sums_gradients)
         try:
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif hasattr(encoder, "no_sync") and not is_last:
+    elif hasattr(encoder, "no_sync") and not sums_gradients:
         with encoder.no_sync():
             yield
     else:

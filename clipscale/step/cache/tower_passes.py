@@ -40,8 +40,8 @@ class TowerPasses:
     # Maps the encoder's output to the representations; None if the output is them.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
-    # Whether its replay sums the gradients over ranks. Of several towers with one encoder the last one's does.
-    synchronises: bool
+    # Whether its last chunk sums the gradients over ranks. Of several towers with one encoder the last one's does.
+    sums_gradients: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     # Of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the loss's gradient.
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -67,8 +67,13 @@ class TowerPasses:
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())
-            sync = self.synchronises and stop == num_rows
-            with chunk_context(self.encoder, False), self.weights.used(builds_graph=self.graphs.builds(i), sync=sync):
+            sums_gradients = self.sums_gradients and stop == num_rows
+            builds_graph = self.graphs.builds(i)
+            with (
+                # Never in the first pass: `rearm_ddp_sync` arms a kept graph before its backward pass.
+                chunk_context(self.encoder, sums_gradients=False),
+                self.weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
+            ):
                 out = self.graphs.first_pass(
                     i,
                     partial(self.run, start, stop),
@@ -116,23 +121,26 @@ class TowerPasses:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for i, (start, stop) in enumerate(self.spans):
                 before_chunk()
-                sync = self.synchronises and stop == self.spans[-1][1]
-                with chunk_context(self.encoder, sync), self.weights.used(builds_graph=True, sync=sync):
-                    out = self.output_with_graph(i, sync=sync)
+                sums_gradients = self.sums_gradients and stop == self.spans[-1][1]
+                with (
+                    chunk_context(self.encoder, sums_gradients=sums_gradients),
+                    self.weights.used(builds_graph=True, sums_gradients=sums_gradients),
+                ):
+                    out = self.output_with_graph(i, sums_gradients=sums_gradients)
                     backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
 
-    def output_with_graph(self, i: int, *, sync: bool) -> ChunkOutput:
+    def output_with_graph(self, i: int, *, sums_gradients: bool) -> ChunkOutput:
         """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass.
 
-        `sync`: its backward pass sums the gradients over ranks.
+        `sums_gradients`: its backward pass sums them over the ranks.
         """
         if not self.graphs.outputs:
             return self.run_again(i)
         out = self.graphs.outputs.pop(0)
-        return rearm_ddp_sync(self.encoder, out) if sync else out
+        return rearm_ddp_sync(self.encoder, out) if sums_gradients else out
 
     def end_step(self) -> None:
         """Let go of the batch, its representations and the cast weights."""

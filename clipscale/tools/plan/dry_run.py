@@ -181,7 +181,10 @@ class DryRun:
 
         def encoded() -> list[Tensor]:
             meter.start()
-            with self.step.precision.autocast(), weights.used(builds_graph=torch.is_grad_enabled(), sync=False):
+            with (
+                self.step.precision.autocast(),
+                weights.used(builds_graph=torch.is_grad_enabled(), sums_gradients=False),
+            ):
                 out = encoder(*(torch.empty(size, *row.shape, dtype=row.dtype) for row in rows))
             parts = out if isinstance(out, ChunkOutput) else (out,)
             return [part for part in parts if isinstance(part, Tensor)]
@@ -197,7 +200,7 @@ class DryRun:
         outputs = encoded()
         graph = meter.live()
         meter.is_backward = True
-        with weights.used(builds_graph=True, sync=False):  # checkpointing runs the layers again
+        with weights.used(builds_graph=True, sums_gradients=False):  # checkpointing runs the layers again
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         replay = meter.end()
         operations = meter.operations
