@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,31 @@ def test_every_page_names_the_commit_of_its_record() -> None:
         machine = json.loads(record.read_text())["machine"] if record.exists() else {}
         if isinstance(machine, dict) and "commit" in machine:
             assert machine["commit"][:7] in text, f"{page} does not name the commit of {record.name}"
+
+
+def commits(record: Any) -> Iterator[str]:
+    """Those that a record names: of its machine, and of rows that others made."""
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+        if key == "commit" and value:
+            yield value
+        elif isinstance(value, dict | list):
+            yield from commits(value)
+
+
+@pytest.mark.parametrize("record", sorted(RECORDS.rglob("*.json")), ids=lambda path: str(path.relative_to(RECORDS)))
+def test_every_commit_of_a_record_stands_on_a_page_that_shows_it(record: Path) -> None:
+    """On the page beside it, or on one that links to it."""
+    pages = {page: page.read_text() for page in RECORDS.parent.rglob("*.md")}
+    showing = [text for page, text in pages.items() if page == record.with_suffix(".md") or links(page, text, record)]
+    named = [*commits(json.loads(record.read_text()))]
+    assert named, "the record names no commit"
+    for commit in named:
+        assert any(commit[:7] in text for text in showing), f"{commit[:8]} of {record} stands on no page that shows it"
+
+
+def links(page: Path, text: str, record: Path) -> bool:
+    """Whether a page links to the record, or lists it by its name."""
+    return f"]({os.path.relpath(record, page.parent)})" in text or f"`{os.path.relpath(record, page.parent)}`" in text
 
 
 def test_the_demo_is_recorded_as_it_is_trained_today(script: ModuleType) -> None:
