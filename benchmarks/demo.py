@@ -12,11 +12,15 @@ processor, moves a score as a seed does. `beside` prints a run's scores beside t
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 from measure import Row, counts, main
+
+from clipscale.cli import compose
+from clipscale.tools.data.demo import user_folder
 
 DEFAULTS = {"seeds": "0,1,2,3,4", "samples": "56k", "runs": "runs/seeds", "out": "runs/bench"}
 RECORD = Path(__file__).parents[1] / "docs/benchmarks/demo.json"
@@ -30,8 +34,15 @@ SCORES = {
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
+    settings.preset = preset()
     seeds = counts(settings.seeds)
     return "demo", [{"seed": seed, "samples": settings.samples, "runs": settings.runs} for seed in seeds]
+
+
+def preset() -> Row:
+    """All settings that `experiment=demo` composes. The demo set's paths begin with the name of its folder."""
+    composed = asdict(compose.settings("train", compose.overrides("train", ["experiment=demo"])[1]))
+    return dict(json.loads(json.dumps(composed).replace(f"{user_folder().parent}/", "")))
 
 
 def measure(seed: int, samples: str, runs: str) -> list[Row]:
