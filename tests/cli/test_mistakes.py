@@ -51,7 +51,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
 def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
     answers: dict[str, list], words: str, wrong: str, remedy: str
 ) -> None:
-    """The answer needs no torch, so it comes within a second."""
+    """The answer needs no torch, which takes seconds."""
     *answer, loaded = answers[words]
     one_line(tuple(answer), wrong, remedy)
     assert not loaded
