@@ -5,9 +5,10 @@ The limit is this program's own: the libraries behind fsspec try for minutes, ea
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from threading import Thread
+from contextlib import contextmanager
+from threading import Thread, Timer
 from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
@@ -70,6 +71,19 @@ def within_time(
             log_line(f"waiting for {awaited}", error=True)
             announce = False
     return future.result()
+
+
+@contextmanager
+def announced(awaited: str) -> Iterator[None]:
+    """If the body takes more than ANNOUNCE_S, a line says that `awaited` is waited for. Its limit is its library's."""
+    timer = Timer(ANNOUNCE_S, log_line, [f"waiting for {awaited}"], {"error": True})
+    timer.daemon = True
+    if main_rank():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_credentials(scheme: str, subject: str) -> None:

@@ -12,6 +12,7 @@ from shutil import rmtree
 from typing import Any
 
 from clipscale.common.record import Results
+from clipscale.common.remote import announced
 from clipscale.common.terminal import log_line
 
 # Two functions: one writes the numbers of a step, one closes the sink.
@@ -115,17 +116,20 @@ def wandb(run_dir: Path, mode: str, settings: Mapping[str, object]) -> Sink:
     id_file = run_dir / "wandb" / "run-id.txt"
     if not id_file.is_file():
         id_file.write_text(secrets.token_hex(4))
-    run = client.init(
-        project=os.environ.get("WANDB_PROJECT", "clipscale"),
-        name=os.environ.get("WANDB_NAME") or run_dir.name,
-        id=id_file.read_text().strip(),
-        resume="allow",
-        dir=str(run_dir),
-        config=dict(settings),
-        mode=mode,
-        # wandb would send the command line, the console and the address of the git remote, secrets included.
-        settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
-    )
+    with announced("wandb"):
+        run = client.init(
+            project=os.environ.get("WANDB_PROJECT", "clipscale"),
+            name=os.environ.get("WANDB_NAME") or run_dir.name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            mode=mode,
+            # wandb would send the command line, the console and the address of the git remote, secrets included.
+            settings=client.Settings(
+                silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True
+            ),
+        )
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import closing, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,19 @@ def test_wandbs_mode_is_that_of_the_environment(
     sinks.open_sinks(tmp_path, config.wandb_mode, False, {}).close()
     assert asked == [used] * bool(used)
     assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))
+
+
+def test_a_service_that_is_silent_at_the_start_has_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def init(**_: object) -> None:
+        time.sleep(1)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr("clipscale.common.remote.ANNOUNCE_S", 0.05)
+    monkeypatch.setattr(sinks, "wandb_module", lambda: SimpleNamespace(init=init, Settings=dict))
+    sinks.open_sinks(tmp_path, "online", False, {}).close()
+    assert "waiting for wandb" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # it starts wandb's service

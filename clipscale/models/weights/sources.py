@@ -15,6 +15,7 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
+from clipscale.common.remote import announced
 from clipscale.common.units import did_you_mean, run_folder
 from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
@@ -292,7 +293,8 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
 def _snapshot(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=patterns))
+    with announced(f"{name}, which is fetched from the Hub"):
+        return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def _from_hub(name: str) -> Path:
@@ -325,5 +327,6 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
     import open_clip
 
     described = _pretrained(tag, name, origin)
-    path = Path(open_clip.download_pretrained(described))
+    with announced(f"{origin}, which is fetched"):
+        path = Path(open_clip.download_pretrained(described))
     return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(described)))

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import re
+import time
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import find
 from clipscale.tools.export.open_clip import open_clip_description, weights
+from tests.conftest import Capture
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
 
@@ -276,6 +279,21 @@ def test_weights_that_cannot_be_fetched_are_refused_with_a_remedy(
     monkeypatch.setattr("open_clip.download_pretrained", offline)
     with pytest.raises(UserError, match=r"cannot be fetched \(offline\); download it elsewhere"):
         find(weights, "ViT-B-32")
+
+
+@pytest.mark.parametrize("weights", ["laion2b_s34b_b79k", "hf-hub:laion/none"])
+def test_weights_that_come_slowly_have_a_line(weights: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def silent(*_: object, **__: object) -> str:
+        time.sleep(1)
+        raise OSError("offline")
+
+    monkeypatch.setattr("clipscale.common.remote.ANNOUNCE_S", 0.05)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", silent)
+    monkeypatch.setattr("open_clip.download_pretrained", silent)
+    with pytest.raises(UserError, match="offline"):
+        find(weights, "ViT-B-32")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"waiting for .*{weights.removeprefix('hf-hub:')}'?, which is fetched", line)
 
 
 def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch) -> None:
