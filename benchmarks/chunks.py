@@ -64,7 +64,7 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
 
 
 def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[Row]:
-    """Of both towers: MB of a chunk's weights and operations of a chunk, each way, and GB of steps by their chunks."""
+    """Counts for both towers together: MB of a chunk's weights, its operations, and GB of steps by their chunks."""
     values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     casts_to = Precision.set_up(precision, CPU)
     row: Row = {}

@@ -57,7 +57,7 @@ def measure(seed: int, samples: str, runs: str) -> list[Row]:
 
 
 def results(run: Path) -> Row:
-    """Those of the run's last evaluation."""
+    """Returns the results of the run's last evaluation."""
     newest = max((run / "eval").glob("*.json"), key=lambda file: file.stat().st_mtime)
     return dict(json.loads(newest.read_text())["results"])
 

@@ -48,7 +48,7 @@ class Fused:
     kernels: int = 0
     bytes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     groups: list[tuple[str, str, int]] = field(default_factory=list)
-    """Of the first graph of each pass: the pass, the operations that a kernel computes, its bytes."""
+    """The kernels of each pass's first graph: the pass, the operations that a kernel computes, its bytes."""
 
 
 @contextmanager

@@ -42,14 +42,14 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The cosine of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k.
 PAIR_COSINE = 0.2
-"""Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""
+# Pairs up to which a further step counts FLOPs.
 MAX_COUNTED = 2**18
-"""Pairs up to which a further step counts FLOPs."""
+# Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward.
 COUNTED_UNITS = 4
-"""Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward."""
+# How addmm is counted: torch 2.11 cannot count one with `out`.
 ADDMM_FLOPS = {torch.ops.aten.addmm: lambda start, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
-"""How addmm is counted: torch 2.11 cannot count one with `out`."""
 GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}  # side and number of the matrix products after each step
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 
@@ -62,12 +62,12 @@ class Method:
     """A way to compute the loss."""
 
     build: Callable[[Row], LossFunction]
-    """Of a job. Imports what it needs."""
+    """Makes the loss for a job. Imports what it needs."""
     package: str = "torch"
     cuda: bool = False
     """Kernels for CUDA alone, whose matmuls torch cannot count."""
     multiples: tuple[int, int] = (1, 1)
-    """Of N and D that it takes."""
+    """N and D must be multiples of these."""
     sigmoid: bool = False
 
 

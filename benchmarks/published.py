@@ -82,7 +82,7 @@ class Model:
     """Float32 pixels and int64 tokens of a sample."""
     weights: int
     graph: int
-    """Of a chunk of both towers at once, as in CLIP.forward."""
+    """The graph of a chunk of both towers at once, as in CLIP.forward."""
 
 
 def measured(name: str, chunk: int, precision: str) -> Model:

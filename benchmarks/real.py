@@ -50,9 +50,9 @@ DEFAULTS = {
     "work": "runs/real",
     "out": "runs/bench",
 }
+# A method -> the factor of the batch, whose root is the factor of the rate. A larger batch has no more memory: it is
+# encoded in chunks of `batch`, whose graphs are not kept.
 METHODS = {"clipscale": 1, "open_clip": 1, "clipscale-2x": 2, "clipscale-4x": 4}
-"""And the factor of the batch, whose root is the rate's. A larger one has no more memory: it is encoded in chunks of
-`batch`, whose graphs are not kept."""
 RATE = 1e-3
 CLASSES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 TEMPLATES = ["a photo of a {c}", "a small grey picture of a {c}", "a {c} in a shop", "the {c} is for sale", "{c}"]
@@ -62,10 +62,10 @@ MAKERS = [
     "@lobehub/fluent-emoji-3d/assets/*.webp",
 ]
 NAMES = "emoji-datasource-google/emoji.json"
+# Held-out emoji, in per cent.
 HOLDOUT = 10
-"""Per cent of the emoji."""
+# The sides of a picture and of a patch, in pixels.
 SIDES = {"fashion": (28, 7), "emoji": (32, 8)}
-"""Of pictures and patches, in pixels."""
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2}
 
 

@@ -24,8 +24,8 @@ from clipscale.cli import compose
 from clipscale.tools.plan.planner import plan
 
 GIB = 2**30
+# What an A800 with 80 GB has left for a program.
 USABLE = 79 * GIB
-"""Of an A800 with 80 GB."""
 Rows = tuple[list[Row], Columns]
 
 # ---- Inf-CL ----
@@ -337,7 +337,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def gradient_of(loss: Callable[..., Tensor], rows: slice) -> Tensor:
-    """Of two linear towers and a scale in float64, on these rows of 32 pairs."""
+    """Returns the gradient of two linear towers and a scale in float64, on these rows of 32 pairs."""
     torch.manual_seed(0)
     pairs = torch.randn(2, 32, 24, dtype=torch.float64)
     towers = [nn.Linear(24, 16, bias=False, dtype=torch.float64) for _ in range(2)]

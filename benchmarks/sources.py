@@ -29,7 +29,7 @@ MISSING = {
     "figure5": "the accuracies of Inf-CL's figure 5 take its trainings: clipscale train -m "
     "experiment=infcl-vit-b32-cc12m batch=8k,16k,32k,64k,128k, and so with infcl-vit-b32 for LAION-400M",
 }
-"""Of Inf-CL. Gradient Cache's table of Natural Questions needs that set; `dpr` trains on one that is made up."""
+"""These are Inf-CL's. Gradient Cache's table of Natural Questions needs that set; `dpr` trains on a made-up one."""
 DEFAULTS = {"batches": "64,128,256,512", "chunk": 32, "repeats": 3, "steps": 400}
 
 

@@ -91,8 +91,8 @@ def counted(tower: nn.Module, inputs: Tensor, precision: str) -> Counter:
 
 
 def compiled(clip: ClipModel, precision: str) -> Row:
-    """Of one sample: MB of each tower in its blocks, eager and fused, by pass; kernels of a chunk's blocks; and MB of
-    the kernels of one block of the image tower. `clip` without values, inside of its FakeTensorMode."""
+    """Counts for one sample: MB of each tower in its blocks, eager and fused, by pass; kernels of a chunk's blocks; and
+    MB of the kernels of one block of the image tower. `clip` has no values; call it inside of its FakeTensorMode."""
     towers: Row = {}
     kernels = 0
     for name, tower in (("image", clip.image), ("text", clip.text)):
@@ -126,7 +126,7 @@ def random_inputs(clip: ClipModel, size: int) -> dict[str, Tensor]:
 
 
 def measure(model: str, precision: str, tflops: float, tbs: float) -> list[Row]:
-    """Of one sample: GFLOP, MB by kind, operations of a chunk, and milliseconds; the same compiled."""
+    """Counts for one sample: GFLOP, MB by kind, operations of a chunk, and milliseconds; the same compiled."""
     counts = {}
     values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     config = ModelConfig(**values)

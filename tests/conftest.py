@@ -66,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Else Triton's bindings print at the end what the collector has left."""
+    """Lets the collector take the rest, which Triton's bindings would print at the end."""
     gc.unfreeze()
 
 

@@ -96,7 +96,7 @@ class Mutant:
 
     @cached_property
     def lines(self) -> range:
-        """Those of its statement, up to the body of one that has a body; those of a function if its head is broken."""
+        """Its statement's lines, up to the body if it has one; all lines of a function whose head is broken."""
         nodes = ast.walk(ast.parse((CHECKOUT / self.file).read_text()))
         statements = (node for node in nodes if isinstance(node, ast.stmt))
         around = [node for node in statements if node.lineno <= self.line <= (node.end_lineno or 0)]
@@ -194,7 +194,7 @@ def changed(before: str, after: str) -> str:
 
 
 def drawn(number: int, seed: int, files: Sequence[str]) -> list[Mutant]:
-    """So many lines, all equally likely, and of each one of its breaks, all equally likely."""
+    """Draws `number` lines, all equally likely, and one break of each, all equally likely."""
     draw = random.Random(seed)
     lines = [line for file in files for line in lines_of(file)]
     firsts = (next(line.mutants(draw), None) for line in draw.sample(lines, len(lines)))
@@ -226,7 +226,7 @@ def tests_of(file: str) -> list[str]:
 
 
 class Noting:
-    """Of pytest: the environment names the test that runs, or the fixture that several tests share."""
+    """A plugin of pytest: the environment names the test that runs, or the fixture that several tests share."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -277,14 +277,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Record:
-    """Without a break: the seconds of each test, and the tests that run a line, with 0 for anything of the file."""
+    """A run without a break: the seconds of each test, and the tests that run a line (line 0: any line of the file)."""
 
     seconds: Mapping[str, float]
     running: Mapping[tuple[str, int], set[str]]
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run its statement, of the test files of its file. If none does or it runs outside of tests, as on
-        import, those that run anything of the file.
+        """Returns the tests in its file's test files that run its statement. If none does or it runs outside of tests,
+        as on import, those that run anything of the file.
 
         Its mirror is first, then those files whose tests are quicker.
         """

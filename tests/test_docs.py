@@ -214,7 +214,7 @@ def test_every_command_composes(
 def test_every_command_finds_what_it_names(
     commands: Commands, laid: Path, finished: Path, demo: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """As far as this machine can tell: weights of every architecture, sets, shards and runs are there."""
+    """Weights of every architecture, sets, shards and runs are there, as far as this machine can tell."""
     typed = {words: block for words, block in checked(commands).items() if block.page != TABLE}  # it makes its own
     lay_runs(typed, finished, tmp_path)
     beside(tmp_path)
@@ -322,7 +322,7 @@ def test_every_command_runs_as_it_stands(
 
 
 def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
-    """As `make docs` does it: by its hook, on what Markdown has made of a page."""
+    """It calls the hook of `make docs` on what Markdown has made of a page."""
     pytest.importorskip("latex2mathml")
     from markdown import markdown
     from mkdocs.exceptions import PluginError

@@ -230,7 +230,7 @@ def test_the_step_is_that_of_one_graph(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 def test_the_step_of_adapters_is_that_of_one_graph(ranks: int) -> None:
-    """Of rank 3, beside the projection, which trains whole, in one tower, and a whole block in the other."""
+    """Adapters have rank 3. In some cases a tower also trains its projection whole, or a whole block."""
     pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     rest: list[tuple[Any, ...]] = [
         ("ddp", (1, 2), "none", "none", 60e3, "softmax", "none", "sorted", True, ("all", "1")),

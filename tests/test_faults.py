@@ -63,7 +63,7 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
 
 @pytest.fixture(scope="module")
 def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of `small` as it is."""
+    """The losses of a run that no fault disturbs."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     train(four_step_config(shards, run))
     return curve(run)
@@ -73,7 +73,7 @@ def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> list[f
 def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     shards: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
 ) -> None:
-    """Unless another run has begun there, into whose folder nothing is written."""
+    """If another run has begun there (`used`), nothing is written into its folder."""
     monkeypatch.setattr("clipscale.lifecycle.run_lock.WAIT_S", 0.0)
     run, other = tmp_path / "run", RunLock(tmp_path / "run")
 
@@ -154,7 +154,7 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
 def test_what_ends_a_run_saves_first(
     shards: str, undisturbed: list[float], tmp_path: Path, part: str, error: Exception, saved: list[int]
 ) -> None:
-    """Unless its weights may be half updated."""
+    """It does not if its weights may be half updated."""
     config = four_step_config(shards, tmp_path / "run")
     work = resolve_name(f"clipscale.{part}")
     third = mock.Mock(side_effect=[mock.DEFAULT] * 2 + [error])

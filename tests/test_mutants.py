@@ -103,7 +103,7 @@ def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatc
 
 
 def test_its_tests_are_those_that_run_it_the_quick_ones_first() -> None:
-    """And where it runs on import, those that run anything of the file; its mirror's come first."""
+    """A line that runs on import has the tests that run anything of the file. Those of its mirror come first."""
     names = ["step/test_optim.py::slow", "step/test_optim.py::quick", "step/test_ema.py::other", "test_train.py::long"]
     slow, quick, other, long = (f"tests/{name}" for name in names)
     file = "clipscale/step/optim.py"

@@ -209,7 +209,7 @@ def test_every_python_file_that_the_package_names_exists() -> None:
 
 @pytest.mark.parametrize("folder", ["benchmarks", "clipscale", "tests"])
 def test_every_module_of_the_package_that_a_file_imports_exists(folder: str) -> None:
-    """Also where the import is inside a function. mypy does not see it, because of `ignore_missing_imports`."""
+    """Imports inside functions count, too. mypy does not see them, because of `ignore_missing_imports`."""
     missing = []
     for path in (CHECKOUT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -250,12 +250,29 @@ def imported_parts(path: Path) -> set[str]:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """Not by way of others either."""
+    """An import by way of other folders counts, too."""
     imports: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         imports.setdefault(part_of(path), set()).update(imported_parts(path))
     order = [*TopologicalSorter(imports).static_order()]  # raises CycleError, which names the cycle
     assert order[0] == "common" and len(order) > 15
+
+
+# A docstring that opens so goes on with the name above it: half a sentence.
+HALF = re.compile(r"(Of|So|Also|Else|As|And|Or|But|Not|Unless|That of|Those of)\b")
+
+
+@pytest.mark.parametrize("folder", ["clipscale", "tests", "benchmarks"])
+def test_a_docstring_is_whole_sentences(folder: str) -> None:
+    halves, count = [], 0
+    for path in (CHECKOUT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:  # a docstring, or a text below what it explains
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    count += 1
+                    if HALF.match(text.lstrip()):
+                        halves.append(f"{path.relative_to(CHECKOUT)}:{node.lineno}: {text.strip()[:40]}")
+    assert count > 100 and not halves, "\n".join(halves)
 
 
 def test_models_know_nothing_of_distribution() -> None:

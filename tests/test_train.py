@@ -192,7 +192,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fp16 a step that overflows is skipped and halves the loss scale, but not for ever."""
+    """An fp16 step that overflows is skipped and halves the loss scale, but not for ever."""
     monkeypatch.setattr("clipscale.step.precision.MIN_LOSS_SCALE", 2.0**15)
     with refused("training has diverged"):
         train(diverging(demo, tmp_path / "run", "fp16"))
@@ -235,7 +235,7 @@ def losing_a_loader(rank: int, world_size: int, config: TrainConfig, error: Exce
 def test_a_lost_loader_saves_the_run_on_all_ranks(
     shards: str, tmp_path: Path, world_size: int, error: Exception
 ) -> None:
-    """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
+    """The others may be in the middle of a step. The run goes on as if nothing had happened."""
     config = four_step_config(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
     run_ranks(losing_a_loader, world_size, config, error)
     assert len(curve(tmp_path / "run")) == 3
@@ -262,7 +262,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
 
 
 def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Path) -> None:
-    """Without the garbage collector: the next stage's model is built in the memory of the last one's."""
+    """It needs no garbage collector: the next stage's model is built in the memory of the last one's."""
     run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9), ONE_RANK)
     for _ in range(2):
         run.run_step()

@@ -238,7 +238,7 @@ class Picture:
             return self._turn_upright(pixels)
 
     def _turn_upright(self, pixels: np.ndarray) -> np.ndarray:
-        """By the EXIF standard: swap the axes, then reverse the rows, then the columns."""
+        """Follows the EXIF standard: swap the axes, then reverse the rows, then the columns."""
         if self.is_on_its_side:
             pixels = pixels.swapaxes(0, 1)
         down = -1 if self.orientation in (3, 4, 7, 8) else 1

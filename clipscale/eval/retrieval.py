@@ -41,7 +41,7 @@ class Relevance:
 
     @classmethod
     def for_distinct_captions(cls, owner_M: Tensor) -> "Relevance":
-        """As if no two images and no two captions were equal."""
+        """Takes no two images and no two captions as equal."""
         image_N = torch.arange(distinct(owner_M), device=owner_M.device)
         return cls(owner_M, image_N, torch.arange(len(owner_M), device=owner_M.device))
 

@@ -58,7 +58,7 @@ def _image_flops(model: str, trained: frozenset[str]) -> PassFlops:
 
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
-    """As `image_flops`, for one caption of `length` tokens, by default the whole context."""
+    """Counts as `image_flops` does, for one caption of `length` tokens, by default the whole context."""
     return _text_flops(_described(config), frozenset(trained), length)
 
 
@@ -74,7 +74,7 @@ def _text_flops(model: str, trained: frozenset[str], length: int | None) -> Pass
 
 
 def decoder_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
-    """As `text_flops`, for a captioner's decoder and the labels of one caption. Its gradient goes on to both towers."""
+    """Counts a captioner's decoder, for the labels of one caption. Its gradient goes on to both towers."""
     return _decoder_flops(_described(config), frozenset(trained), length)
 
 

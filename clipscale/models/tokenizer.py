@@ -78,7 +78,7 @@ class Tokenizer:
         return " ".join(inner.decode(inside).split())
 
     def shortened(self, text: str) -> str:
-        """As many characters of a caption as can matter. Tokenizers take a run of spaces for one.
+        """Returns the characters of a caption that can matter. Tokenizers take a run of spaces for one.
 
         JSON can hold lone surrogates, which no tokenizer takes.
         """

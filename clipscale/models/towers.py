@@ -152,7 +152,7 @@ class ClipModel(nn.Module):
         return factors
 
     def train(self, mode: bool = True) -> "ClipModel":
-        """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
+        """Sets the mode as torch does, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, BATCH_NORMS) and (self.batch_norm_frozen or frozen(module)):

@@ -62,7 +62,7 @@ def test_a_targets_commands_are_ones_that_their_scripts_take_and_end_within_a_ca
 
 @pytest.mark.slow
 def test_a_record_is_whole_after_every_measurement(tmp_path: Path) -> None:
-    """So it is when the time ends in the middle of a target."""
+    """A target whose time ends in its middle leaves the rows that it has measured."""
     words = ["device=cpu", "n=16,24", "d=16", "repeats=1", "methods=open_clip", f"out={tmp_path}"]
     program = subprocess.Popen([sys.executable, ROOT / "benchmarks/loss.py", *words], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None

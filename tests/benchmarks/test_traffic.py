@@ -44,8 +44,8 @@ def test_compiled_operations_are_counted_as_they_are_fused(monkeypatch: pytest.M
 
 
 def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer without bias in the passes of a chunk, in bytes of a weight: by autograd two casts (2 x 6), one of its
-    gradient (6) and a sum (12); else the gradient that a product adds to, read and written (8)."""
+    """A layer without bias moves so many bytes per weight in the passes of a chunk: 8 if it is cast once (a product
+    reads and writes the gradient that it adds to), else 30 (two casts, 2 x 6; one of the gradient, 6; a sum, 12)."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     chunks = importlib.import_module("chunks")
     bf16 = Precision.set_up("bf16", torch.device("cpu"))

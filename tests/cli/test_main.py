@@ -121,7 +121,7 @@ OTHERS = [("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar")
     ],
 )  # fmt: skip
 def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: str, after: str) -> None:
-    """So does Hydra: what is typed after a script's words counts."""
+    """Hydra does the same: what is typed after a script's words counts."""
     _, out, err = cli("train", *before.split(), after, "--cfg", "job")
     _, alone, silent = cli("train", *(word for word in before.split() if word[:3] == "bat"), after, "--cfg", "job")
     assert out == alone

@@ -33,7 +33,7 @@ for words in (["train", "-h"], *json.load(sys.stdin)):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    """By a mistake's words, of one process: status, stdout, stderr, and what is loaded by then."""
+    """One process types all mistakes. Returns status, stdout, stderr and the modules loaded by then, by their words."""
     typed = [words for words, *_ in MISTAKES.values()]
 
     def make(folder: Path) -> None:

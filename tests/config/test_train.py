@@ -78,7 +78,7 @@ def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.Mo
 
 
 def test_the_written_configuration_reads_back_as_itself(tmp_path: Path) -> None:
-    """So does a folder with a name that is not UTF-8."""
+    """The run's folder has a name that is not UTF-8."""
     original = with_defaults(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
     files.write_text(tmp_path / "config.yaml", to_yaml(original))
     back = dataclass_from(TrainConfig, files.read_record(tmp_path / "config.yaml"))

@@ -65,7 +65,7 @@ def open_stream(
 
 
 def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
-    """Of each of the next batches: keys (samples' ids, where nothing else is said), pixels, tokens."""
+    """Returns keys (samples' ids, where nothing else is said), pixels and tokens of each of the next batches."""
     return [content(stream.next_batch()) for _ in range(steps)]
 
 

@@ -119,7 +119,7 @@ def test_the_pictures_with_captions_are_the_same_on_several_ranks(tmp_path: Path
 
 @pytest.mark.slow
 def test_captions_are_those_of_open_clips_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which finds one of its classes in transformers 4 alone; greedy, it does not need that one."""
+    """open_clip finds one of its classes in transformers 4 alone; a greedy search does not need that one."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
     warpers: dict[str, Any] = {"top_k": transformers.TopKLogitsWarper}
     monkeypatch.setattr(open_clip.coca_model, "_has_transformers", True)

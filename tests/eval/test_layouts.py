@@ -67,7 +67,7 @@ def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [3, 6, 8, 17])
 @pytest.mark.parametrize("order", ["sorted", "cycling", "shuffled"])
 def test_a_limit_takes_of_each_class_in_proportion(order: str, limit: int) -> None:
-    """Of a set whose classes cycle, even distances would hit one class in a whole number of cycles."""
+    """Even distances would hit one class alone in a set whose classes cycle."""
     labels = [c for c in range(6) for _ in range(4)] if order == "sorted" else [c for _ in range(4) for c in range(6)]
     random.Random(0).shuffle(labels) if order == "shuffled" else None
     images = [ImageRef(Path(str(i))) for i in range(24)]
@@ -216,7 +216,7 @@ def test_lines_of_a_program_are_no_names_and_no_prompts(tmp_path: Path, file: st
 
 
 def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And what else lies in class folders is said once, with counts; pictures are those that training takes."""
+    """One line counts what else lies in class folders. Pictures are the files that training takes, too."""
     root = folders(tmp_path / "set", ["red", "green"])
     for path in (".ipynb_checkpoints", "__MACOSX/red", "red/.thumbs"):
         folders(root / path, ["x"])
@@ -283,7 +283,7 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
 
 
 def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
-    """And where two folders have its images, one line asks for one of them."""
+    """Where two folders have its images, one line asks for one of them."""
     file = karpathy_json(tmp_path / "set")
     images = tmp_path / "set" / "images"
     masks = tmp_path / "set" / "masks"

@@ -122,7 +122,7 @@ def sigmoid(x: torch.Tensor, bias: float) -> torch.Tensor:
 def test_held_out_pairs_have_the_loss_of_the_runs_objective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str | None, bias: float | None, formula: Any
 ) -> None:
-    """With all negatives of each batch; a broken picture is in none, and a part of a batch is left out."""
+    """The loss has all negatives of each batch. A broken picture is in no batch, and a part of a batch is left out."""
     root = pair_set(tmp_path / "pairs", broken=1)
     model = ColourModel()
     model.logit_scale = torch.tensor(0.7)
@@ -147,7 +147,7 @@ class Untrained(ColourModel):
 def test_equal_captions_and_pictures_of_held_out_pairs_are_right_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And of published captions they are not, as in clip-benchmark; a line says how many differ."""
+    """For published captions they are wrong answers, as in clip-benchmark; a line says how many differ."""
     titles = ["{} Shirt", "{}  shirt", " {} SHIRT", "{}\tshirt"]  # of four pictures each; two more come twice
     samples = [(titles[i // 4].format(NAMES[i % 4]), picture(NAMES[i % 4], size=(8, 8 + i))) for i in range(16)]
     samples += [(title.format(name), picture(name)) for name in NAMES[4:] for title in ("{}", "all {}")]

@@ -115,7 +115,7 @@ def test_any_weights_are_evaluated_without_a_run(
 
 
 def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Capture) -> None:
-    """As it was while it trained: the same figures of the same weights. A logit bias makes no sigmoid loss of them."""
+    """The same weights have the same figures as while they trained. A logit bias makes no sigmoid loss of them."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10)
     run = tmp_path / "run"

@@ -98,7 +98,7 @@ def mistaken(config: TrainConfig) -> dict:
 
 
 def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path) -> None:
-    """Of a launcher that a scheduler signals: with the status of a stopped run the job would be queued for ever."""
+    """A scheduler signals the launcher: with the status of a stopped run it would queue the job for ever."""
 
     def elastic_launch(elastic: Any, entry: Any) -> Any:
         def launched(config: TrainConfig, main: str, folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path) -> None:
     def cause(*errors: Exception, status: int = 1) -> Exception:
-        """Of ranks that failed with these errors, one after the other; torch names the first."""
+        """Lets ranks fail with these errors, one after the other; torch names the first."""
         for rank, error in enumerate(errors):
             local.leave_failure(tmp_path, rank, error)
         noticed = SimpleNamespace(exitcode=status, signal_name=lambda: "SIGKILL")

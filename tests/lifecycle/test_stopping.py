@@ -75,7 +75,7 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
 
 
 def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> None:
-    """Also where torch does, which starts the workers of a run of several processes."""
+    """torch handles them where it starts the workers of a run of several processes."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interruptible():

@@ -65,7 +65,7 @@ def test_modules_are_exact_down_to_parameters(objective: str, has_keys: bool, ba
 
 
 def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
-    """With one tile, plain autograd from the same seed is the truth; draws between the passes must neither matter nor
+    """Plain autograd from the same seed, with one tile, is the truth; draws between the passes must neither matter nor
     change."""
     torch.manual_seed(0)
     u, v = features(9, 11, 8)

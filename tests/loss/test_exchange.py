@@ -124,7 +124,7 @@ def test_ranks_on_nodes_of_different_sizes_take_one_exchange() -> None:
 
 
 def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
-    """By its bits, since the order of additions is the gather's. Features may have any shape."""
+    """The bits show it, since the order of additions is the gather's. Features may have any shape."""
     u, v = torch.randn(2, 3, 5, 4, 3).double()
     options = {"backend": "tiled", "similarity": Phi(12).double(), "machine": Gpu()}
     auto, gather = (

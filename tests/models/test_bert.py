@@ -25,7 +25,7 @@ def bert_config(*words: str) -> ModelConfig:
 
 
 def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Path) -> None:
-    """With its tokenizer: the tower's trunk gives what BERT's pooler gives, and what trains is all of it."""
+    """The tower's trunk gives what BERT's pooler gives, its tokenizer is BERT's, and all of it trains."""
     folder = tmp_path / "bert"
     theirs = save_bert(folder)
     config = bert_config(f"model.text.weights={folder}")

@@ -32,7 +32,8 @@ TEXT_FORWARD = LAYERS * sum(TEXT.values()) + PROJECT
 
 
 def adapted(layers: dict[str, int]) -> int:
-    """Of adapters in frozen blocks: the inputs' gradients, from the first adapter on, and attention's two products."""
+    """Counts what adapters in frozen blocks add: the inputs' gradients from the first adapter on, and attention's two
+    products."""
     blocks = LAYERS * (2 * layers["attention"] + layers["out"] + layers["mlp"])
     return blocks + (LAYERS - 1) * layers["qkv"] + PROJECT
 
@@ -72,7 +73,7 @@ DEEP = {
 
 @pytest.mark.parametrize("train", ["all", "none", "1", "3", "5"])
 def test_two_of_many_blocks_count_for_all(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only the upper ones train; and the encoders, which are shared, keep their blocks."""
+    """Some cases train the upper blocks alone. The encoders, which are shared, keep their blocks."""
     config = ModelConfig(name="deep", architecture=DEEP, image=TowerConfig(train=train), text=TowerConfig(train=train))
     model = build_model(config)
     image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))

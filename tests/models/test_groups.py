@@ -51,7 +51,8 @@ def test_groups_are_open_clips_and_timms(tower: Any, name: str) -> None:
 
 @pytest.mark.parametrize("settings", [{"layer_decay": 0.5}, {"train": "1"}, {"train": "1", "layer_decay": 0.5}])
 def test_a_tower_whose_blocks_have_unknown_names_is_refused(settings: dict[str, Any]) -> None:
-    """As open_clip's newer text towers; one group of all layers would train and decay other weights than asked for."""
+    """open_clip's newer text towers have such names. One group of all layers would train and decay other weights than
+    asked for."""
     blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     tower = nn.ModuleDict({"token_embedding": nn.Embedding(9, 4), "blocks": blocks, "norm": nn.LayerNorm(4)})
     asked = TowerConfig(**settings)

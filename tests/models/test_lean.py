@@ -123,7 +123,7 @@ def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
 
 
 def test_checkpointing_recomputes_captions_by_the_kernel_of_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch refuses the backward pass: another kernel saves other tensors."""
+    """torch refuses the backward pass if another kernel has saved other tensors."""
     monkeypatch.setattr("clipscale.models.lean.CAPTION_SDPA_BACKENDS", [SDPBackend.MATH])
     ours = both(SMALL)[1]
     ours.set_grad_checkpointing(True)

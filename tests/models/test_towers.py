@@ -141,7 +141,7 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path) -> None:
-    """Or the first step ends in an IndexError."""
+    """The first step would end in an IndexError."""
     for words in (100, 49407):
         with pytest.raises(UserError, match=f"its largest token is 49407, and the model has {words}"):
             build_model(ModelConfig("own", architecture(words=words))).tokenizer(["a"])

@@ -44,7 +44,7 @@ def test_no_shard_is_a_command(tmp_path: Path, capsys: Capture, source: str) -> 
 
 
 def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Capture) -> None:
-    """Of three samples, the one that a link should fill has no picture; no file beside the shard is opened or made."""
+    """The sample that a link should fill has no picture. No file beside the shard is opened or made."""
     secret = tmp_path / "secret.png"
     secret.write_bytes(picture())
     link = tarfile.TarInfo("b.png")

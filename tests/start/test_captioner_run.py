@@ -101,7 +101,7 @@ def test_captions_whose_padding_counts_are_computed_as_a_whole_and_it_is_said(
 
 @pytest.mark.slow  # runs without a decoder do so in the ordinary suite
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path: Path) -> None:
-    """With patches dropped at random, graphs kept, and an average."""
+    """The run drops patches at random, keeps graphs, and has an average."""
     model = ModelConfig(name="test", architecture=CAPTIONER, patch_dropout=0.3)
     given = {"model": model, "ema": 0.9, "checkpoint": CheckpointConfig(every="2", keep=0)}
     train(captioning(shards, tmp_path / "whole", **given))

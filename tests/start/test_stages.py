@@ -72,7 +72,7 @@ def same(one: Path, other: Path, step: int) -> bool:
 
 
 def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: str, tmp_path: Path) -> None:
-    """Of 12 and 6 in 2, where the first alone would be read in 8, which it does not fill evenly."""
+    """Batches of 12 and 6 are read in 2 streams. For 12 alone it would be 8, which they do not fill evenly."""
     data = DataConfig(train=[shards], workers=0, shuffle=8)
     stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4

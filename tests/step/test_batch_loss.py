@@ -27,7 +27,7 @@ def rows(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("length", [0.0, 1e-30, 1e-6])
 def test_a_part_without_length_has_a_bounded_gradient(length: float) -> None:
-    """Of either tower: 1,000 times the gradient of a unit row, which is at most the scale."""
+    """The bound, for either tower, is 1,000 times the gradient of a unit row, which is at most the scale."""
     u, v = rows(0), rows(1)
     with torch.no_grad():
         for features in (u, v):

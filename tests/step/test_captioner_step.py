@@ -141,7 +141,7 @@ class Answer(NamedTuple):
 
 
 def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
-    """Of each case the second step, of which the ranks know each other's numbers."""
+    """Runs two steps of each case and returns the second, in which the ranks know each other's numbers."""
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))

@@ -122,7 +122,7 @@ def test_every_size_is_compiled_and_a_block_under_ddp_is_one_graph() -> None:
 
 
 def graphs_of_layers(rank: int, world_size: int) -> tuple[int, int]:
-    """Of a layer at ten sizes; and of layers that do not fit together into a bucket of DDP's."""
+    """Counts the graphs of a layer at ten sizes, and of layers that do not fit together into a bucket of DDP's."""
     graphs = []
 
     def compiler(graph: Any, inputs: Any) -> Any:

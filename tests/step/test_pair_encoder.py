@@ -9,7 +9,7 @@ from tests.support.towers import captioned, small_captioner
 
 
 def dtypes_gathered(rank: int, ranks: int) -> list[torch.dtype]:
-    """Of one weight in each of the towers' and the decoder's blocks during a forward pass."""
+    """Returns the dtypes of a weight of either tower and of the decoder during a forward pass."""
     model = small_captioner()
     seen: list[torch.dtype] = []
     assert model.decoder is not None

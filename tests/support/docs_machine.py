@@ -86,7 +86,7 @@ def programs(folder: Path, names: str, line: str) -> str:
 
 
 def checked() -> None:
-    """Of commands on stdin, one after another, the status and the output of `... --check`, as JSON lines."""
+    """Checks the commands on stdin in turn; prints the status and the output of `... --check` as JSON lines."""
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO
 

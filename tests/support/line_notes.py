@@ -1,4 +1,4 @@
-"""Which tests run which lines, in every process of theirs: `make mutants` chooses tests by it.
+"""Notes which tests run which lines, in every process of theirs: `make mutants` chooses tests by it.
 
 A note is written when a line first runs, so that a process that is killed has noted too.
 """

@@ -41,7 +41,7 @@ def small_captioner(lean: bool = True, **given: Any) -> ClipModel:
 
 
 def small_model(layers: int = 2, dropout: float = 0.0, lean: bool = True, **given: Any) -> ClipModel:
-    """Of so many blocks; with `dropout` after each of their branches, where open_clip may have a scale."""
+    """Builds towers of `layers` blocks, with `dropout` after each branch, where open_clip may have a scale."""
     torch.manual_seed(0)
     description = architecture(PIXELS, 3, TOKENS, 50, layers)
     model = build_model(ModelConfig(name="small", architecture=description, init_scale=5.0, **given), lean=lean)

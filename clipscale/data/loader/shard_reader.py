@@ -228,7 +228,7 @@ class ShardReader:
             skip = 0
 
     def _read_segment(self, epoch: int, segment: Segment) -> Generator[int | Window, None, None]:
-        """As `_reads`, of one segment."""
+        """Does for one segment what `_reads` does for all."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         failure = ReadFailure()

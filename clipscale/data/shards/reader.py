@@ -224,7 +224,7 @@ class OpenShard:
     counted: int = 0
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
-        """As `Archive.samples`. A server has a time for each."""
+        """Yields what `Archive.samples` yields. A server has a time for each sample."""
         samples = self.archive.samples()
         while True:
             self.store.begin_sample()

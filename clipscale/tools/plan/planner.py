@@ -50,7 +50,7 @@ class Prediction:
 
     @cached_property
     def chunk_sizes(self) -> PerTower:
-        """As set, or assumed: `auto_chunk`, halved until the passes fit."""
+        """Returns the sizes that are set. An open one is assumed: `auto_chunk`, halved until the passes fit."""
         fixed = [*self.config.cache.sizes]
         rows = (self.local, self.local * self.dry_run.texts_per_sample)
         for i, name in enumerate(TOWERS):

@@ -42,7 +42,7 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
     dirty: Path, order: str, before: tuple[int, int], after: tuple[int, int], stop: int, seed: int
 ) -> None:
-    """With other ranks and other numbers of workers, which get on at different speeds. A shard is left where it has
+    """It has other ranks and other numbers of workers, which get on at different speeds. A shard is left where it has
     nothing but broken samples."""
 
     def opened(world_size: int, workers: int, position: Any = None) -> list[TrainStream]:

@@ -69,7 +69,7 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
 
 
 def test_sources_share_the_window_by_their_weights() -> None:
-    """So that several hold no more samples than one."""
+    """Several sources hold no more samples than one would."""
     order = WeightedSources((1.0, 3.0, 0.0), (0, 1, 2), (9, 9, 9), 4, seed=1)
     assert [source.window for source in OrderedShards(("a", "b", "c"), order, 8).sources] == [2, 6, 1]
 

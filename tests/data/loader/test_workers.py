@@ -137,8 +137,8 @@ def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, w
 def test_a_bug_in_a_worker_arrives_with_its_traceback(
     tmp_path: Path, error: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And with the positions that a save needs, from which the run goes on. Of an error, too, that would mean that the
-    run is gone if it came from the pipe to it."""
+    """The positions that a save needs arrive, too. A ConnectionResetError from the pipe to the run would mean that the
+    run is gone; one from a worker's own code does not."""
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=4, workers=0) as stream:
         expected = contents(stream, 1), stream.position()

@@ -63,7 +63,7 @@ def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
 def test_what_a_folder_holds_is_local_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """So it is in the present folder, where a name has no folder before it."""
+    """A name in the present folder has no folder before it, and is local, too."""
     (shard,) = write_shards(tmp_path, [3])
     shard.rename(tmp_path / name)
     monkeypatch.chdir(tmp_path)

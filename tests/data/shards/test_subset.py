@@ -35,7 +35,7 @@ def uid(shard: int, i: int) -> str:
 
 
 def write(folder: Path, names: dict[int, list[int]]) -> Path:
-    """Of each shard the samples with these numbers; some have captions that no run can use."""
+    """Writes each shard's samples with these numbers; some have captions that no run can use."""
     folder.mkdir()
     for shard, numbers in names.items():
         members = []
@@ -92,7 +92,7 @@ def listed(file: Path, shift: int = 0) -> Path:
     ],
 )
 def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, order: str, name: str) -> None:
-    """Also after a resume with the same list, written again. With another one the data is read from its start."""
+    """A resume with the same list, written again, goes on in it. With another list the data is read from its start."""
     full, part, file = write(tmp_path / "full", FULL), write(tmp_path / "part", PART), listed(tmp_path / name)
 
     def opened(folder: Path, **options: Any) -> TrainStream:

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def quicken_the_interpreter() -> None:
-    """Of its time, half goes into what no result needs.
+    """Spares Triton's interpreter work that no result needs, half of its time.
 
     It replaces the functions of its language anew with every call of a device function; here once in a launch, under
-    both names that kernels and Triton's own device functions have for the language. And it repeats every sum of
-    integers in 64 bits, to find overflows.
+    both names that kernels and Triton's own device functions have for the language. It also repeats every sum of
+    integers in 64 bits, to find overflows; here it does not.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -93,7 +93,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_probabilities_of_1e_8_have_their_gradients_in_float16(objective: str) -> None:
-    """Those of hard negatives: far below float16's smallest number before the loss scaler's factor."""
+    """Hard negatives have such ones, far below float16's smallest number before the loss scaler's factor."""
     u, v = (x.half() for x in features(17, 40, 64, "aligned"))
     scaled = lambda *a, **k: 2.0**18 * contrastive_loss(*a, **k)  # noqa: E731
     true = results(dense_contrastive_loss, u.double(), v.double(), 20.0, -16.0, objective=objective)[2][17:]

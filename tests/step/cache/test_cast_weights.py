@@ -176,7 +176,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_a_weight_is_cast_once_however_many_chunks() -> None:
-    """That of the layer with the most weights that no activation has the size of."""
+    """It counts a layer's weights by their size, which no activation has."""
     model = small_model()
     weights = model.image.encoder.transformer.resblocks[0].mlp.c_fc.weight.numel()
     layers = sum(2 * len(tower.encoder.transformer.resblocks) for tower in (model.image, model.text))
@@ -220,7 +220,7 @@ def test_ddp_sums_all_chunks_with_the_last(keep: float) -> None:
 
 
 def half_of_the_batch(rank: int, world_size: int, keep: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """With weights that are cast once, and by autograd alone."""
+    """Returns the gradients with weights that are cast once, and by autograd alone."""
     model = small_model()
     towers: list[nn.Module] = [
         DistributedDataParallel(tower, gradient_as_bucket_view=True) for tower in (model.image, model.text)

@@ -116,7 +116,7 @@ def test_gradient_and_value_are_those_of_one_graph(keep: float, chunk: int, drop
 
 
 def test_the_chunks_losses_have_a_weight_that_may_be_known_late() -> None:
-    """As for a mean over tokens that are counted meanwhile; kept graphs have it, too."""
+    """A mean over tokens that are counted meanwhile has such a weight. Kept graphs take it, too."""
     for keep in (0.0, math.inf):
         actual, required = model_of(0.4), model_of(0.4)
         torch.manual_seed(5)

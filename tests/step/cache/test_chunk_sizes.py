@@ -43,7 +43,7 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None
 
 
 def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
-    """Else random numbers would differ. On another device they may be too large."""
+    """Other chunks would draw other random numbers. On another kind of device the checkpoint's may be too large."""
     model = small_model()
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
         sizes = agreed_chunk_sizes((None, None), model, 100, ONE_RANK, ChunkSizes(17, 100, device), keeps_graphs=True)

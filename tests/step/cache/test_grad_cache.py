@@ -323,7 +323,7 @@ def test_a_model_of_transformers_takes_a_batch_encoding_and_its_output_is_mapped
 
 
 def test_negatives_that_follow_their_positive_are_put_after_all_positives() -> None:
-    """As the page about moving from GradCache has it, against the index of each query's positive."""
+    """The page about moving from GradCache shows this order. The truth is the index of each query's positive there."""
     generator = torch.Generator().manual_seed(2)
     queries, passages = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (4, 12))
     ordered = passages.unflatten(0, (len(queries), -1)).transpose(0, 1).flatten(0, 1)

@@ -43,7 +43,7 @@ def graphs_of(model: ClipModel) -> list[int]:
 
 
 def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -> None:
-    """Also where the last chunk is a remainder, and the first one sets aside what stays."""
+    """The last chunk is a remainder, and the first one sets aside what stays."""
     model = small_model()
     size = graphs_of(model)[0]
     cache = cached(model, 2.5 * size)
@@ -95,7 +95,7 @@ def test_kept_chunks_have_no_second_pass() -> None:
 
 
 def test_a_graph_that_is_measured_is_gone_at_once() -> None:
-    """So is one with an operation that saves its own result."""
+    """One of its operations saves its own result."""
     held = []
 
     class Tower(nn.Linear):
@@ -116,7 +116,7 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
 def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     other_rank: int, loss: int, required: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the rank that has least. A graph of 30 bytes that the step built and dropped is one that may be kept. The
+    """The rank that has least decides. The step built and dropped a graph of 30 bytes, so one more may be kept. The
     optimizer's state, 90 bytes, is made in the first update, and stays."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
     monkeypatch.setattr(graph_memory, "usable_bytes", lambda device: 900)
@@ -131,7 +131,7 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
 
 
 def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
-    """As a run does by default: a batch of one chunk has no second pass then."""
+    """This is the default of a run: a batch of one chunk has no second pass then."""
     model, calls = small_model(), []
     model.image.register_forward_hook(lambda *_: calls.append("image"))
     cache = cached(model, chunk=N)

@@ -13,7 +13,7 @@ from tests.support.runs import records
 
 @pytest.mark.slow
 def test_steps_take_as_long_without_bfloat16(demo: Path, tmp_path: Path) -> None:
-    """By oneDNN's variable, which hides later instructions than AVX2 from torch's products in bfloat16."""
+    """A variable of oneDNN hides later instructions than AVX2 from torch's products in bfloat16."""
     shortest = {}
     for name, variables in {"as it is": {}, "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}.items():
         words = ["experiment=demo", f"data.train={train_shards(demo)}", "samples=1k", "eval.sets=[]"]

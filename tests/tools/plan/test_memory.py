@@ -67,7 +67,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
     ],
 )
 def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: int) -> None:
-    """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
+    """It keeps a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = measured_config(**CASES[name] | {"batch": 96})
     with dry_run(config, 1, None) as run:
         graphs = sum(each.graph for each in StepModel(run, 96, (16, 16)).passes)

@@ -216,7 +216,7 @@ def test_a_smaller_model_is_faster_and_no_chip_exceeds_what_was_measured_by_much
 
 
 def test_a_step_of_small_chunks_takes_as_long_as_its_launches() -> None:
-    """Of a B/32 with 32 pairs on each GPU torch issues 2,929 operations (counted apart, in bf16), in 5 to 8 us each."""
+    """torch issues 2,929 operations for a B/32 with 32 pairs on each GPU (counted apart, bf16), in 5 to 8 us each."""
     few, many = (
         plan(plan_settings("model=vit-b32", f"batch={batch}", "hardware=h100-80g", "gpus=8"), search=False)["time"]
         for batch in ("256", "8k")

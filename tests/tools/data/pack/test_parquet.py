@@ -87,7 +87,7 @@ def test_captions_of_every_type_are_read(made: Made, text: Callable[[], Any]) ->
 
 @pytest.mark.parametrize("image", [[RED, BLUE], ["red.png", "blue.png"]], ids=["bytes", "paths"])
 def test_one_bad_cell_is_one_pair(made: Made, image: list[Any]) -> None:
-    """Of a caption. In other columns it costs nothing, and a date beyond the year 9999 is not read."""
+    """The cell is a caption's. In other columns it costs nothing, and a date beyond the year 9999 is not read."""
     far = pa.array([2**61, 0], pa.int64()).cast(pa.timestamp("us"))
     zone = pa.array([datetime(2000, 1, 1)] * 2).cast(pa.timestamp("us", "Nowhere/Atlantis"))
     more = {"shop": broken_texts(b"caf\xe9", b"x"), "taken": far, "zone": zone, "score": [0.5, 1.5]}
@@ -100,7 +100,7 @@ def test_one_bad_cell_is_one_pair(made: Made, image: list[Any]) -> None:
 
 
 def test_a_path_in_a_cell_leads_to_no_file_outside(made: Made, tmp_path: Path) -> None:
-    """As in other tables: it lies below the table's folder, or it is counted with the reason."""
+    """The file lies below the table's folder, as in other tables, or it is counted with the reason."""
     outside = ["/etc/passwd", "../secret.png", "memory://red.png", "gone.png"]
     cells = pa.array([{"bytes": None, "path": path} for path in outside] + [{"bytes": None, "path": None}], STRUCT)
     (tmp_path.parent / "secret.png").write_bytes(RED)

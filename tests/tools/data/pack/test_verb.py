@@ -100,7 +100,7 @@ def test_a_table_names_no_file_outside_of_its_root(pictures: Path, tmp_path: Pat
 
 
 def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
-    """As by s3://, here of fsspec's memory. The pool's processes would not see it."""
+    """fsspec's memory stands for a store as s3://. The pool's processes would not see it."""
     place = Place("memory://set/red.png", str(pictures), resolved("memory://set"))
     fsspec.filesystem("memory").pipe({"/set/red.png": b"red", "/settled/red.png": b"no", "/red.png": b"no"})
     assert read(place) == b"red"
