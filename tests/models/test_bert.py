@@ -58,6 +58,17 @@ def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(
         build_model(bert_config(f"model.text.weights={tmp_path}", "model.context_length=600"))
 
 
+def test_a_tower_that_open_clip_does_not_build_is_refused_in_one_line(tmp_path: Path) -> None:
+    from transformers import ModernBertConfig, ModernBertModel
+
+    save_bert(tmp_path)  # its tokenizer
+    ends = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+    sizes = {"vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ModernBertModel(ModernBertConfig(**sizes, intermediate_size=48, **ends)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^model\.architecture does not describe .*add_pooling_layer'\)$"):
+        build_model(bert_config(f"model.text.weights={tmp_path}"))
+
+
 def test_without_the_folder_it_starts_from_scratch() -> None:
     config = bert_config()
     with torch.device("meta"):
