@@ -1,6 +1,7 @@
 """Every program that the page on exports names loads the folders, and computes what the run's model does."""
 
 import json
+import re
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
+from clipscale.config.presets import PACKAGE
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.hugging_face import TANH
 from clipscale.models.weights.loading import completed_by_weights
@@ -25,7 +27,9 @@ from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.data.files import picture, sample, write_tar
+from tests.support.bert import save_bert
 from tests.support.checkpoints import save_model
+from tests.support.gradients import gradients
 from tests.support.towers import architecture
 
 pytestmark = pytest.mark.slow
@@ -197,6 +201,32 @@ def test_sentence_transformers(exports: Callable[[str], Exported], kind: str) ->
     assert_same(export.texts, model.encode(TEXTS))
 
 
+def test_gradients_are_those_of_the_cached_loss_of_sentence_transformers(tmp_path: Path) -> None:
+    """By the block of docs/howto/gradcache.md, with a model of the library."""
+    library = client("sentence_transformers")
+    save_bert(tmp_path)
+    modules = client("sentence_transformers.models")
+    losses = client("sentence_transformers.losses")
+    tower = [modules.Transformer(str(tmp_path)), modules.Pooling(32)]
+    model = library.SentenceTransformer(modules=tower, device="cpu").eval()
+    texts = [["a red ring", "blue", "a ring", "red"], ["red ring", "a blue", "ring", "a red"], ["blue ring"] * 4]
+    columns = [model.tokenize(column) for column in texts]
+    theirs = losses.CachedMultipleNegativesRankingLoss(model, scale=20, mini_batch_size=3)
+    expected = theirs(columns, torch.zeros(4))
+    expected.backward()
+    of_theirs = gradients(model)
+    model.zero_grad()
+    blocks = re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs/howto/gradcache.md").read_text(), re.S)
+    (code,) = [block for block in blocks if "sentence_embedding" in block]
+    names = {"model": model, "columns": columns}
+    exec(code, names)
+    assert float(names["value"]) == pytest.approx(expected.item(), rel=1e-5)
+    of_ours = gradients(model)
+    assert len(of_theirs) > 20
+    for name, gradient in of_theirs.items():
+        torch.testing.assert_close(of_ours[name], gradient, atol=1e-4, rtol=1e-3, msg=name)
+
+
 def test_timm(exports: Callable[[str], Exported]) -> None:
     timm = client("timm")
     export = exports("clip")
@@ -208,24 +238,38 @@ def test_timm(exports: Callable[[str], Exported]) -> None:
     assert_same(export.images, tower(export.normalised()))
 
 
+def towers(export: Exported) -> tuple[Any, Any]:
+    """The image and text tower: open_clip's of CLIP, and of a small SigLIP, which it does not build, transformers'."""
+    if export.kind == "siglip":
+        transformers = client("transformers")
+        image = transformers.SiglipVisionModel.from_pretrained(export.hf, return_dict=False)
+        text = transformers.SiglipTextModel.from_pretrained(export.hf, return_dict=False)
+    else:
+        model, _ = open_clip.create_model_from_pretrained(f"local-dir:{export.folder('open_clip')}")
+        image, text = model.visual, model.text
+    return image.eval(), text.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_onnx_runtime_with_other_batches(exports: Callable[[str], Exported], dynamo: bool, tmp_path: Path) -> None:
+def test_onnx_runtime_with_other_batches(
+    exports: Callable[[str], Exported], kind: str, dynamo: bool, tmp_path: Path
+) -> None:
     runtime = client("onnxruntime")
     client("onnxscript")
-    export = exports("clip")
-    model, _ = open_clip.create_model_from_pretrained(f"local-dir:{export.folder('open_clip')}")
-    model.eval()
+    export = exports(kind)
+    image, text = towers(export)
     batch = (
         {"dynamic_shapes": ({0: torch.export.Dim("batch")},)} if dynamo else {"dynamic_axes": {"input": {0: "batch"}}}
     )
     for tower, inputs, expected in (
-        (model.visual, export.normalised(), export.images),
-        (model.text, export.tokens, export.texts),
+        (image, export.normalised(), export.images),
+        (text, export.tokens, export.texts),
     ):
         file = tmp_path / "tower.onnx"
         torch.onnx.export(tower, (inputs,), file, dynamo=dynamo, input_names=["input"], **batch)
         session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {"input": inputs.repeat(2, *[1] * (inputs.ndim - 1)).numpy()})
+        *_, found = session.run(None, {"input": inputs.repeat(2, *[1] * (inputs.ndim - 1)).numpy()})
         assert_same(expected.repeat(2, 1), found)
 
 
@@ -276,9 +320,10 @@ def test_peft_and_back(exports: Callable[[str], Exported], kind: str, tmp_path: 
         assert not torch.allclose(again.image(export.pixels()), export.images, atol=1e-3)
 
 
-def test_faiss(exports: Callable[[str], Exported], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_faiss(exports: Callable[[str], Exported], kind: str, tmp_path: Path) -> None:
     faiss = client("faiss")
-    export = exports("clip")
+    export = exports(kind)
     shards = [write_tar(tmp_path / f"{k}.tar", [*sample(f"{k}a", k), *sample(f"{k}b", k + 4)]) for k in range(4)]
     data = DataConfig(train=[str(shard) for shard in shards])
     settings = EmbedConfig(run=str(export.run), data=data, out=str(tmp_path / "out"), device="cpu")
