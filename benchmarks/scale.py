@@ -20,7 +20,8 @@ import pickle
 import tempfile
 import time
 from collections import Counter
-from operator import call
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -100,11 +101,12 @@ def start(base: str, shards: int, ranks: int, repeats: int) -> Row:
     for _ in range(repeats):
         meter = Meter(torch.device("cpu"))
         begun = time.process_time()
-        known = list(resumed(config, share, call).order.counts)
+        answers: list[Any] = []  # of rank 0, to the others
+        resumed(config, share, partial(kept, answers))
         processor.append(time.process_time() - begun)
         meter("first")
-        from_rank_0 = iter(([], known))  # the shards that are missing, and the counts
-        ordered = resumed(config, share, lambda _, answers=from_rank_0: next(answers))
+        from_rank_0 = iter(answers)
+        ordered = resumed(config, share, lambda _, replies=from_rank_0: next(replies))
         meter("others")
         first.append(meter.seconds["first"])
         others.append(meter.seconds["others"])
@@ -114,6 +116,11 @@ def start(base: str, shards: int, ranks: int, repeats: int) -> Row:
         worker = pool.apply(worker_bytes, [sent])
     figures = {"rank 0, s": median(first), "of a processor, s": median(processor), "others, s": median(others)}
     return figures | {"MB": sizes[0] / 1e6, "a worker, MB": worker / 1e6, "sent to it, MB": len(sent) / 1e6}
+
+
+def kept(answers: list[Any], work: Callable[[], Any]) -> Any:
+    answers.append(work())
+    return answers[-1]
 
 
 def make_index(base: str, shards: int) -> None:
