@@ -87,25 +87,27 @@ def stream_bounds(batch: int, num_streams: int) -> np.ndarray:
 class BatchShare:
     """The global batch, and a rank's share of it."""
 
-    batch: int  # over all ranks, a multiple of `world_size`
+    global_batch: int  # a multiple of `world_size`
     rank: int = 0
     world_size: int = 1
 
     @property
-    def samples(self) -> int:
+    def local_batch(self) -> int:
         """This rank's samples of a batch."""
-        return self.batch // self.world_size
+        return self.global_batch // self.world_size
 
     def stream_ids(self, count: int) -> range:
         """The rank's shard streams, out of `count`. A stream that fills rows of two ranks belongs to both."""
-        bounds = stream_bounds(self.batch, count)
-        first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
-        return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.samples, side="left")))
+        bounds = stream_bounds(self.global_batch, count)
+        first = int(np.searchsorted(bounds, self.rank * self.local_batch, side="right")) - 1
+        return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.local_batch, side="left")))
 
     def rows(self, stream: int, count: int) -> range:
-        """The rows of the batch that a stream fills, counted from the rank's first row. Rows below 0 or from `samples`
-        on are another rank's."""
-        bounds = stream_bounds(self.batch, count) - self.rank * self.samples
+        """The rows of the batch that a stream fills, counted from the rank's first row.
+
+        Rows below 0 or from `local_batch` on are another rank's.
+        """
+        bounds = stream_bounds(self.global_batch, count) - self.rank * self.local_batch
         return range(int(bounds[stream]), int(bounds[stream + 1]))
 
 
@@ -131,8 +133,8 @@ class Segment:
     """Consecutive samples of one shard's shuffled order, which a stream reads."""
 
     shard: int
-    # Part of the shuffle's key: in each epoch a shard has another order.
-    epoch: int
+    # Part of the shuffle's key, so that a shard has another order each time: the epoch, or in `Resampled` a hash.
+    shuffle_key: int
     # The first sample, counted in the shuffled order.
     start: int
     # One past the last sample; None if the segment ends with the shard.

@@ -100,7 +100,7 @@ def build(settled: SettledRun, world: World) -> Components:
             model,
             precision,
             # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
-            choose_chunk_sizes(settled, model, precision, share.samples, world),
+            choose_chunk_sizes(settled, model, precision, share.local_batch, world),
             batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
@@ -114,7 +114,7 @@ def build(settled: SettledRun, world: World) -> Components:
 
         flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
         steps = schedule.end - settled.step
-        is_compiled = compile_if_worth(train_step, config.model.compile, flops, steps, share.samples, world)
+        is_compiled = compile_if_worth(train_step, config.model.compile, flops, steps, share.local_batch, world)
         undo.pop_all()
     return Components(train_step, stream, schedule, flops, is_compiled)
 

@@ -77,7 +77,7 @@ class WindowCursor:
     def resize(self, size: int) -> None:
         """Set the number of samples of the current window, which determines its order."""
         segment = self.segment
-        order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self.number)
+        order = permutation(size, self._seed, WINDOW, segment.shuffle_key, segment.shard, self.number)
         stop = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
         # The window's samples that belong to the segment, in shuffled order, counted from the window's first.

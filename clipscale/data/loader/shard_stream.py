@@ -99,7 +99,7 @@ class ShardStream:
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream].samples
-        # What was skipped since the last usable sample. A visit is an epoch and a shard.
+        # What was skipped since the last usable sample. A visit is a segment's shuffle key and its shard.
         # Reason -> broken samples.
         self._reasons: Counter[str] = Counter()
         # Visit -> broken samples that were read.
@@ -152,10 +152,10 @@ class ShardStream:
         spec = self._spec
         seed = spec.shards.order.seed
         if item.keep_probability < 1:
-            draw = CounterRNG(seed, WEIGHT, segment.epoch, hash64(item.key))
+            draw = CounterRNG(seed, WEIGHT, segment.shuffle_key, hash64(item.key))
             if draw.uniform() >= item.keep_probability:
                 return None
-        place = segment.epoch, segment.shard, item.index
+        place = segment.shuffle_key, segment.shard, item.index
         rng = CounterRNG(seed, CAPTION, *place)
         captions = spec.selection.draw(item.members, rng)
         spec.selection.check(item, [caption for caption, _ in captions])
@@ -179,7 +179,7 @@ class ShardStream:
     def _count_broken(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
         """Count a broken sample; returns how many came from its shard in a row. Raises UserError if the stream gives
         up."""
-        visit = segment.epoch, segment.shard
+        visit = segment.shuffle_key, segment.shard
         self._reasons[error.reason] += 1
         self._visits.setdefault(visit, 0)  # a visit counts, even if it read no sample
         if not item.is_missing:
@@ -272,7 +272,7 @@ class BatchFiller:
         broken ones. Raises UserError.
         """
         slot = self._arena.slot(step)
-        local = range(self._spec.share.samples)
+        local = range(self._spec.share.local_batch)
         work = []
         for stream, stream_rows in zip(self.streams.values(), self._spec.rows()):
             work += [(stream, int(row)) for row in stream_rows]

@@ -290,7 +290,7 @@ def open_stream(
     empty = np.asarray(tokenizer([""]))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.samples, side, empty.shape[1], workers, shards.teachers)
+    layout = layout_of(config, share.local_batch, side, empty.shape[1], workers, shards.teachers)
     memory = check_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
@@ -305,7 +305,7 @@ def open_stream(
         selection=chosen,
         start_of=start,
         share=share,
-        samples_per_report=max(SAMPLES_PER_REPORT, share.samples // (count * MAX_REPORTS)),
+        samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),
     )
     # Streams in turn, so that all workers fill the batch from its first rows on.
     streams = list(start.items())

@@ -150,9 +150,8 @@ def build_order(
         problem = f"the {len(urls)} shards hold no sample{listed}; {damage or RULE}"
         raise UserError(f"data.train={config.train}: {problem}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
-        return Epochs(
-            tuple(known_counts), share.batch, _streams(config, share, sum(known_counts), num_streams), seed, expected
-        )
+        num_streams = _streams(config, share, sum(known_counts), num_streams)
+        return Epochs(tuple(known_counts), share.global_batch, num_streams, seed, expected)
     if epochs:
         listed = f" {subset.file.setting.removeprefix('data.')}" if subset else ""
         problem = (
@@ -175,11 +174,12 @@ def build_order(
 
 def _streams(config: DataConfig, share: BatchShare, samples: int | None, earlier: int | None) -> int:
     """The number of shard streams: the checkpoint's (`earlier`) if it fits, else the setting, else the default."""
-    if earlier is not None and streams_fit(earlier, share.batch, samples):
+    global_batch = share.global_batch
+    if earlier is not None and streams_fit(earlier, global_batch, samples):
         return earlier
-    num_streams = config.shard_streams or default_streams(share.batch, share.world_size, samples)
-    if not streams_fit(num_streams, share.batch, samples):
-        size = f"the batch of {share.batch}" if num_streams > share.batch else f"the {samples} samples in data.train"
+    num_streams = config.shard_streams or default_streams(global_batch, share.world_size, samples)
+    if not streams_fit(num_streams, global_batch, samples):
+        size = f"the batch of {global_batch}" if num_streams > global_batch else f"the {samples} samples in data.train"
         raise UserError(
             f"data.shard_streams={num_streams}: too many for {size}; take fewer, fewer processes or more data"
         )
