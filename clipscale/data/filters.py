@@ -26,8 +26,8 @@ class Selection:
     conditions: tuple[Condition, ...]
     # What makes samples equal: the `caption`, or a field of the json; None if nothing does.
     same: str | None = None
-    # Captions of a sample in a step.
-    count: int = 1
+    # Captions of an image in a step.
+    captions_per_image: int = 1
     # The source of hard negatives; empty without any.
     negatives: str = ""
     # Hard negatives of a sample in a step.
@@ -60,7 +60,7 @@ class Selection:
                     pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
             pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
-        return draw_by_weight(pool, self.count, rng)
+        return draw_by_weight(pool, self.captions_per_image, rng)
 
     def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
         """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""

@@ -113,7 +113,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     runtime = machine or LossRuntime()
     inputs = make_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
-        captions=captions, has_module=module is not None, check=check,
+        captions_per_image=captions, has_module=module is not None, check=check,
     )  # fmt: skip
     chosen = _choose_backend(backend, formula, inputs, module, runtime)
     return _mean(formula, inputs, exchange, chosen, module, group, check, runtime)
@@ -171,7 +171,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     module = _module_of(similarity)
     inputs = make_inputs(
         image_features, text_features, logit_scale, None, keys,
-        captions=1, has_module=module is not None, check=check,
+        captions_per_image=1, has_module=module is not None, check=check,
     )  # fmt: skip
     inputs = add_teachers(inputs, teachers)
     formula = Distillation(
@@ -271,7 +271,7 @@ def _choose_backend(
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
-    elif inputs.caption_layout.count > 1:
+    elif inputs.caption_layout.captions_per_image > 1:
         obstacle = "the kernels take one caption an image"
     elif not is_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"

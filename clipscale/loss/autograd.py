@@ -49,7 +49,7 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         num_images = len(image_features)
-        captions_per_image = inputs.caption_layout.count
+        captions_per_image = inputs.caption_layout.captions_per_image
         row_weight, col_weight = self.objective.weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:

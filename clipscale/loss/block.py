@@ -82,9 +82,9 @@ class SharedParameters:
 
 @dataclass(frozen=True)
 class CaptionLayout:
-    """How many captions a row has, and where: caption c of row i is in column positive_offset + i + c * stride."""
+    """How many captions an image has, and where: caption c of row i is in column positive_offset + i + c * stride."""
 
-    count: int = 1
+    captions_per_image: int = 1
     stride: int = 0
 
 
@@ -127,7 +127,7 @@ class Block:
         device = self.rows.features.device
         rows = [torch.arange(0, device=device)]
         cols = [torch.arange(0, device=device)]
-        for caption in range(self.caption_layout.count):
+        for caption in range(self.caption_layout.captions_per_image):
             diagonal = self.positive_diagonal(caption)
             if diagonal is not None:
                 i, j = diagonal

@@ -44,7 +44,7 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "number of captions of an image": self.caption_layout.count,
+            "number of captions of an image": self.caption_layout.captions_per_image,
             "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
 
@@ -59,7 +59,7 @@ class Inputs:
 
     def without_hard_negatives(self) -> "Inputs":
         """Without the texts that belong to no image."""
-        paired = len(self.rows) * self.caption_layout.count
+        paired = len(self.rows) * self.caption_layout.captions_per_image
         return replace(self, cols=self.cols[:paired])
 
     def gather_over_ranks(self, comm: Communicator) -> "Inputs":
@@ -90,7 +90,7 @@ def make_inputs(
     logit_bias: Tensor | float | None,
     keys: Tensor | None,
     *,
-    captions: int,
+    captions_per_image: int,
     has_module: bool,
     check: bool,
 ) -> Inputs:
@@ -104,10 +104,10 @@ def make_inputs(
         logit_bias = 0.0
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, logit_bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
-    _check_features(u, v, captions, has_module)
-    paired = captions * len(u)
-    if captions > 1:
-        by_number = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+    _check_features(u, v, captions_per_image, has_module)
+    paired = captions_per_image * len(u)
+    if captions_per_image > 1:
+        by_number = v[:paired].unflatten(0, (-1, captions_per_image)).transpose(0, 1).flatten(0, 1)
         v = torch.cat([by_number, v[paired:]])
     if keys is not None:
         _require(len(v) == paired, "keys go with an image's own texts, and there are hard negatives")
@@ -123,12 +123,12 @@ def make_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    text_keys = None if keys is None else keys.repeat(captions)
-    layout = CaptionLayout(captions, stride=len(u))
+    text_keys = None if keys is None else keys.repeat(captions_per_image)
+    layout = CaptionLayout(captions_per_image, stride=len(u))
     return Inputs(Side(u, keys), Side(v, text_keys), scale, bias, dtype, layout)
 
 
-def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
+def _check_features(u: Tensor, v: Tensor, captions_per_image: int, has_module: bool) -> None:
     """Raise ValueError for features that are not floating-point, or do not fit each other."""
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
@@ -139,11 +139,11 @@ def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> No
     if not has_module:
         _require(u.dim() == v.dim() == 2, f"the dot product takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
-    _require(captions >= 1, f"captions={captions}: an image has at least one")
+    _require(captions_per_image >= 1, f"captions={captions_per_image}: an image has at least one")
     _require(
-        len(v) >= captions * len(u),
-        f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
-        "are hard negatives",
+        len(v) >= captions_per_image * len(u),
+        f"fewer texts than images: {shapes}, captions={captions_per_image}; text j belongs to image j // captions, "
+        "texts beyond are hard negatives",
     )
 
 

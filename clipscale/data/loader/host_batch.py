@@ -48,21 +48,21 @@ class Layout:
     samples: int  # of the local batch
     side: int  # of the pictures
     context_length: int
-    captions: int = 1  # of a sample
+    captions_per_image: int = 1
     negatives: int = 0  # hard negatives of a sample
     teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
 
     @property
     def num_texts(self) -> int:
         """Captions and hard negatives of the local batch."""
-        return self.samples * (self.captions + self.negatives)
+        return self.samples * (self.captions_per_image + self.negatives)
 
     def text_rows(self, sample: int) -> list[int]:
         """The rows of a sample's captions among all texts, then of its hard negatives, which follow all captions."""
-        first_caption = sample * self.captions
-        first_negative = self.samples * self.captions + sample * self.negatives
+        first_caption = sample * self.captions_per_image
+        first_negative = self.samples * self.captions_per_image + sample * self.negatives
         return [
-            *range(first_caption, first_caption + self.captions),
+            *range(first_caption, first_caption + self.captions_per_image),
             *range(first_negative, first_negative + self.negatives),
         ]
 
@@ -167,7 +167,7 @@ class HostBatch:
     def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
-        self._captions = layout.captions
+        self._captions_per_image = layout.captions_per_image
         self._teachers = layout.teachers
         self._wait = wait
 
@@ -176,7 +176,8 @@ class HostBatch:
 
     @property
     def num_texts(self) -> int:
-        """The number of texts: captions, of which caption j belongs to sample j // captions, then hard negatives."""
+        """The number of texts: captions, of which caption j belongs to image j // captions_per_image, then
+        hard negatives."""
         return len(self._slot["tokens"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
@@ -186,7 +187,7 @@ class HostBatch:
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
-        self._wait(min(len(self), -(-stop // self._captions)))
+        self._wait(min(len(self), -(-stop // self._captions_per_image)))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:

@@ -359,7 +359,7 @@ def layout_of(
         samples=samples,
         side=side,
         context_length=context_length,
-        captions=config.captions_per_step,
+        captions_per_image=config.captions_per_step,
         negatives=config.negatives_per_step if config.negatives else 0,
         teachers=teachers,
     )

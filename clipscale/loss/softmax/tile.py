@@ -83,7 +83,7 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
     row's weight is divided among its captions."""
     weights = []
     if block.rows.weight is not None:
-        weights.append(block.rows.weight[rows].double() / block.caption_layout.count)
+        weights.append(block.rows.weight[rows].double() / block.caption_layout.captions_per_image)
     if block.cols.weight is not None:
         weights.append(block.cols.weight[cols].double())
     return sum(weights[1:], weights[0])
