@@ -20,7 +20,8 @@ from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samp
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
-# Settings, and whole sections, that affect neither the weights nor the results.
+# Settings, and whole sections, with which a complete run stays complete: they change its weights by rounding at most.
+# But chunks (`cache.`) also order the random numbers, which matters with dropout.
 NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
 NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 

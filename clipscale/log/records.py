@@ -28,8 +28,13 @@ class StepRecord(TypedDict, total=False):
     grad_norm: float | None
     skipped: bool
     logit_scale: float
+    # Of the features, in some steps; see `begin_statistics`.
+    modality_gap: float
     uniformity_image: float
     uniformity_text: float
+    rank_image: float
+    rank_text: float
+    nearest: float
     # Seconds since 1970.
     time: float
     samples_per_s: float

@@ -174,8 +174,8 @@ def gradients(
     needs: Needs,
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: the inputs' gradients times `factor`, None for an input that needs none. One sweep of the backend's
-    backward function:
+    """A collective: the inputs' gradients times `factor`. None for an input that needs none; but a backend may sum the
+    scale's in any case, and autograd drops it. One sweep of the backend's backward function:
 
         images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe
         texts          the exchange's reduction GRAD, of all ranks' parts

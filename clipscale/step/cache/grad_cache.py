@@ -63,6 +63,7 @@ class GradCache:
             math.inf: keep all.
             A number: measure a graph in the first step, then keep as many as fit.
             None: measure, and keep none yet.
+            A `KeepBudget`, which clipscale's own runs give: one of these, as they decide it.
             May be changed between steps, as `chunks` may. A rank that runs out of memory for a graph keeps none from
             then on. Under FSDP2, or with synchronised batch normalisation, all ranks then keep none.
         autocast: makes the context in which encoders run, a new one for each chunk.
