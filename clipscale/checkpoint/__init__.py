@@ -10,7 +10,7 @@ It holds a nested dictionary; `state.py` lists its entries. A tensor is stored u
 model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import Copies, restore_from_copy
+from clipscale.checkpoint.copies import Copies, check_copy, restore_from_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import find_verified
@@ -25,6 +25,7 @@ __all__ = [
     "Retention",
     "Saver",
     "UnwritableError",
+    "check_copy",
     "checkpoints_of",
     "find_verified",
     "load",

@@ -38,6 +38,9 @@ from clipscale.common.terminal import log_line
 from clipscale.robustness.moving_aside import move_records_aside
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
+# Parts of messages.
+UNREADABLE = "checkpoint.copy={} cannot be read"
+WITHOUT_COPY = "; checkpoint.copy= goes on without it"
 # Seconds of a copy before a run that waits for it says so.
 SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
@@ -99,32 +102,45 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
     return copies_in(store, f"/{META}")
 
 
-def restore_from_copy(run: Path, address: str, resume: str = "", newest_own: Path | None = None) -> bool:
+def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
+    """The store's complete checkpoints, by step. Raises as `complete_checkpoints`; UserError without credentials."""
+    try:
+        return complete_checkpoints(store, run)
+    except Exception as error:
+        if type(error).__name__ in NO_CREDENTIALS:
+            raise no_credentials(f"checkpoint.copy={address}", error) from error
+        raise
+
+
+def check_copy(run: Path, address: str) -> None:
+    """Raise UserError if the store cannot be read, or holds another run's copy or other files."""
+    with to_user_error(UNREADABLE.format(address), WITHOUT_COPY):
+        found_in_copy(open_store(address), run, address)
+
+
+def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
     """Whether a checkpoint was fetched: the store's newest complete one, with its records. Raises UserError.
 
-    `resume`: the setting; only `auto` fetches. Empty: only check the store. `newest_own`: the newest checkpoint of the
-    run's own folder; only a newer one is fetched. If there is one, a store that cannot be read is a warning, not an
-    error.
+    `resume`: the setting; only `auto` fetches. `newest_own`: the newest checkpoint of the run's own folder; only a
+    newer one is fetched. If there is one, a store that cannot be read is a warning, not an error.
     """
-    unreadable = f"checkpoint.copy={address} cannot be read"
-    with to_user_error(unreadable, "; checkpoint.copy= goes on without it"):
+    unreadable = UNREADABLE.format(address)
+    with to_user_error(unreadable, WITHOUT_COPY):
         store = open_store(address)
         try:
-            in_store = complete_checkpoints(store, run)
+            in_store = found_in_copy(store, run, address)
         except Exception as error:
-            if type(error).__name__ in NO_CREDENTIALS:
-                raise no_credentials(f"checkpoint.copy={address}", error) from error
             if not newest_own or isinstance(error, UserError):
                 raise
             log_line(f"warning: {unreadable} ({one_line(error)}); the run goes on from {newest_own.name}")
             return False
         newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
-        if newer and resume not in ("", "auto"):
+        if newer and resume != "auto":
             raise UserError(
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to go on from it"
             )
-        if resume and restore_newest(store, newer, run, address, has_own=newest_own is not None):
+        if restore_newest(store, newer, run, address, has_own=newest_own is not None):
             return True
         if resume == "auto" and not (run / METRICS).exists():  # the start will drop lines of later steps
             copy_records(store, DirFileSystem(str(run), LOCAL))

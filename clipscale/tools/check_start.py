@@ -1,6 +1,6 @@
 """`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing."""
 
-from clipscale.checkpoint import restore_from_copy
+from clipscale.checkpoint import check_copy
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.common.units import counted, run_folder
@@ -40,7 +40,7 @@ def main(config: TrainConfig) -> None:
             print_line(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))
     if config.checkpoint.copy:
-        restore_from_copy(run_folder(config.run), config.checkpoint.copy)
+        check_copy(run_folder(config.run), config.checkpoint.copy)
     summary = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     print_line(f"checked, and nothing is started: {summary}")
 

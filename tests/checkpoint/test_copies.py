@@ -159,9 +159,9 @@ def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> N
         ("other", "{}/store", "auto", "it holds run=run, and not run=other; choose another address"),
         ("run", "{}", "auto", "it holds store, and not run=run"),
         ("run", "{}/store", "none", "resume=auto"),
-        ("run", "s4://bucket", "", "s4://bucket: there is no s4; give a folder"),
-        pytest.param("run", "s3://bucket/a[1]", "", "in a bucket without", marks=pytest.mark.slow),
-        pytest.param("run", "s3://no-bucket/runs", "", "bucket does not exist", marks=pytest.mark.slow),
+        ("run", "s4://bucket", "check", "s4://bucket: there is no s4; give a folder"),
+        pytest.param("run", "s3://bucket/a[1]", "check", "in a bucket without", marks=pytest.mark.slow),
+        pytest.param("run", "s3://no-bucket/runs", "check", "bucket does not exist", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_not_the_copy_of_this_run_is_refused(
@@ -172,7 +172,10 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
     save(tmp_path, [1])
     shutil.rmtree(tmp_path / "run")
     with refused(line):
-        checkpoint.restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
+        if resume == "check":
+            checkpoint.check_copy(tmp_path / run, address.format(tmp_path))
+        else:
+            checkpoint.restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
 
 
 def test_the_stages_of_a_run_copy_one_after_the_other(
