@@ -30,7 +30,7 @@ DRAW = 3
 AUGMENT = 4
 CAPTION = 5
 SOURCE_KEY = 6
-# 7 was NEGATIVE of an earlier version. A new use takes 10.
+# 7 is retired: an earlier version used it. The next free number is 10.
 WEIGHT = 8
 NEGATIVE = 9
 

@@ -38,8 +38,10 @@ class BatchEncoder(Protocol):
         """The weight of the chunks' own losses in the gradients of this batch."""
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        """First pass: the features of the batch, as the cache's loss takes them; and the captions. Perhaps a
-        collective; see StepInputs. `before_chunk`: called before each chunk."""
+        """First pass. Returns the features, for the cache's loss, and the caption chunks.
+
+        A collective if the ranks must agree on a count (`StepInputs`). `before_chunk`: called before each chunk.
+        """
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The features of images and of captions, (N, D) each, given what `encode` returned."""

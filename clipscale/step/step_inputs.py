@@ -12,7 +12,10 @@ from clipscale.step.next_step_info import NextStepInfo
 
 @dataclass
 class StepInputs:
-    """Builds the towers' inputs of a batch. Holds the last step's all-reduce, which has the number of text chunks."""
+    """Builds the towers' inputs of a batch.
+
+    Keeps the last step's message, from which this step learns how many text chunks all ranks make.
+    """
 
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.

@@ -47,8 +47,8 @@ class SortedCaptions(ChunkLoader):
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
-        `is_even`: chunks of equally many captions, shortest first, for `SortedPairs`. Images then come in few shapes.
-        The first chunks, which keep their graphs, take no more memory than the largest one, which is measured.
+        `is_even`: chunks of equally many captions, for `SortedPairs`. Images then come in few shapes. Shortest first:
+        the graphs of the first chunks are kept, so none of them is larger than the measured one.
         """
         super().__init__(self._read, count, device, resident=resident)
         self._is_even = is_even

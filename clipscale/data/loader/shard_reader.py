@@ -130,7 +130,8 @@ class Window:
 class WindowEnd(Enum):
     """Where the reading of a window ended."""
 
-    # With the window's last sample. Or earlier in a shard of known count: the others are then given out as missing.
+    # All samples of the window were read. Also where a shard of known count ends early; the unread samples are then
+    # given out as missing.
     FULL = auto()
     # At WINDOW_BYTES: the window becomes smaller.
     CUT = auto()

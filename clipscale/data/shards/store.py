@@ -176,7 +176,7 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Write the next bytes of the current block, at its end of the next one, and return their number."""
+        """Copy bytes of the current block into the buffer; at its end loads the next block. Returns how many."""
         if self._position >= self.size:
             return 0
         if not self._start <= self._position < self._start + len(self._block):

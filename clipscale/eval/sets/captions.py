@@ -135,7 +135,7 @@ class LocatedImages(NamedTuple):
 
 
 def _located(folder: Path, names: Sequence[str]) -> LocatedImages:
-    """The images by their names, or by the names' last segments: whichever finds more; of equal ones the names."""
+    """The images by their names or by the names' last segments: what finds more of them; in a tie, by their names."""
     full_paths = [folder / name for name in names]
     leaves = [folder / path.name for path in full_paths]
     by_name = LocatedImages(folder, full_paths, sum(map(os.path.isfile, full_paths)))

@@ -69,7 +69,8 @@ class GraphPolicy(Enum):
     KEEP = "keep"
     # Built, measured, and dropped.
     MEASURE = "measure"
-    # Built without what it saves, and dropped: the other ranks build theirs, and the pass is a collective.
+    # Built without its saved tensors, and dropped. This rank has no memory for it, but must communicate as often
+    # as the ranks that build theirs.
     DISCARD = "discard"
     # Not built.
     NO_GRAPH = "no graph"

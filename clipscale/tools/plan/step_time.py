@@ -41,7 +41,7 @@ class StepTime(TypedDict):
     # The lowest and the highest rate.
     range: list[float]
     plain_samples_per_s: float
-    # By the side of a picture in pixels: the cores of a node that decode as many.
+    # Picture side in pixels -> cores of a node that decode at this rate.
     cores: dict[int, float]
     run_s: float | None
 
