@@ -42,9 +42,9 @@ CAST = 6
 
 def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool) -> Counter:
     """Both passes of one chunk of several, not the first: gradients are there. `once`: weights are cast already."""
-    weights = CastWeights()
+    cast_weights = CastWeights()
     if once:
-        weights.start_step(tower, precision.autocast, 2)
+        cast_weights.start_step(tower, precision.autocast, 2)
     for p in tower.parameters():
         p.grad = torch.empty_like(p)
     counter = Counter()
@@ -54,9 +54,9 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
         counter.moved["add"] += 2 * total.nbytes
 
     with patch("clipscale.models.linear.add_product", add_product), counter, cuda_autocast():
-        with torch.no_grad(), precision.autocast(), weights.used(builds_graph=False, sums_gradients=False):
+        with torch.no_grad(), precision.autocast(), cast_weights.used(builds_graph=False, sums_gradients=False):
             tower(inputs)
-        with precision.autocast(), weights.used(builds_graph=True, sums_gradients=False):
+        with precision.autocast(), cast_weights.used(builds_graph=True, sums_gradients=False):
             features = tower(inputs)
         features.backward(torch.empty_like(features))
     tower.zero_grad()

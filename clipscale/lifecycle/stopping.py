@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # A process may get one Ctrl-C twice, from the terminal and from the launcher. A repetition within this time is ignored.
 SAME_CTRL_C_S = 1.0
 # Signals that ask a run to end.
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
 # Calls of `poll` between two votes, at most.
@@ -61,7 +61,7 @@ _interrupted = Event()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around work that another thread may `interrupt`. An interrupt that comes too late does not reach later work."""
+    """Around work that another thread may `interrupt`. Clears a late interrupt: it would end the work that follows."""
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ def interrupt() -> None:
 
 
 def check_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was an `interrupt`. For work that handles signals in another way."""
+    """Raise KeyboardInterrupt if there was an `interrupt`. For work with signal handlers of its own."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 
@@ -99,13 +99,13 @@ def stop_in_context(error: BaseException | None) -> StoppedError | None:
 def _handling_signals(
     handler: Callable[[int, FrameType | None], None], listener: Callable[[int], None]
 ) -> Iterator[None]:
-    """Handle Ctrl-C and WARNINGS. SIGHUP stays ignored where it is (nohup).
+    """Handle Ctrl-C and STOP_SIGNALS. SIGHUP stays ignored where it is (nohup).
 
     `handler` runs in the main thread, as soon as that runs Python. While it waits in a collective, no handler runs. So
     `listener(number)` runs at once, in a thread of its own.
     """
     before: dict[int, Any] = {}
-    for number in (*WARNINGS, signal.SIGINT):
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     reader, writer = os.pipe()

@@ -34,10 +34,10 @@ class UnfinishedStep:
 class StepRecords:
     """Completes the records of a run's steps, one by one."""
 
-    def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
+    def __init__(self, log: MetricLog | None, world_size: int, flops: Flops, stream: TrainStream) -> None:
         """`log` takes each complete record; None on a rank that does not log."""
         self._log = log
-        self._ranks = ranks
+        self._world_size = world_size
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
@@ -102,9 +102,9 @@ class StepRecords:
             "logit_scale": unfinished.logit_scale.read()[0],
             **(result.statistics.read() if result.statistics else {}),
             "samples_per_s": rate,
-            "samples_per_s_per_gpu": rate / self._ranks,
+            "samples_per_s_per_gpu": rate / self._world_size,
             "data_wait_frac": waited_s / timer.total,
             **timer.record(),
-            "mfu": self._flops.utilisation(rate / self._ranks, result.widths),
+            "mfu": self._flops.utilisation(rate / self._world_size, result.widths),
         }
         return cast(StepRecord, complete)

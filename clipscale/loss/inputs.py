@@ -78,9 +78,9 @@ def _gather_with_grad(side: Side, comm: Communicator) -> Side:
     return Side(**{name: AllRows.apply(x, comm) for name, x in side.tensors().items()})
 
 
-def _share_gradient(x: Tensor, ranks: int) -> Tensor:
+def _share_gradient(x: Tensor, world_size: int) -> Tensor:
     """x. Its gradient is divided by the number of ranks."""
-    return x.detach() + (x - x.detach()) / ranks
+    return x.detach() + (x - x.detach()) / world_size
 
 
 def make_inputs(

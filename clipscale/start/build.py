@@ -280,13 +280,13 @@ def least_saved_bytes(config: TrainConfig) -> int:
 
 def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
-    streams = merge_positions(world.all_gather_object(stream.position())).streams
-    divisor = settled.largest_divisor(streams)
-    if divisor < streams:
+    num_streams = merge_positions(world.all_gather_object(stream.position())).num_streams
+    divisor = settled.largest_divisor(num_streams)
+    if divisor < num_streams:
         batches = sorted({stage.global_batch for stage in settled.stages})
         raise UserError(
-            f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
-            f"others, or set data.shard_streams={divisor}"
+            f"stages: batches of {batches} are not all multiples of the {num_streams} shard streams of the data; "
+            f"choose others, or set data.shard_streams={divisor}"
         )
 
 

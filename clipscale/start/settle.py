@@ -79,10 +79,10 @@ class SettledRun:
         own_checkpoints = (self.folder / "checkpoints").resolve()
         return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
-    def largest_divisor(self, streams: int) -> int:
-        """The largest divisor of `streams` that divides the batches of all stages; `streams` if all are equal."""
+    def largest_divisor(self, num_streams: int) -> int:
+        """The largest divisor of `num_streams` that divides the batches of all stages; itself if all are equal."""
         batches = {stage.global_batch for stage in self.stages}
-        return math.gcd(streams, *batches) if len(batches) > 1 else streams
+        return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams
 
 
 def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:

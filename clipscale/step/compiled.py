@@ -90,9 +90,9 @@ def run_every_pass(
     is_image = tower is model.image
     chunk = chunk_sizes.image if is_image else chunk_sizes.text
     draw = random_pixels if is_image else random_captions
-    weights = CastWeights()
-    weights.start_step(tower, precision.autocast, num_chunks=math.ceil(local_batch / chunk))
-    weights.is_ddp = is_ddp
+    cast_weights = CastWeights()
+    cast_weights.start_step(tower, precision.autocast, num_chunks=math.ceil(local_batch / chunk))
+    cast_weights.is_ddp = is_ddp
     last_chunk = local_batch % chunk or chunk
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
@@ -100,7 +100,7 @@ def run_every_pass(
             with (
                 batch_norm_preserved(tower),
                 precision.autocast(),
-                weights.used(builds_graph=True, sums_gradients=sums_gradients),
+                cast_weights.used(builds_graph=True, sums_gradients=sums_gradients),
             ):
                 both_passes(tower, inputs)
 

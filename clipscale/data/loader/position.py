@@ -44,14 +44,14 @@ class DataPosition:
     # Digest of what the position refers to; see `OrderedShards.order_fingerprint`.
     order_fingerprint: str
     # Shard streams of the run.
-    streams: int
+    num_streams: int
     # Each stream's position. Two ranks that read the same stream have the same position of it.
     by_stream: Mapping[int, StreamPosition] = field(default_factory=dict)
 
     def record(self) -> PositionRecord:
         """The position in a checkpoint: `DataPosition.of` reads it."""
         at = {str(stream): position.record() for stream, position in self.by_stream.items()}
-        return {"order": self.order_fingerprint, "streams": self.streams, "at": at}
+        return {"order": self.order_fingerprint, "streams": self.num_streams, "at": at}
 
     @staticmethod
     def of(record: PositionRecord) -> "DataPosition":

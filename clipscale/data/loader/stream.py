@@ -80,7 +80,7 @@ class TrainStream:
         self._shards = specs[0].shards
         self._rows = [np.concatenate(spec.rows()) for spec in specs]  # each worker's rows, in the order it fills them
         self._positions = start
-        self._streams = len(start)
+        self._num_streams = len(start)
         self._step = -1
         self._given_back = False
         self._batches: dict[int, PendingBatch] = {}
@@ -172,7 +172,7 @@ class TrainStream:
         Raises the `failure` if the positions are unknown because of it.
         """
         positions = self._positions if self._step < 0 or self._given_back else self.finish(self._step)
-        if self.failure and len(positions) < self._streams:
+        if self.failure and len(positions) < self._num_streams:
             raise self.failure
         by_stream = {stream: positions[stream] for stream in sorted(positions)}
         return DataPosition(self._shards.order_fingerprint, self._shards.order.num_streams, by_stream)
@@ -259,7 +259,7 @@ def order_shards(
     to n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_rank0)
-    earlier_streams = position.streams if position else None
+    earlier_streams = position.num_streams if position else None
     order = build_order(config, urls, source_of, share, seed, earlier_streams, on_rank0)
     if config.shard_streams is None:
         num_streams = largest_divisor(order.num_streams)

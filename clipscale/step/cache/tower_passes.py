@@ -37,13 +37,14 @@ class TowerPasses:
     """One encoder's two passes over its chunks, and what they keep of a step."""
 
     encoder: Callable[..., object]
-    # Maps the encoder's output to the representations; None if the output is them.
+    # Maps the encoder's output to the representations. None: the output is the representations.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
     # Whether its last chunk sums the gradients over ranks. Of several towers with one encoder the last one's does.
     sums_gradients: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
-    # Of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the loss's gradient.
+    # The representations of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the
+    # loss's gradient.
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
     spans: list[Span] = field(default_factory=list)
@@ -51,7 +52,7 @@ class TowerPasses:
     order: Tensor | None = None
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
-    weights: CastWeights = field(default_factory=CastWeights)
+    cast_weights: CastWeights = field(default_factory=CastWeights)
 
     @property
     def trained(self) -> bool:
@@ -72,7 +73,7 @@ class TowerPasses:
             with (
                 # Never in the first pass: `rearm_ddp_sync` arms a kept graph before its backward pass.
                 chunk_context(self.encoder, sums_gradients=False),
-                self.weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
+                self.cast_weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
             ):
                 out = self.graphs.first_pass(
                     i,
@@ -105,7 +106,7 @@ class TowerPasses:
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
         self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep_budget, on_gpu=on_gpu)
-        self.weights.start_step(self.encoder, self.autocast, num_chunks)
+        self.cast_weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -124,7 +125,7 @@ class TowerPasses:
                 sums_gradients = self.sums_gradients and stop == self.spans[-1][1]
                 with (
                     chunk_context(self.encoder, sums_gradients=sums_gradients),
-                    self.weights.used(builds_graph=True, sums_gradients=sums_gradients),
+                    self.cast_weights.used(builds_graph=True, sums_gradients=sums_gradients),
                 ):
                     out = self.output_with_graph(i, sums_gradients=sums_gradients)
                     backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
@@ -146,7 +147,7 @@ class TowerPasses:
         """Let go of the batch, its representations and the cast weights."""
         self.representations = torch.empty(0)
         self.inputs = None
-        self.weights.end_step()
+        self.cast_weights.end_step()
 
     def run(self, start: int, stop: int) -> ChunkOutput:
         """One forward pass over a chunk, checked. Raises ValueError."""
@@ -197,16 +198,16 @@ def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[
 
 def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
     """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     for name, module in batch_norms(encoder).items():
         problem = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if num_chunks > 1:
             raise ValueError(
                 f"{problem}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
             )
-        if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
+        if world_size > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
-                f"{problem}: over {ranks} ranks it would see only a part of them; synchronise it "
+                f"{problem}: over {world_size} ranks it would see only a part of them; synchronise it "
                 "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
             )
 

@@ -175,15 +175,15 @@ class DryRun:
         meter = self.meters[tower]
         encoder = self.step.cache.encoders[tower]
         rows = self.inputs if self.is_captioner else self.inputs[tower : tower + 1]
-        weights = CastWeights()
+        cast_weights = CastWeights()
         if self.memory.casts[tower]:
-            weights.start_step(encoder, self.step.precision.autocast, 1 if only_chunk else 2)
+            cast_weights.start_step(encoder, self.step.precision.autocast, 1 if only_chunk else 2)
 
         def encoded() -> list[Tensor]:
             meter.start()
             with (
                 self.step.precision.autocast(),
-                weights.used(builds_graph=torch.is_grad_enabled(), sums_gradients=False),
+                cast_weights.used(builds_graph=torch.is_grad_enabled(), sums_gradients=False),
             ):
                 out = encoder(*(torch.empty(size, *row.shape, dtype=row.dtype) for row in rows))
             parts = out if isinstance(out, ChunkOutput) else (out,)
@@ -200,7 +200,7 @@ class DryRun:
         outputs = encoded()
         graph = meter.live()
         meter.is_backward = True
-        with weights.used(builds_graph=True, sums_gradients=False):  # checkpointing runs the layers again
+        with cast_weights.used(builds_graph=True, sums_gradients=False):  # checkpointing runs the layers again
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         replay = meter.end()
         operations = meter.operations
