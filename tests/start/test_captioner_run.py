@@ -46,13 +46,13 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def flops_of_a_pair(record: StepRecord, peak: float) -> float:
-    """Those that `mfu` counts."""
+    """The operations that `mfu` counts."""
     assert record["mfu"] is not None
     return record["mfu"] * peak / record["samples_per_s_per_gpu"]
 
 
 def flops_by_part(config: ModelConfig, width: int) -> tuple[int, int]:
-    """Those of both passes of the towers, and of the decoder, with captions of so many tokens."""
+    """The operations of both passes of the towers, and of the decoder, with captions of so many tokens."""
     model = build_model(config)
     image = image_flops(config, trained_names(model.image.encoder))
     text = text_flops(config, trained_names(model.text.encoder), width)
