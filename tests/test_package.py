@@ -256,6 +256,21 @@ def test_no_two_folders_import_each_other() -> None:
         imports.setdefault(part_of(path), set()).update(imported_parts(path))
     order = [*TopologicalSorter(imports).static_order()]  # raises CycleError, which names the cycle
     assert order[0] == "common" and len(order) > 15
+    page = PAGES[0].read_text().partition("## What imports what")[2].split("```")[1]
+    rows = [line.split() for line in page.splitlines()[1:]]
+    shown = {name: {*parts, "common"} for name, *parts in rows}
+    actual = {name: parts for name, parts in imports.items() if parts - {"common"} and not name.startswith("__")}
+    assert shown == actual
+    for i, (name, *_) in enumerate(rows):
+        assert not shown[name] & {above for above, *_ in rows[: i + 1]}, f"{name} imports a row above it"
+
+
+@pytest.mark.parametrize("folder", ["config", "cli"])
+def test_the_page_of_the_command_line_has_all_modules(folder: str) -> None:
+    page = (CHECKOUT / "docs/contributing/command-line.md").read_text()
+    table = page.partition(f"| `clipscale/{folder}/` |")[2].partition("\n\n")[0]
+    modules = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}
+    assert modules - set(re.findall(r"`(\w+\.py)`", table)) == set()
 
 
 # A docstring that opens so goes on with the name above it: half a sentence.
