@@ -279,7 +279,8 @@ HALF = re.compile(r"(Of|So|Also|Else|As|And|Or|But|Not|Unless|That of|Those of)\
 
 @pytest.mark.parametrize("folder", ["clipscale", "tests", "benchmarks"])
 def test_a_docstring_is_whole_sentences(folder: str) -> None:
-    halves, count = [], 0
+    halves = []
+    count = 0
     for path in (CHECKOUT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:  # a docstring, or a text below what it explains

@@ -48,7 +48,8 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
 
 def distances_on_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:
     """The largest relative difference of any parameter, by optimizer."""
-    mesh, actual = init_device_mesh("cpu", (world_size,)), {}
+    mesh = init_device_mesh("cpu", (world_size,))
+    actual = {}
     for name in names:
         expected, model = stepped(Model(), name, sharded=False), Model()
         fully_shard(model.tower, mesh=mesh)

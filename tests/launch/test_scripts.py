@@ -54,7 +54,8 @@ def test_the_kubernetes_manifest_asks_for_what_kubernetes_takes_and_its_user_can
 def test_any_user_of_the_image_can_write_its_runs(name: str) -> None:
     """Into the folder of the image, which a new volume copies, and into one that is made before docker would do it."""
     usage, _, build = (LAUNCH.parent / "docker" / name).read_text().partition("\nFROM ")
-    made, runs = usage.find("#   mkdir -p runs\n"), usage.find("#   docker run ")
+    made = usage.find("#   mkdir -p runs\n")
+    runs = usage.find("#   docker run ")
     assert 0 < made < runs and '--user "$(id -u):$(id -g)"' in usage[runs:]
     (volume,) = re.findall(r'-v "\$PWD/runs:(\S+)"', usage)
     folders = build.partition("install --directory --mode=1777 ")[2].partition("\n")[0].split()

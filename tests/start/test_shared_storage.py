@@ -14,7 +14,7 @@ from tests.support.runs import four_step_config
 
 
 def on_host(rank: int, start: Callable[[], object]) -> str:
-    """What a rank with a host of its own is told at a start."""
+    """The message at the start of a rank with a host of its own."""
     shared_storage.NOTICE_S = shared_storage.APPEARS_WITHIN_S = 0.1
     shared_storage.socket.gethostname = lambda: f"host{rank}"
     try:
@@ -48,7 +48,8 @@ def test_ranks_of_one_folder_start(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_ranks_have_folders_of_their_own_is_refused(shards: str, tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for told in run_ranks(start, 2, shards, here, there):
-        assert "1 of 2 processes, on host1" in told and "that host0 has" in told
+    here = tmp_path / "here"
+    there = tmp_path / "there"
+    for message in run_ranks(start, 2, shards, here, there):
+        assert "1 of 2 processes, on host1" in message and "that host0 has" in message
     assert not there.exists() and not (here / "config.yaml").exists(), "nothing has begun"

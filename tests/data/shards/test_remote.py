@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def read(url: str) -> tuple[list[RawSample], ReadFailure, Counter[str]]:
-    problem, shards = ReadFailure(), Store()
+    problem = ReadFailure()
+    shards = Store()
     return list(read_shard(url, problem, store=shards)), problem, shards.events
 
 

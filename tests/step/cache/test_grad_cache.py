@@ -111,7 +111,8 @@ def test_loss_and_gradient_equal_one_graphs(
 def test_the_replay_leaves_the_random_state_where_the_first_pass_left_it(
     n: int, chunks: list[int], keep: float, dropout: float
 ) -> None:
-    required, actual = models(dropout), models(dropout)
+    required = models(dropout)
+    actual = models(dropout)
     torch.manual_seed(5)
     one_graph([required["image"], required["text"]], required["head"], batch(n), chunks)
     expected = torch.rand(3)
