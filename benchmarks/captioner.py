@@ -21,7 +21,7 @@ from measure import Row, counts, main
 
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.captioner import WRITTEN_TOKENS, write_captions
-from clipscale.tools.data.demo import user_folder
+from clipscale.tools.data.demo_folder import user_folder
 from clipscale.tools.data.scenes import TABLES, ShapeClass
 from clipscale.trained_model import load_model
 

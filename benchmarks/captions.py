@@ -19,7 +19,8 @@ from measure import Row, counts, main
 
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.demo import evaluation_sets, render_demo
+from clipscale.tools.data.demo import render_demo
+from clipscale.tools.data.demo_folder import evaluation_sets
 
 DEFAULTS = {"seeds": "0,1,2", "pairs": 5000, "samples": "20k", "out": "runs/bench"}
 WAYS = {"all of it": "txt", "a sentence": "txt@sentence", "later": "txt@later", "later, all": "[txt@later=1,txt=1]"}

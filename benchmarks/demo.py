@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from measure import Row, counts, main
 
 from clipscale.cli import compose
-from clipscale.tools.data.demo import user_folder
+from clipscale.tools.data.demo_folder import user_folder
 
 DEFAULTS = {"seeds": "0,1,2,3,4", "samples": "56k", "runs": "runs/seeds", "out": "runs/bench"}
 RECORD = Path(__file__).parents[1] / "docs/benchmarks/demo.json"

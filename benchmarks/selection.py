@@ -23,7 +23,8 @@ from pyarrow.parquet import read_table
 
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.demo import evaluation_sets, render_demo
+from clipscale.tools.data.demo import render_demo
+from clipscale.tools.data.demo_folder import evaluation_sets
 
 DEFAULTS = {
     "seeds": "0,1,2",

@@ -28,7 +28,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.config.train import MAX_SAMPLES, check
-from clipscale.tools.data.demo import user_folder
+from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
 from tests.support.docs_machine import SHELLS, lay, programs, within
 

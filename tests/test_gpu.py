@@ -29,7 +29,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers
-from clipscale.tools.data.demo import train_shards
+from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import TrainLoop, train
 from tests.step.cache.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda

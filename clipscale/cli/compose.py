@@ -294,7 +294,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
 
 def demo_folder() -> str:
     """`${demo:}`: the folder of the demo set."""
-    from clipscale.tools.data.demo import user_folder
+    from clipscale.tools.data.demo_folder import user_folder
 
     return str(user_folder())
 

@@ -40,7 +40,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.robustness.output import ignore_output_errors, prepare_output
-from clipscale.tools.data import demo
+from clipscale.tools.data.demo_folder import is_missing
 
 # Signals that joblib's parent passes on. Ctrl-C and a terminal's hangup come to the whole group of processes.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)
@@ -91,7 +91,9 @@ def prepared(line: Namespace) -> PluginSweep | None:
     sweep.check_runs(checked, line)
     if line.cfg or line.check:
         return None
-    if any(demo.is_missing(config.data.train or ()) for config in swept.configs):
+    if any(is_missing(config.data.train or ()) for config in swept.configs):
+        from clipscale.tools.data import demo
+
         demo.main()  # once, and not in several jobs at the same time
     return swept
 

@@ -19,6 +19,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
+from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # Settings, and whole sections, with which a complete run stays complete: they change its weights by rounding at most.
 # But chunks (`cache.`) also order the random numbers, which matters with dropout.
@@ -37,16 +38,15 @@ def check(config: TrainConfig) -> None:
         check_place(run_folder(config.run))
     if ranks.under_launcher():  # there all ranks find missing shards together
         return
+    missing = is_missing(config.data.train or ())
+    check_places(config.eval, rendered=evaluation_sets(user_folder()) if missing else ())
+    if missing:
+        return
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
     from clipscale.data.shards.reader import why_unusable
-    from clipscale.tools.data import demo
 
-    missing = demo.is_missing(config.data.train or ())
-    check_places(config.eval, rendered=demo.evaluation_sets(demo.user_folder()) if missing else ())
-    if missing:
-        return
     shards = local_shards(config.data)
     epoch_samples = counted_at_once(config.data, shards)
     if shards and epoch_samples is not None:
@@ -100,15 +100,15 @@ def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.run`, and UserError for
     a run that cannot fit.
     """
-    from clipscale.tools.data import demo
-
     resumes_by_itself = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)
     no_launcher = not ranks.under_launcher()
     if no_launcher:
         if MAX_SAMPLES in os.environ:
             log_line(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
-        if demo.is_missing(config.data.train or ()):
+        if is_missing(config.data.train or ()):
+            from clipscale.tools.data import demo
+
             demo.main()
         result = result_if_complete(config)
         if result:

@@ -13,7 +13,7 @@ from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import architecture, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.data.check import check_shard
-from clipscale.tools.data.demo import is_missing
+from clipscale.tools.data.demo_folder import is_missing
 
 # Samples that are tried of the first shard of each source.
 SAMPLES = 64

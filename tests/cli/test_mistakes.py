@@ -13,6 +13,7 @@ from clipscale.common import files
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import shared
 from tests.data.files import write_tar
+from tests.support.interpreter import interpreted
 
 MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
 
@@ -55,6 +56,15 @@ def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
     *answer, loaded = answers[words]
     one_line(tuple(answer), wrong, remedy)
     assert not loaded
+
+
+def test_a_test_set_that_is_not_there_is_answered_before_numpy_is_loaded() -> None:
+    """Nor torch, nor Pillow: the answer comes in a second."""
+    code = (
+        "import sys; from clipscale.cli.main import main; status = main(['train', 'data=demo', 'eval.sets=[/missing]'])"
+    )
+    done = interpreted(f"{code}; print(status, *{{'torch', 'numpy', 'PIL'}} & {{*sys.modules}})")
+    assert done.stdout == "2\n" and "eval.sets: /missing does not exist" in done.stderr
 
 
 def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:

@@ -13,7 +13,7 @@ from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
-from clipscale.tools.data.demo import train_shards
+from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import TrainLoop, train
 
 ARCHITECTURE = {

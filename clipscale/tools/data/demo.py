@@ -19,38 +19,16 @@ from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, tracked
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data import scenes
+from clipscale.tools.data.demo_folder import TRAIN_SHARDS, user_folder
 
 # A sample as `shard_writer` takes it: `__key__`, and bytes by extension.
 Sample = dict[str, str | bytes]
 
-# Version of the set. Raise it with every change of pictures, captions or layout.
-RECIPE_VERSION = 3
-TRAIN_SHARDS = 16
 TRAIN_MIX = {"one": 0.6, "across": 0.15, "down": 0.15, "row": 0.1}
 OBJECTS_PER_CLASS = 20
 UNSEEN_PER_CLASS = 60
 RETRIEVAL_IMAGES = 500
 CAPTIONS_PER_IMAGE = 5
-
-
-def user_folder() -> Path:
-    """The folder of the set that data=demo takes, which need not exist yet."""
-    return files.user_cache() / f"demo-{RECIPE_VERSION}"
-
-
-def train_shards(root: Path) -> str:
-    """The set's shard list, for `data.train`."""
-    return f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar"
-
-
-def evaluation_sets(root: Path) -> list[str]:
-    """The set's folders for `eval.sets`."""
-    return [f"{root}/{name}" for name in ("objects", "unseen", "retrieval")]
-
-
-def is_missing(sources: Sequence[str]) -> bool:
-    """Whether the set of data=demo is one of the sources and is not there."""
-    return train_shards(user_folder()) in sources and not user_folder().exists()
 
 
 def main(_: object = None) -> None:

@@ -19,6 +19,7 @@ from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.tools.data import demo, scenes
+from clipscale.tools.data.demo_folder import train_shards, user_folder
 from tests.conftest import Capture
 from tests.support.runs import ten_step_config
 from tests.support.user_errors import refused
@@ -44,7 +45,7 @@ def samples(path: Path | str) -> Iterator[RawSample]:
 
 
 def train(root: Path) -> list[RawSample]:
-    return [s for url in expand(demo.train_shards(root)) for s in samples(url)]
+    return [s for url in expand(train_shards(root)) for s in samples(url)]
 
 
 def digests(root: Path) -> dict:
@@ -80,9 +81,9 @@ def test_training_renders_the_set_that_is_missing(
     render = demo.render_demo
     monkeypatch.setattr(demo, "render_demo", lambda root, processes: render(root, 64))
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
-    root = demo.user_folder()
+    root = user_folder()
     cli_train.main(ten_step_config(root, tmp_path / "run"))
-    assert len(expand(demo.train_shards(root))) == 16 and tmp_path in root.parents
+    assert len(expand(train_shards(root))) == 16 and tmp_path in root.parents
     before = digests(root)
     demo.main()
     assert digests(root) == before and str(root) in capsys.readouterr().out

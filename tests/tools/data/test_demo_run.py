@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.tools.data.demo import train_shards
+from clipscale.tools.data.demo_folder import train_shards
 from tests.support.runs import records
 
 
