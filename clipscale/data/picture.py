@@ -189,8 +189,7 @@ class Picture:
         """
         with broken_pictures():
             frame = usual_frame(data)
-            if frame and frame.width * frame.height <= MAX_PIXELS:
-                check_profiles(data)
+            if frame and frame.width * frame.height <= MAX_PIXELS:  # and no profile
                 check_code(data, frame.width, frame.height)
                 check_pixels(frame.width, frame.height, most)
                 return cls(data, frame.width, frame.height, "jpg", frame.mode)

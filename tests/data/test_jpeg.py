@@ -53,7 +53,7 @@ OTHER = {
     "another frame behind the scan": PLAIN + segment(0xC9, b"\x08\0\x08\0\x08\x01\1\x11\0"),
     "two frames": PLAIN.replace(b"\xff\xc0", segment(0xC0, b"\x08\0\x08\0\x08\x01\1\x11\0") + b"\xff\xc0", 1),
     "many scans": PLAIN + 101 * b"\xff\xda",
-    "many profiles": PLAIN + 101 * b"Exif\0\0",
+    "many profiles": PLAIN[:2] + 101 * segment(0xE1, b"Exif\0\0") + PLAIN[2:],
     "many segments": PLAIN[:2] + 99 * segment(0xFE, b"") + PLAIN[2:],
     "many more segments": PLAIN[:2] + 6000 * segment(0xFE, b"") + PLAIN[2:],
     "no rows": PLAIN.replace(b"\xff\xc0\0\x11\x08\0\x18", b"\xff\xc0\0\x11\x08\0\0", 1),
