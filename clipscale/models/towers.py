@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from clipscale.common.errors import UserError, to_user_error
+from clipscale.common.modules import is_batch_norm
 from clipscale.common.record import Record
 from clipscale.common.units import did_you_mean
 from clipscale.config.model import ModelConfig
@@ -36,7 +37,6 @@ from clipscale.models.linear import replace_linear_layers
 from clipscale.models.tokenizer import Tokenizer, context_length_of, tokenizer_of
 from clipscale.models.weights.loading import load as load_weights
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOWERS = ("image", "text")
 NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
 # Keys of a tower of another package in open_clip's description.
@@ -155,7 +155,7 @@ class ClipModel(nn.Module):
         """Sets the mode as torch does, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
         for module in self.modules():
-            if isinstance(module, BATCH_NORMS) and (self.batch_norm_frozen or frozen(module)):
+            if is_batch_norm(module) and (self.batch_norm_frozen or frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
             if frozen(tower):

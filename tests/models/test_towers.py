@@ -9,12 +9,14 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.towers import build_model
+from clipscale.step.cache.pass_contexts import batch_norms
 from tests.support.towers import architecture, small_model
 
 SMALL = architecture()
@@ -185,6 +187,20 @@ def test_a_convolutional_tower_computes_channels_last_and_the_same() -> None:
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
     assert small_model().image.layout == torch.contiguous_format
+
+
+class BatchNormOfAnotherPackage(_BatchNorm):
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("setting", "in_training"), [("frozen", []), ("sync", ["encoder.norm"])])
+def test_frozen_batch_normalisation_is_all_that_the_cache_refuses_in_chunks(
+    setting: str, in_training: list[str]
+) -> None:
+    model = build_model(small_config(batch_norm=setting))
+    model.image.encoder.add_module("norm", BatchNormOfAnotherPackage(4))
+    assert [*batch_norms(model.train().image)] == in_training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,16 +5,16 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from clipscale.common.modules import is_batch_norm
 from clipscale.step.cache.chunk_output import ChunkOutput
 
 
-def batch_norms(encoder: Callable[..., object]) -> dict[str, _BatchNorm]:
+def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
     """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
     modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
-    return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
+    return {name: module for name, module in modules if is_batch_norm(module) and module.training}
 
 
 def trains(encoder: Callable[..., object]) -> bool:
