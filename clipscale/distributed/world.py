@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
+from clipscale.common.modules import trains
 from clipscale.distributed.fsdp import ZERO_STAGES, shard_tower
 
 T = TypeVar("T")
@@ -172,7 +173,7 @@ class World:
         A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch cannot on CPUs. FSDP2
         (`zero2`, `zero3`) changes the module in place; `dtype`: see shard_tower.
         """
-        if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
+        if self.size == 1 or not trains(tower):
             return tower
         if self.device.type == "cuda":
             tower = convert_sync_batchnorm(tower)

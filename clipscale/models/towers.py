@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.common.modules import is_batch_norm
+from clipscale.common.modules import is_batch_norm, is_frozen
 from clipscale.common.record import Record
 from clipscale.common.units import did_you_mean
 from clipscale.config.model import ModelConfig
@@ -155,17 +155,12 @@ class ClipModel(nn.Module):
         """Sets the mode as torch does, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
         for module in self.modules():
-            if is_batch_norm(module) and (self.batch_norm_frozen or frozen(module)):
+            if is_batch_norm(module) and (self.batch_norm_frozen or is_frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
-            if frozen(tower):
+            if is_frozen(tower):
                 tower.eval()
         return self
-
-
-def frozen(module: nn.Module) -> bool:
-    """Whether no parameter of the module trains, and it has some."""
-    return {p.requires_grad for p in module.parameters()} == {False}
 
 
 def architecture(config: ModelConfig) -> Record:

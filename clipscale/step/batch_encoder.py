@@ -10,10 +10,11 @@ from typing import Protocol, TypedDict
 
 from torch import Tensor
 
+from clipscale.common.modules import is_frozen
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.models.towers import Tower, frozen
+from clipscale.models.towers import Tower
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.frozen_images import FrozenImages
 from clipscale.step.step_inputs import StepInputs
@@ -107,7 +108,7 @@ class PairBatchEncoder:
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         pairs, caption_chunks = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
-        if frozen(self.image):
+        if is_frozen(self.image):
             reserved = min(self.cache.keep_budget.bytes, len(batch) * self.image_bytes)
             pairs.images = FrozenImages(pairs.images, self.image, self.autocast, reserved)
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)

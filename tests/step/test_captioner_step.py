@@ -15,6 +15,7 @@ from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
 from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.modules import is_frozen
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
@@ -31,7 +32,7 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
-from clipscale.models.towers import ClipModel, frozen
+from clipscale.models.towers import ClipModel
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import KeptGraphs
@@ -164,7 +165,7 @@ def open_clips(model: ClipModel) -> CoCa:
     theirs.logit_scale.data.copy_(model.logit_scale)
     if model.logit_bias is not None:
         theirs.logit_bias.data.copy_(model.logit_bias)
-    theirs.visual.requires_grad_(not frozen(model.image))
+    theirs.visual.requires_grad_(not is_frozen(model.image))
     theirs.text.correct_cls_mask = model.text.encoder.correct_cls_mask
     return theirs
 

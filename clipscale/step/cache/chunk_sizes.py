@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import MAX_SEQUENCES
+from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.cache.pass_contexts import batch_norms, trains
+from clipscale.step.cache.pass_contexts import batch_norms
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256

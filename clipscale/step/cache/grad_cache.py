@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.keep_budget import KeepBudget
+from clipscale.common.modules import trains
 from clipscale.common.spans import equal_spans
 from clipscale.step.cache.kept_graphs import largest_of_ranks
-from clipscale.step.cache.pass_contexts import can_rerun, trains
+from clipscale.step.cache.pass_contexts import can_rerun
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,6 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
     return {name: module for name, module in modules if is_batch_norm(module) and module.training}
 
 
-def trains(encoder: Callable[..., object]) -> bool:
-    """Whether an encoder has trainable parameters. One that is not a module is assumed to."""
-    return not isinstance(encoder, nn.Module) or any(p.requires_grad for p in encoder.parameters())
-
-
 @contextmanager
 def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
     """Around the pass of a chunk. `sums_gradients`: its backward pass, the step's last one, sums them over the ranks.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.keep_budget import KeepBudget
+from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
 from clipscale.common.spans import Span, equal_spans
 from clipscale.step.cache.cast_weights import CastWeights
@@ -25,7 +26,6 @@ from clipscale.step.cache.pass_contexts import (
     chunk_context,
     is_collective,
     rearm_ddp_sync,
-    trains,
 )
 
 # Maps an encoder's output to its tensor.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.modules import is_frozen
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
@@ -22,7 +23,7 @@ from clipscale.loss.objective import auto_exchange
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.lean import LeanDecoder
-from clipscale.models.towers import ClipModel, build_model, frozen
+from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import batch_loss, build_step
 from clipscale.step.batch_encoder import PairBatchEncoder
@@ -148,7 +149,7 @@ class DryRun:
     @cached_property
     def image_output_bytes(self) -> int:
         """Bytes of what a captioner's frozen image tower gives the decoder for one image; 0 for other models."""
-        if not self.is_captioner or not frozen(self.model.image):
+        if not self.is_captioner or not is_frozen(self.model.image):
             return 0
         image, _ = self.inputs
         with torch.no_grad(), self.step.precision.autocast():
