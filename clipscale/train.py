@@ -67,7 +67,7 @@ class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
     def __init__(self, ready: ReadyRun, world: World, lock: RunLock | None = None) -> None:
-        """`lock`: of the run's folder, held by rank 0; None if nobody else uses the folder."""
+        """`lock`: the one of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
         self.ready = ready
         self.world = world
         self.lock = lock
@@ -196,7 +196,7 @@ class TrainLoop:
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
-        """Save the completed steps. A collective: waits until the checkpoint is complete, and a minute for its copy."""
+        """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
         saver = self.ready.saver
         if self.step != saver.newest_step:
             self.save(wait=True)

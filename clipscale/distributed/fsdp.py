@@ -42,10 +42,10 @@ class ShardedTower(nn.Module):
 
     @contextmanager
     def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
-        """Around the pass of a chunk: its backward pass shards the weights again, in ZeRO's stage 3 for each chunk.
+        """Around the pass of a chunk: decides whether its backward pass shards the weights again.
 
-        In stage 2 it does so only in the step's last chunk, with `sums_gradients`. Gradients are summed after each
-        chunk, whatever it says.
+        In ZeRO's stage 3 every chunk's does, in stage 2 only the last one's, with `sums_gradients`. Gradients are
+        summed after each chunk in any case.
         """
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(sums_gradients or self.zero_stage == 3)
@@ -53,7 +53,7 @@ class ShardedTower(nn.Module):
 
 
 def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype) -> ShardedTower:
-    """The tower, sharded in place. `dtype`: autocast's. Weights that autocast casts are gathered in it."""
+    """Shard a tower in place. `dtype`: autocast's type. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
     precision_policy = policy(tower, dtype)
     for module in [*nested_blocks(tower), tower]:

@@ -62,7 +62,7 @@ class World:
     device: torch.device
     # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
-    # The store in which ranks leave each other signals; None with one process. Its connection is its own, since a
+    # The store in which ranks leave each other signals; None with one process. It has a connection of its own, since a
     # rank that waits may be using the others.
     signal_store: dist.Store | None = field(default=None, compare=False, repr=False)
 
@@ -83,7 +83,7 @@ class World:
         return self.all_reduce_max_async(*values).values()
 
     def one_hot(self, value: int) -> list[int]:
-        """Zeros, and the value at this rank's place. Their `all_reduce_max` over ranks has the values of all ranks."""
+        """A list of zeros with the value at this rank's index. Its `all_reduce_max` has the values of all ranks."""
         values = [0] * self.size
         values[self.rank] = value
         return values
@@ -104,16 +104,18 @@ class World:
 
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup:
-        """A CPU group of all ranks, for small messages: on the default group they would wait for the device. All ranks
-        create it at the same point."""
+        """A CPU group of all ranks, for small messages: on the default group they would wait for the device.
+
+        All ranks create it at the same point.
+        """
         return self._gloo_group(self.timeout)
 
     @cached_property
     def checkpoint_group(self) -> dist.ProcessGroup:
-        """Like `cpu_group`, for the thread that writes checkpoints. On `cpu_group` its messages could be taken for a
-        step's. Created with the first checkpoint.
+        """A second CPU group, for the thread that writes checkpoints.
 
-        Its timeout is four times as long, for slow disks.
+        On `cpu_group` its messages could be mistaken for a step's. All ranks create it with the first checkpoint. Its
+        timeout is four times as long, for slow disks.
         """
         return self._gloo_group(4 * self.timeout)
 
@@ -123,14 +125,14 @@ class World:
         return group
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """The result of `work`, called on rank 0 alone, on all ranks; or its UserError, raised on all. A collective."""
+        """Call `work` on rank 0 alone. Returns its result, or raises its UserError, on all ranks. A collective."""
         box: list[Any] = [self.raise_together(lambda: work() if self.is_rank0 else None)]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def raise_together(self, work: Callable[[], T]) -> T:
-        """This rank's result of `work`, which every rank calls. A collective: it gathers the ranks' errors.
+        """Call `work` on every rank, and gather the ranks' errors. A collective. Returns this rank's result.
 
         If any rank raises UserError, every rank raises the first of them.
         """
@@ -218,7 +220,7 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
-    """The ranks in torchrun's environment variables, after joining their process group; without them one process alone.
+    """Join the process group of the ranks in torchrun's environment variables. Without these: one process alone.
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
     """
@@ -255,8 +257,8 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
 
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
     own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
-    picks a random one, and the other ranks ask for it. Without torchrun the store is rank 0's. Raises UserError if a
-    rank does not ask in time.
+    picks a random prefix, and the other ranks ask for it. Without torchrun rank 0 opens the store. Raises UserError if
+    a rank does not ask in time.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -281,7 +283,7 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta)
         if time.monotonic() > deadline:
             raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
         for other in range(1, size):
-            # The question may be one of the last attempt. Then this attempt's rank asks again.
+            # The question may be left from the last attempt. Then the rank of this attempt asks again.
             if store.check([f"asks/{other}"]):
                 store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
         time.sleep(JOIN_POLL_S)

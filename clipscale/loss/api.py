@@ -50,8 +50,8 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
 
-    With x_ij = logit_scale * similarity(image i, text j) over the N images of all ranks, text i being the one that
-    belongs to image i:
+    With x_ij = logit_scale * similarity(image i, text j) over the N images of all ranks, where text i belongs to
+    image i:
 
         softmax        mean_i of (LSE_j x_ij + LSE_j x_ji) / 2 - x_ii     (CLIP, arXiv 2103.00020)
         softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
@@ -62,9 +62,9 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     weight of 1/k.
 
     Args:
-        image_features: (n, D), rows usually of unit length; whatever a module takes.
-        text_features: (m, D), text j of the first captions * n belonging to image j // captions; texts beyond those are
-            hard negatives: columns only.
+        image_features: (n, D), rows usually of unit length. A module may take other shapes (n, ...).
+        text_features: (m, D). Of the first captions * n texts, text j belongs to image j // captions. Texts beyond
+            those are hard negatives: they belong to no image, and are columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
@@ -72,7 +72,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             similarities (n, m), pair by pair. It is called with one tile at a time, twice. Its parameters get their
             gradient too.
         exchange: how the ranks share their rows. In a group of one all are the same.
-            auto: gather where that is small; else ring in one node, nodes across them.
+            auto: gather if that takes little memory; else ring in one node, and nodes across several.
             replicated: CLIP's. Gather both sides; the whole loss on every rank.
             local: OpenCLIP's. Two one-sided losses of this rank's rows.
             gather: all-gather of the texts, reduce-scatter of their gradients (DisCo-CLIP).
@@ -98,9 +98,9 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         local: their sum over the ranks is the gradient of the mean. A feature row gets all of its own; logit_scale,
         logit_bias and a module's parameters get this rank's part.
 
-    Features of two types are both cast to the narrower one (float16 with bfloat16: to float32), under autocast float32
-    features to autocast's type, as matmul would. Sums are float32 at least; products of float32 are in IEEE precision.
-    Every gradient has its input's type.
+    If the features have two types, both are cast to the narrower one (float16 with bfloat16: to float32). Under
+    autocast, float32 features are cast to autocast's type, as matmul would do. Sums are float32 at least. Products of
+    float32 are in IEEE precision. Every gradient has its input's type.
 
     Raises:
         ValueError: if inputs do not fit each other or the options.
@@ -152,8 +152,9 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teachers: (a (n, D_k), b (n, D_k), t) for each: its features of the same images and texts, usually of unit
             length, and its logit scale, the multiplier itself. They get no gradient.
         weights: the contrastive loss's, and the distillation's.
-        exchange, backend, keys, similarity, group, check, machine, unknown: as for `contrastive_loss`, but for triton.
-        captions: 1.
+        exchange, backend, keys, similarity, group, check, machine, unknown: as for `contrastive_loss`, but there is no
+            triton backend.
+        captions: only 1.
 
     Returns:
         The mean over all N images, the same on every rank; gradients as in `contrastive_loss`.

@@ -1,4 +1,4 @@
-"""The loss as one differentiable function: each pass is an exchange's sweep over one of a backend's two functions.
+"""The loss as one differentiable function. In each pass an exchange sweeps one of the backend's functions over blocks.
 
 Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks, D feature width.
 """
@@ -22,7 +22,7 @@ from clipscale.loss.runtime import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
-STRIPE = 2**16  # rows of a stripe, whose gradients are summed at a time: some panels of the Triton backend
+STRIPE = 2**16  # rows whose gradients are summed at a time: a few panels of the Triton backend
 
 
 class Backend(Protocol):
@@ -174,11 +174,13 @@ def gradients(
     needs: Needs,
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: the inputs' gradients times `factor`. None for an input that needs none; but a backend may sum the
-    scale's in any case, and autograd drops it. One sweep of the backend's backward function:
+    """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`.
+
+    An input that needs no gradient has None. But a backend may sum the scale's in any case; autograd then drops it.
+    Where each gradient comes from:
 
         images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe
-        texts          the exchange's reduction GRAD, of all ranks' parts
+        texts          the exchange's reduction GRAD, which adds all ranks' parts
         scale          the backend's sum, if it makes one; else `_scale_grad`, from the gradient of the features
         bias, module   the backend's sums, in `parameters`
 

@@ -25,7 +25,7 @@ class Side:
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
-    subtrahend: Tensor | None = None  # (n,) float64, rows only: the loss is the log-sum-exps minus its sum
+    subtrahend: Tensor | None = None  # (n,) float64, rows only: what is subtracted from the weighted log-sum-exps
 
     def __len__(self) -> int:
         return len(self.features)

@@ -204,7 +204,7 @@ class GroupExchange(Exchange):
 
 
 class Gather(GroupExchange):
-    """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
+    """All-gathers the columns, and reduce-scatters their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
     def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
         all_cols = self.gather_columns(cols)

@@ -1,4 +1,4 @@
-"""The tensors of one call: checked, with one type for the features, and described by numbers that the ranks compare.
+"""Checks the tensors of one call, gives the features one type, and describes them in numbers that the ranks compare.
 
 Letters: n rows (images) and m columns (texts) of this rank, k captions of an image, D feature width.
 """
@@ -148,7 +148,7 @@ def _check_features(u: Tensor, v: Tensor, captions_per_image: int, has_module: b
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
-    """The narrower type (float32 where neither contains the other); under autocast what matmul would take."""
+    """The narrower of two types, or float32 if neither contains the other; under autocast the type matmul would use."""
     pair = {u.dtype, v.dtype}
     if pair == {torch.float16, torch.bfloat16}:
         return torch.float32
@@ -159,7 +159,7 @@ def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
 
 
 def _is_not_positive(scale: Tensor) -> bool:
-    """Whether the scale is 0 or less. Not for NaN: the check of the loss's value names it. Waits for the device."""
+    """Whether the scale is 0 or less. False for NaN, which the check of the loss's value names. Waits for the GPU."""
     return not bool(scale > 0) and bool(scale.isfinite())
 
 

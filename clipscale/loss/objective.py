@@ -39,7 +39,7 @@ class Objective:
 
     @property
     def reads_hard_negatives(self) -> bool:
-        """Whether texts that belong to no image count: they are in no text's softmax."""
+        """Whether hard negatives change the loss: not if only texts have a softmax, since none is in another's."""
         return self.weights != (None, 1.0)
 
     @property
@@ -48,7 +48,7 @@ class Objective:
         return 1 if self.pairwise else 2
 
     def prepare(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
-        """A collective: the inputs with what the sweeps need beside them."""
+        """A collective: add what the sweeps need to the inputs."""
         return inputs
 
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
@@ -60,7 +60,7 @@ class Objective:
         raise NotImplementedError
 
     def make_tile_ops(self) -> "TileOps":
-        """Its two functions of a tile of scores, in torch."""
+        """The objective's two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
     def kernels(self) -> "type[TritonBackend]":
@@ -146,10 +146,10 @@ OBJECTIVES: dict[str, Objective] = {
 def auto_exchange(nodes: int, entries: int, itemsize: int, on_gpu: bool) -> str:
     """The name of the exchange that `auto` stands for. `entries`: of the texts' features of all ranks.
 
-    Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
+    Within a node it is a ring, which takes the least memory. But GPUs gather a small batch: a ring's blocks would take
     longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card
     per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers in half
-    precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`: its rings use all cards, too.
+    precision take 4.5 GiB with their float32 gradients. Otherwise it is `nodes`, whose rings use all cards, too.
     """
     if nodes > 1:
         limit = GATHER_BYTES

@@ -46,7 +46,7 @@ class LossRuntime:
         return device.type == "cuda"
 
     def tiles_to_run(self, tiles: Iterator[T]) -> Iterator[T]:
-        """The tiles or panels of a block to compute: all; in a dry run the first, for its buffers."""
+        """The tiles or panels of a block to compute: all. A dry run takes the first alone, for its buffers."""
         return tiles
 
     def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:

@@ -1,4 +1,4 @@
-"""The terms of a call, which returns the mean of their losses. The exchange decides how many there are, of which rows.
+"""The terms of a call. Its result is the mean of their losses. The exchange decides how many terms there are.
 
 Letters: P ranks; n rows (images) and m columns (texts) of this rank.
 """
@@ -16,7 +16,7 @@ from clipscale.loss.similarity import Dot, Similarity
 
 @dataclass(frozen=True)
 class LossTerm:
-    """An objective of these rows and columns. The exchange shares the columns among the ranks."""
+    """An objective over these rows and columns. The exchange shares the columns among the ranks."""
 
     objective: Objective
     inputs: Inputs

@@ -12,8 +12,8 @@ from clipscale.loss.block import Block
 
 
 class TileOps:
-    """An objective's two functions. `bound`: the most |x| of scores that are not left out. `scratch`: a buffer of the
-    scores' shape."""
+    """An objective's two functions. `bound`: an upper bound of |x| over the scores that are not left out. `scratch`: a
+    buffer of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         """Merge a tile into the log-sum-exps, and its positives into the rows' subtrahends."""

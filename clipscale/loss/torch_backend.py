@@ -1,6 +1,6 @@
 """The torch backend computes a block tile by tile, on any device, for every objective and similarity.
 
-With tiles the extra memory is two tiles. As `dense` one tile is the whole block, with memory quadratic in the batch.
+The extra memory is two tiles. With `dense` one tile is the whole block, so the memory is quadratic in the batch.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from clipscale.loss.tile import TileOps
 
 
 class TorchBackend:
-    """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
+    """The two functions of a backend, for an objective's tile functions and a similarity. `dense`: one tile."""
 
     def __init__(self, tile_ops: TileOps, similarity: Similarity, runtime: LossRuntime, dense: bool) -> None:
         self.tile_ops = tile_ops

@@ -21,7 +21,7 @@ from clipscale.step.step_inputs import StepInputs
 
 
 class LossTerms(TypedDict, total=False):
-    """A captioner's two losses, without their weights, by their names in metrics.jsonl."""
+    """A captioner's two losses, unweighted. The keys are their names in metrics.jsonl."""
 
     contrastive_loss: float
     caption_loss: float
@@ -30,7 +30,7 @@ class LossTerms(TypedDict, total=False):
 class BatchEncoder(Protocol):
     """The encoders of a step, in its gradient cache, and their inputs. `build_step` chooses the kind."""
 
-    # Its loss is a BatchLoss, of the features that `encode` returns.
+    # Its loss is a BatchLoss, called with the features that `encode` returns.
     cache: GradCache
     inputs: StepInputs
 
@@ -48,7 +48,7 @@ class BatchEncoder(Protocol):
         """The features of images and of captions, (N, D) each, given what `encode` returned."""
 
     def losses(self, contrastive: Tensor) -> list[Tensor]:
-        """After the replay: the losses of the global batch, without their weights, 0-d. A collective."""
+        """The losses of the global batch, unweighted, 0-d. Call it after the replay. A collective."""
 
     def total(self, losses: list[float]) -> tuple[float, LossTerms]:
         """The step's loss from the values of `losses`, and its terms by name if it has several."""
@@ -96,9 +96,9 @@ class PairBatchEncoder:
     # Makes the context in which a frozen image tower runs.
     autocast: Callable[[], AbstractContextManager[object]]
     caption_weight: float
-    # Bytes of one image's output of a frozen tower, measured in an earlier step; 0 before.
+    # Bytes of a frozen image tower's output for one image, measured in an earlier step; 0 before.
     image_bytes: int = 0
-    # Labels in the captions of the global batch of this step.
+    # Labels in the captions of this step's global batch.
     num_tokens: int = 1
 
     @property

@@ -25,7 +25,7 @@ class BatchLoss:
     the whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are
     shorter than MIN_LENGTH, they are divided by MIN_LENGTH.
 
-    What is computed of each size, with the weights (w, d) = `distill_weights`:
+    For each size it computes, with the weights (w, d) = `distill_weights`:
 
         teachers   objective   value
         none       any         `contrastive_loss`
@@ -48,9 +48,9 @@ class BatchLoss:
     uses_keys: bool = False
     # Where the loss runs; None for this machine.
     runtime: LossRuntime | None = None
-    # The logit scale of each teacher. Without teachers the loss is the pairs' alone.
+    # The logit scale of each teacher. Without teachers the loss is the contrastive loss alone.
     teacher_scales: tuple[float, ...] = ()
-    # The weight of the pairs' loss, and of the distillation.
+    # The weights of the contrastive loss and of the distillation.
     distill_weights: tuple[float, float] = (0.0, 1.0)
 
     def __call__(
@@ -63,7 +63,8 @@ class BatchLoss:
     ) -> Tensor:
         """The loss of this rank's features, (N, D) each.
 
-        `keys`: (N,) int64; see `uses_keys`. `teacher_features`: of each teacher, of pictures and captions, (N, 2, D).
+        `keys`: (N,) int64; see `uses_keys`. `teacher_features`: one tensor (N, 2, D) for each teacher, its features of
+        the pictures and the captions.
         """
         keys = keys if self.uses_keys else None
         teachers = [

@@ -63,7 +63,8 @@ def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerP
             "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
             "choose another run=NAME"
         )
-    # The run's settings may have changed, and count. torch also needs them to place the state, as for fused optimizers.
+    # The run's settings replace the checkpoint's. torch also needs them to place the state, for example of fused
+    # optimizers.
     for group, settings in zip(saved.optimizer["param_groups"], optimizer.param_groups):
         group.update({key: value for key, value in settings.items() if key != "params"})
     if policy is not OptimizerPolicy.RESUME:
@@ -71,7 +72,7 @@ def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerP
             for name in fit_positions(weights, model):
                 weights[name] = sharded_as(model.get_parameter(name), weights[name])
                 saved.optimizer["state"].pop(name, None)
-    # Before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
+    # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
     # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.RESTART:

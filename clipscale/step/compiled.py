@@ -34,11 +34,11 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = False) -> list[Tower]:
-    """The towers that are compiled, in place: block by block, and a tower without blocks as a whole.
+    """Compile the towers in place: block by block, and a tower without blocks as a whole. Returns the compiled ones.
 
-    `lengths_vary`: chunks of captions have many widths, each of which would take a compilation of its own. The text
-    tower, a small part of a step, is then not compiled, unless `any_width` compiles it once with dynamic shapes. How
-    fast that is on a GPU is not measured; no run does it.
+    `lengths_vary`: chunks of captions have many widths, and each would be compiled anew. The text tower, a small part
+    of a step, then stays as it is. With `any_width` it is compiled once with dynamic shapes. No run does that: how fast
+    it is on a GPU is not measured.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
@@ -63,8 +63,8 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 def try_compiled(
     model: ClipModel, towers: list[Tower], chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, world: World
 ) -> str:
-    """Why the compiled towers do not run; empty if they do. Runs them once on chunks of random inputs, so that no step
-    compiles.
+    """Run the compiled towers once on chunks of random inputs, so that no step compiles. Returns why they do not run;
+    empty if they do.
 
     `local_batch`: samples of this process. Their last chunk may be shorter. If a rank fails, all ranks run without
     compiled code from then on.

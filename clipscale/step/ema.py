@@ -19,7 +19,7 @@ class WeightAverage:
     """
 
     def __init__(self, decay: float, model: nn.Module) -> None:
-        """The average starts at the model's trained parameters. That of a sharded parameter is sharded."""
+        """The average starts at the model's trained parameters. Sharded parameters have sharded averages."""
         self.decay = decay
         self.updates = 0
         self.model = model

@@ -1,4 +1,4 @@
-"""The images of a captioner with a frozen image tower: encoded once, where memory for their tokens allows.
+"""Encodes the images of a captioner with a frozen image tower once, as far as memory for their tokens allows.
 
 N: images of a chunk, D: feature width, P: tokens of an image, W: width of the decoder.
 """
@@ -13,9 +13,9 @@ from clipscale.data.loader.to_device import Images
 
 
 class FrozenImages:
-    """The outputs of the frozen tower in the place of pixels: features (N, D) and tokens (N, P, W).
+    """Gives a captioner the frozen tower's outputs in the place of pixels: features (N, D) and tokens (N, P, W).
 
-    The first pass without a graph keeps its outputs for the second one, up to `most_bytes`. The other chunks are
+    A chunk's first pass without a graph keeps them for its second pass, up to `most_bytes`. The other chunks are
     encoded again.
     """
 

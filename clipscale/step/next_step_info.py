@@ -1,33 +1,34 @@
-"""What the ranks tell each other in a step about the next one: one small all-reduce during the second pass."""
+"""One small all-reduce during the second pass, in which the ranks tell each other about the next step."""
 
 from dataclasses import dataclass
 
 from clipscale.distributed.world import AsyncReduction, World
 
-# Places in the message. Caption tokens follow, of each rank.
+# Indices into the message. From CAPTION_TOKENS on it has one entry for each rank.
 TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_TOKENS = range(4)
 
 
 @dataclass(frozen=True)
 class NextStepInfo:
-    """What a step needs from all ranks before it begins, and whether a checkpoint is saved before it. Reading waits.
+    """What a step needs from all ranks before it begins, and whether a checkpoint is saved before it. Reading it waits
+    for the all-reduce.
 
     step n:    replay begins -> `start` begins the all-reduce, with this rank's counts of step n + 1
                replay, update
     step n+1:  reads `num_text_chunks` and `num_caption_tokens`; where one is 0, it asks the ranks itself
     """
 
-    # The maximum over ranks of [text chunks, is unknown, wants save], and for a captioner of each rank's caption tokens
-    # (zeros at the places of other ranks).
+    # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption tokens of each rank;
+    # a rank sends zeros for the others.
     message: AsyncReduction
 
     @classmethod
     def start(
         cls, world: World, *, text_chunks: int, is_known: bool, wants_save: bool, caption_tokens: int | None
     ) -> "NextStepInfo":
-        """The info of an all-reduce that this call begins. A collective.
+        """Begin the all-reduce. A collective.
 
-        `text_chunks`, `caption_tokens`: of this rank's next batch. `is_known`: whether that batch has arrived; else
+        `text_chunks`, `caption_tokens`: of this rank's next batch. `is_known`: whether that batch has arrived; if not,
         they are 0. Without a captioner `caption_tokens` is None.
         """
         tokens = [] if caption_tokens is None else world.one_hot(caption_tokens)

@@ -176,13 +176,13 @@ class Schedule:
 
     # The highest rate.
     peak: float
-    # Steps: all, of the warm-up, and of the cooldown.
+    # The number of steps: of the whole schedule, of its warm-up, and of its cooldown.
     total: int
     warmup: int
     cooldown: int
     # The rate at the end, as a share of the peak.
     final: float
-    # Whether it is a cosine; else a constant.
+    # Whether the rate falls along a cosine; if not, it stays at the peak until the cooldown.
     cosine: bool
     # The step of the run at which it begins.
     first_step: int
@@ -196,7 +196,7 @@ class Schedule:
         epoch_samples: int | None,
         first_step: int = 0,
     ) -> "Schedule":
-        """The schedule of a run of `samples`; `epoch_samples`: of one epoch, None if unknown. Raises UserError."""
+        """The schedule of a run of `samples`. `epoch_samples`: those of an epoch, None if unknown. Raises UserError."""
         total = max(1, samples // global_batch)
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)

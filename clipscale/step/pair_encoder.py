@@ -1,4 +1,4 @@
-"""A captioner as one encoder of pairs: its loss is of an image and its caption together.
+"""A captioner as one encoder of pairs, because its caption loss needs an image and its caption together.
 
 N: pairs, D: feature width.
 """

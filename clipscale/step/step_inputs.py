@@ -1,4 +1,4 @@
-"""The inputs of a step's towers: images, and captions perhaps sorted, in equally many chunks on all ranks."""
+"""Builds the inputs of a step's towers. Captions may be sorted; all ranks then make equally many chunks of them."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ class StepInputs:
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
     is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by the captions' length, and lose their padding. Only where
+    # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. Only if
     # the text tower's features do not depend on the padding.
     sort_captions: bool
-    # Whether the model writes captions: its one input is pairs.
+    # Whether the model writes captions; then pairs are its only input.
     writes_captions: bool = False
     # What the last step's all-reduce says of this one; None in the first step.
     info: NextStepInfo | None = None

@@ -37,7 +37,7 @@ class LossOptions(TypedDict):
 
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
-    # For each teacher (N, 2, D).
+    # One tensor (N, 2, D) for each teacher.
     teacher_features: list[Tensor]
 
 
@@ -46,7 +46,7 @@ class StepNumbers:
     """What the host reads back of a step, to decide whether the weights are updated."""
 
     loss: float
-    # Empty: the loss has one term alone.
+    # Empty if the loss has only one term.
     loss_terms: LossTerms
     grad_norm: float
 
@@ -60,7 +60,7 @@ class StepResult:
     """What a step returns to the run's loop."""
 
     loss: float
-    # Empty: the loss has one term alone.
+    # Empty if the loss has only one term.
     loss_terms: LossTerms
     # None if the loss or the norm is not finite; then the weights are unchanged.
     grad_norm: float | None
@@ -148,7 +148,7 @@ class TrainStep:
         }
 
     def statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
-        """The statistics of the features, which a thread computes: on rank 0 in some steps; else None."""
+        """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
             return None
         return begin_statistics(*self.encoder.images_and_texts(features))
@@ -165,7 +165,7 @@ class TrainStep:
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
     def set_keep_budget(self, timer: StepTimer) -> None:
-        """After the first step, from the memory that it leaves free. A collective."""
+        """After the first step, set the budget for kept graphs: the memory that the step left free. A collective."""
         if self.cache.keep_budget.is_unknown:
             self.optimizer.zero_grad()  # the timer's peaks have them already
             self.cache.keep_budget = measured_budget(self.world, timer, self.cache.graph_bytes)
@@ -220,7 +220,7 @@ class TrainStep:
     def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise what made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
 
-        An overflow of fp16 is neither as long as the scaler can lower its scale.
+        An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
         self.world.raise_together(stream.check)
         if not self.precision.can_lower_loss_scale:
@@ -230,7 +230,7 @@ class TrainStep:
             ).of_all_ranks()
 
     def gradient_norm(self) -> Tensor:
-        """The global norm of the gradients, 0-d. First sums scale's and bias's over ranks, and unscales all."""
+        """The global norm of the gradients, 0-d. Before, sums those of scale and bias over ranks, and unscales all."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)

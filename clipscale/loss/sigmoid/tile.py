@@ -13,7 +13,7 @@ from clipscale.loss.tile import TileOps
 
 
 class SigmoidTileOps(TileOps):
-    """Without a log-sum-exp the value is -rows.subtrahend.sum(), so a row's subtrahend is minus the row's loss."""
+    """Computes value and gradient in `backward`. There are no log-sum-exps, so a row's subtrahend is minus its loss."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positive_pairs()

@@ -4,7 +4,7 @@ backend that launches them.
 Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. Every
 exponential is taken relative to a reference close to the largest score of what it is summed with. So no sum loses a
 term that matters, whatever the features are and even where the GPU flushes numbers below 2^-126 to zero. References are
-whole numbers: their differences, and powers of two of those, are exact.
+whole numbers, so 2 to the power of their difference is exact.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 """
@@ -133,7 +133,7 @@ def softmax_gradient_kernel(
         c, b = tl.load(col_lse + col_at), tl.load(col_weight + col_at)
         g = a[:, None] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -r[:, None]))
         g += b[None, :] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -c[None, :]))
-        # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
+        # Late in training a positive's probabilities are near 1, and the gradient is what this subtraction leaves.
         if has_positives(tile_row * BM, first_col, positive_offset, BM, WIDTH):
             subtrahend = tl.load(row_subtrahend + row_at)[:, None] + tl.load(col_subtrahend + col_at)[None, :]
             g = tl.where(is_positive(rows, cols, positive_offset), g - subtrahend, g)

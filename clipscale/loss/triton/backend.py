@@ -32,7 +32,7 @@ class TritonBackend:
         self.tiles = tiles
 
     def forward(self, block: Block) -> None:
-        """See TorchBackend: nothing, where there are no log-sum-exps."""
+        """See TorchBackend. Does nothing here: without log-sum-exps there is nothing to compute."""
 
     def backward(self, block: Block) -> None:
         """See TorchBackend."""
@@ -59,7 +59,7 @@ class TritonBackend:
 
         if store is not None:
             arguments |= {"panel": as_operand(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
-            # Without a positive, one past the end: no row reaches it.
+            # Without a positive it is one past the end, which no row reaches.
             arguments["positive_offset"] = len(v) if panel.positive_offset is None else panel.positive_offset
         self.runtime.launch(
             kernel, self.programs(panel), u.device,

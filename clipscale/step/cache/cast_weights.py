@@ -18,11 +18,20 @@ class CastWeights:
 
     pass of a chunk (see `used`)            weights   their gradient
     first pass, no graph                    cast      none
-    first pass, graph kept or measured      cast      a kept graph's backward pass, later, adds it to `.grad`
+    first pass, graph kept or measured      cast      a kept graph adds it to `.grad` in its backward pass, later
     replay                                  cast      the backward pass adds it to `.grad`
-    the last chunk of either, under DDP     not cast  autograd's own: DDP's hooks, which sum over ranks, see no other
+    last chunk under DDP, with a graph      not cast  autograd writes it, because DDP's hooks see no other gradient
 
-    That `.grad` is one tensor in the whole step (see `accumulator`), because kept graphs hold it.
+    For example, a weight W of an encoder with two chunks, where the first chunk's graph is kept:
+
+    step begins             casts W to W16
+    first pass, chunk 0     reads W16, and keeps a graph that holds W's `.grad`
+    first pass, chunk 1     reads W16, without a graph
+    replay, chunk 0         runs the kept graph's backward pass, which adds to `.grad`
+    replay, chunk 1         reads W16 again, and its backward pass adds to `.grad`
+    step ends               drops W16
+
+    `.grad` is the same tensor in the whole step (see `accumulator`), because kept graphs hold it.
     """
 
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
@@ -34,7 +43,7 @@ class CastWeights:
     def start_step(
         self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
     ) -> None:
-        """Cast the weights that autocast casts, for a step of several chunks. FSDP2 gathers weights already cast."""
+        """Cast the weights that autocast would cast in every chunk. Not under FSDP2, which gathers cast weights."""
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
@@ -81,7 +90,7 @@ class CastWeights:
         Between the passes of a step somebody else may have set `.grad` to None or to another tensor:
 
         first pass of the step   `.grad`, or zeros if it is None
-        later passes             the same tensor; if `.grad` is not that tensor, with the value of `.grad`, or zeros
+        later passes             the same tensor; if `.grad` is another one, its value is copied; if None, zeros are
         """
         gradient = self.gradients.get(weight)
         if gradient is None:

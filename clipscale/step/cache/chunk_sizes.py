@@ -37,7 +37,7 @@ Draw = Callable[[ClipModel, torch.device, int], TowerInput]
 def check_sizes(sizes: Sequence[int | None], local_batch: int, texts_per_sample: int = 1) -> None:
     """Raise UserError for a chunk larger than the local batch.
 
-    `sizes`: of the settings; None to measure one. `texts_per_sample`: captions and hard negatives of a sample.
+    `sizes`: from the settings; None to measure one. `texts_per_sample`: captions and hard negatives of a sample.
     """
     for size, rows, noun in zip(sizes, (local_batch, local_batch * texts_per_sample), ("samples", "captions")):
         if size is not None and size > rows:
@@ -71,7 +71,7 @@ def agreed_chunk_sizes(
     texts_per_sample: int = 1,
     pairs: nn.Module | None = None,
 ) -> ChunkSizes:
-    """A collective: the chunk sizes of both towers, the same on all ranks. The first of these that exists counts:
+    """A collective: the chunk sizes of both towers, the same on all ranks. Each is the first of these that exists:
 
     1. the local batch, for a tower that trains batch normalisation,
     2. the `requested` size, by the settings,
@@ -80,8 +80,8 @@ def agreed_chunk_sizes(
 
     Random numbers are drawn chunk by chunk. So a resumed run needs the checkpoint's size to draw the same ones.
 
-    `texts_per_sample`: captions and hard negatives. `pairs`: a captioner's encoder; its chunks are of images and
-    captions alike.
+    `texts_per_sample`: captions and hard negatives. `pairs`: a captioner's encoder. A chunk of it holds images with
+    their captions, so both towers have one size.
     """
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(device_name))))
@@ -112,7 +112,7 @@ def agreed_chunk_sizes(
 def measured_chunk(
     tower: nn.Module, draw: Callable[[int], TowerInput], rows: int, world: World, *, keeps_graphs: bool
 ) -> int:
-    """A collective: the chunk size of `find_chunk`, the smallest of all ranks. `draw(n)`: n samples of inputs."""
+    """A collective: the smallest chunk size that `find_chunk` finds on any rank. `draw(n)` draws n samples."""
 
     def rate(size: int) -> float:
         return samples_per_second(tower, draw(size))
@@ -139,8 +139,8 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
 def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keeps_graphs: bool) -> int:
     """The fastest power of two that fits the device, forward and backward. On a CPU nothing is measured.
 
-    With `keeps_graphs` it is the smallest one that is nearly as fast. If the whole batch fits in one chunk, it
-    changes nothing: all graphs can be kept, whatever the chunk.
+    With `keeps_graphs` it is the smallest one that is nearly as fast, because small chunks waste less of the memory for
+    graphs. If the whole batch fits in one chunk, it is the fastest: all graphs can be kept at any size.
 
     `rate(n)`: samples per second in chunks of n.
     """

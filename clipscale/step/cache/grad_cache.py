@@ -58,13 +58,13 @@ class GradCache:
             such an encoder counts as a collective, unless it has an attribute `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
-        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. The same
-            on all ranks.
+        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. All ranks
+            pass the same.
             0: keep none.
             math.inf: keep all.
             A number: measure a graph in the first step, then keep as many as fit.
             None: measure, and keep none yet.
-            A `KeepBudget`, which clipscale's own runs give: one of these, as they decide it.
+            A `KeepBudget`: one of these as an object, as clipscale's own runs pass it.
             May be changed between steps, as `chunks` may. A rank that runs out of memory for a graph keeps none from
             then on. Under FSDP2, or with synchronised batch normalisation, all ranks then keep none.
         autocast: makes the context in which encoders run, a new one for each chunk.
@@ -172,8 +172,8 @@ class GradCache:
     def replay(self, before_chunk: Callable[[], None] = _nothing, *, chunk_loss_weight: float = 1.0) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
-        `before_chunk`: see `encode`. `chunk_loss_weight`: of the chunks' own losses in the gradients; `chunk_loss` is
-        their sum without it.
+        `before_chunk`: see `encode`. `chunk_loss_weight`: the weight of the chunks' own losses in the gradients;
+        `chunk_loss` is their unweighted sum.
         """
         self._keep_none_after_out_of_memory()
 
@@ -196,10 +196,11 @@ class GradCache:
             )
 
     def _keep_none_after_out_of_memory(self) -> None:
-        """If a graph did not fit, keep none from now on: on this rank, or on all where a pass is a collective.
+        """If a graph did not fit, keep none from now on.
 
-        A collective in the second case, while graphs are kept. A pass is one under FSDP2, which gathers weights, and
-        with synchronised batch normalisation.
+        If a pass is a collective, all ranks keep none, and this call is a collective while graphs are kept. A pass is
+        one under FSDP2, which gathers weights, and with synchronised batch normalisation. Otherwise only this rank
+        keeps none.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
         keeps_graphs = self.keep_budget.bytes and not self._keeps_none
@@ -248,7 +249,7 @@ class GradCache:
 
 
 def _no_loss(value: object) -> str:
-    """A word for what makes a value no loss; empty for a loss."""
+    """Why a value is not a loss, in words; empty for a loss."""
     if not isinstance(value, Tensor):
         return str(value)
     if value.numel() != 1:
@@ -282,7 +283,7 @@ def to_keep_budget(keep_bytes: float | KeepBudget | None) -> KeepBudget:
 def _one_for_each(
     representation: Representation | Sequence[Representation | None] | None, encoders: int
 ) -> list[Representation | None]:
-    """The function of each encoder's output."""
+    """The argument `representation` of `GradCache` as one entry for each encoder."""
     if representation is None or callable(representation):
         functions = [representation] * encoders
     else:

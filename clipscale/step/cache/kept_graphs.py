@@ -51,13 +51,13 @@ class GraphMeter:
         return out
 
     def agree_on_size(self, device: torch.device) -> None:
-        """A collective if this step measures: after the first pass the largest graph of all ranks becomes known."""
+        """After the first pass, set `bytes_each` to the largest graph of all ranks. A collective if a step measures."""
         if self._measured is None:
             return
         graphs = self._measured
         if len(graphs) > 2:
-            # The first chunk also allocates what later ones reuse, such as gathered weights. Of two chunks it counts:
-            # the second one may be shorter.
+            # Leaves out the first chunk, which also allocates what later ones reuse, such as gathered weights. Of two
+            # chunks the first one counts, because the second may be shorter.
             graphs = graphs[1:]
         self.bytes_each = max(1, largest_of_ranks(max(graphs), device))
 
@@ -78,7 +78,7 @@ class GraphPolicy(Enum):
 
 @dataclass
 class KeptGraphs:
-    """The graphs that a tower keeps in a step, of its first chunks. All ranks keep the same number.
+    """The graphs of a tower's first chunks, which it keeps in a step. All ranks keep the same number.
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
@@ -98,7 +98,7 @@ class KeptGraphs:
     _on_gpu: bool = False
 
     def start_step(self, rows: int, num_chunks: int, keep_budget: KeepBudget, *, on_gpu: bool) -> None:
-        """Prepare for a step of `rows` samples, of which `num_chunks` chunks have a second pass.
+        """Prepare for a step of `rows` samples in `num_chunks` chunks; 0 if they have no second pass.
 
         `keep_budget`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, even if a rank keeps
         none. `on_gpu`: see `measured_graph`.
@@ -118,14 +118,14 @@ class KeptGraphs:
         *,
         is_collective: bool,
     ) -> Tensor:
-        """The representations of chunk i, detached; its graph is treated by `policy`.
+        """Run chunk i's first pass; `policy` says what becomes of its graph. Returns its representations, detached.
 
-        `encode_again`: repeats the pass with the same random numbers; None if this rank alone cannot repeat it. Where
-        the memory is short for the chunk's graph:
+        `encode_again`: repeats the pass with the same random numbers; None if this rank alone cannot repeat it. If
+        there is no memory for the chunk's graph:
 
-        a pass that `is_collective`   its memory is looked at beforehand; this rank keeps no more graphs
-        one that can be repeated      is tried, drops all graphs, and is repeated without one. DDP's has to be tried:
-                                      DDP rebuilds its buckets after the first graph, on all ranks together
+        a pass that `is_collective`   is not tried with a graph; this rank keeps no more graphs
+        one that can be repeated      is tried and fails, then drops all graphs and runs again without one. DDP's has to
+                                      be tried: DDP rebuilds its buckets after the first graph, on all ranks together
         any other                     is tried, and raises OutOfMemoryError
         """
         if is_collective and i < self.num_kept and not self._has_memory():
@@ -136,12 +136,12 @@ class KeptGraphs:
         except torch.OutOfMemoryError:
             if i >= self.num_kept or encode_again is None:
                 raise
-        # Behind the handler: until it ends, the error holds the tensors of the failed pass.
+        # After the handler, because until it ends the error holds the tensors of the failed pass.
         self.drop()
         return self._encode(encode_again, self.policy(i, is_collective=False))
 
     def _encode(self, encode: Callable[[], ChunkOutput], policy: GraphPolicy) -> Tensor:
-        """The representations of a chunk, detached."""
+        """Run a pass under the policy. Returns the chunk's representations, detached."""
         match policy:
             case GraphPolicy.KEEP:
                 out = encode()
@@ -159,8 +159,8 @@ class KeptGraphs:
     def policy(self, i: int, *, is_collective: bool) -> GraphPolicy:
         """What becomes of the graph of chunk i.
 
-        A collective pass builds the graphs of all planned chunks even if this rank keeps fewer: with a graph an encoder
-        may gather more weights (see `ChunkOutput`), and the other ranks have one.
+        A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph an encoder
+        may gather more weights (see `ChunkOutput`), and all ranks must gather equally often.
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP

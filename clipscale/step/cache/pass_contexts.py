@@ -19,10 +19,12 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
 
 @contextmanager
 def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
-    """Around the pass of a chunk. `sums_gradients`: its backward pass, the step's last one, sums them over the ranks.
+    """Around the pass of a chunk. `sums_gradients`: whether its backward pass sums gradients over the ranks.
 
-    - DDP reads it in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass.
-    - A `ShardedTower` sums after each chunk in any case, but shards the weights again by it.
+    Only the step's last backward pass sums them. Who reads `sums_gradients`, and when:
+
+    - DDP in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass.
+    - A `ShardedTower` sums after each chunk in any case. In ZeRO's stage 2 it shards the weights again if this is true.
     """
     if hasattr(encoder, "chunk_context"):
         with encoder.chunk_context(sums_gradients=sums_gradients):
@@ -74,7 +76,7 @@ def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOut
 
 
 def snapshot_batch_norm(encoder: Callable[..., object]) -> Callable[[], None]:
-    """A function that restores the present statistics of batch normalisation, which are copied now."""
+    """Copy the present statistics of batch normalisation. Returns a function that restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
 

@@ -1,4 +1,4 @@
-"""The two passes of one encoder over its chunks: without a graph, and again with one and the same random numbers."""
+"""One encoder's two passes over its chunks: first without a graph, then with a graph and the same random numbers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ class TowerPasses:
     # Maps the encoder's output to the representations. None: the output is the representations.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
-    # Whether its last chunk sums the gradients over ranks. Of several towers with one encoder the last one's does.
+    # Whether its last chunk sums the gradients over ranks. If several towers share an encoder, the last one's does.
     sums_gradients: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     # The representations of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the
@@ -62,7 +62,10 @@ class TowerPasses:
     def encode(
         self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
     ) -> Tensor:
-        """The representations of all rows: a first pass in chunks of `size`. `keep_budget`: for this tower's graphs."""
+        """First pass, in chunks of `size`. Returns the representations of all rows.
+
+        `keep_budget`: for this tower's graphs.
+        """
         num_rows = self.start_step(tower_input, size, keep_budget)
         may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
@@ -110,10 +113,11 @@ class TowerPasses:
         return num_rows
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The chunks' own losses. Backpropagates through the kept graphs, then replays the other chunks.
+        """Second pass: backpropagate through the kept graphs, then replay the other chunks.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
-        `loss_gradient`: the gradient with respect to such a loss.
+
+        `loss_gradient(loss)`: the gradient with respect to a chunk's own loss. Returns the chunks' own losses.
         """
         gradient = self.representations.grad
         losses: list[Tensor] = []
@@ -136,7 +140,7 @@ class TowerPasses:
     def output_with_graph(self, i: int, *, sums_gradients: bool) -> ChunkOutput:
         """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass.
 
-        `sums_gradients`: its backward pass sums them over the ranks.
+        `sums_gradients`: whether its backward pass sums gradients over the ranks.
         """
         if not self.graphs.outputs:
             return self.run_again(i)
@@ -186,7 +190,8 @@ class TowerPasses:
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
     """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `TowerPasses.replay`.
 
-    With a loss of its own, only what has a graph is passed to autograd: each may train only a part of the encoder.
+    A chunk with a loss of its own has two roots. autograd gets those that have a graph: the other one may depend on
+    frozen weights alone.
     """
     if out.loss is None:
         torch.autograd.backward(out.representations, gradient)
