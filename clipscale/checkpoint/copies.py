@@ -38,7 +38,7 @@ from clipscale.common.terminal import log_line
 from clipscale.robustness.moving_aside import move_records_aside
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
-# Parts of messages.
+# Beginning and end of messages about a store.
 UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= goes on without it"
 # Seconds of a copy before a run that waits for it says so.
@@ -103,7 +103,7 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
-    """The store's complete checkpoints, by step. Raises as `complete_checkpoints`; UserError without credentials."""
+    """The same as `complete_checkpoints`, which also raises UserError if the store needs credentials."""
     try:
         return complete_checkpoints(store, run)
     except Exception as error:
@@ -119,7 +119,7 @@ def check_copy(run: Path, address: str) -> None:
 
 
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
-    """Whether a checkpoint was fetched: the store's newest complete one, with its records. Raises UserError.
+    """Fetch the store's newest complete checkpoint, with its records. Returns whether it did. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. `newest_own`: the newest checkpoint of the run's own folder; only a
     newer one is fetched. If there is one, a store that cannot be read is a warning, not an error.
@@ -148,7 +148,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
 
 
 def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: str, *, has_own: bool) -> bool:
-    """Whether one of the checkpoints was fetched: the last one that is not damaged, with its records.
+    """Fetch the last of the checkpoints that is not damaged, with its records. Returns whether there was one.
 
     `has_own`: whether the run's own folder has a checkpoint. If not, and all of these are damaged, raises UserError.
     """
@@ -200,7 +200,7 @@ def remove_parts(store: DirFileSystem) -> None:
 
 
 class CopyTask(Enum):
-    """What the thread of Copies is to do next."""
+    """A task for the thread of Copies."""
 
     COPY = "copy"
     END = "end"
@@ -209,9 +209,9 @@ class CopyTask(Enum):
 class Copies:
     """A thread that copies a run's newest checkpoint and its records, one copy at a time.
 
-        start, request:   one copy of what is then the newest checkpoint; its files are read back and compared
-        an error:         printed once for its type; the next `request` tries again
-        close:            a last copy, waited for; what a complete run returns is written after it
+        start, request:   copies what is then the newest checkpoint; reads its files back and compares them
+        an error:         is printed once for its type; the next `request` tries again
+        close:            makes a last copy and waits for it; then writes what a complete run returns
 
     If the store has later checkpoints than the run, they stay.
     """
@@ -221,7 +221,7 @@ class Copies:
         self.run = run
         self.address = address
         self.retention = retention
-        # The checkpoint that is being copied, and must stay on the disk.
+        # The checkpoint that is being copied, which must stay on the disk meanwhile.
         self.copying: list[Path] = []
         # Why the store does not have the run's newest state.
         self.problem = ""
@@ -238,7 +238,7 @@ class Copies:
         self.thread.start()
 
     def request(self) -> None:
-        """Copy the present state, after the copy that is being made, if one is."""
+        """Copy the present state. If a copy is being made, this one comes after it."""
         self._tasks.put(CopyTask.COPY)
 
     def close(self, limit: float, results: RunResult | None = None) -> None:
@@ -287,7 +287,7 @@ class Copies:
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
         remove_parts(store)
-        self.copying = checkpoints_of(self.run)[-1:]  # before the records, which then are at least as new
+        self.copying = checkpoints_of(self.run)[-1:]  # chosen before the records, which are then at least as new
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:

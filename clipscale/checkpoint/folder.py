@@ -64,9 +64,9 @@ def remove_temporary(run_dir: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for whole."""
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never taken for whole."""
     nameless = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
-    discard(nameless)  # of a deletion that was killed
+    discard(nameless)  # left by a deletion that was killed
     discard(checkpoint.replace(nameless))
 
 

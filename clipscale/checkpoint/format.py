@@ -1,4 +1,4 @@
-"""The format of a checkpoint's files, for what writes and what reads them. Their content: `checkpoint/__init__.py`."""
+"""The format of a checkpoint's files, which saving and loading share. Their content: `checkpoint/__init__.py`."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ class Meta(TypedDict):
     """The content of meta.json."""
 
     format: int
-    # Size and CRC-32 by the name of the file.
+    # File name -> size and CRC-32.
     files: dict[str, list[int]]
     # The tree of what is saved, without its tensors.
     values: dict[str, object]
@@ -81,13 +81,13 @@ def values_text(values: Mapping[str, object]) -> str:
 
 
 def meta_text(values: str, files: Mapping[str, tuple[int, int]]) -> str:
-    """The text of meta.json. `values`: by `values_text`; `files`: size and CRC-32 by name."""
+    """The text of meta.json. `values`: the text of `values_text`. `files`: file name -> size and CRC-32."""
     text = f'{{"format": {FORMAT}, "files": {json.dumps(files)}, "values": {values}}}'
     return f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n'
 
 
 def read_meta(path: Path) -> Meta:
-    """What `meta_text` has written: `files` and `values`. Raises UserError."""
+    """Read what `meta_text` has written: `files` and `values`. Raises UserError."""
 
     def decoded(node: dict[str, str]) -> object:
         if node.keys() == {"base64"}:
@@ -134,7 +134,7 @@ def ignore_warning_of_one_process() -> None:
 
 @contextmanager
 def damaged_checkpoint_to_user_error(path: Path) -> Iterator[None]:
-    """Around what reads a checkpoint's files: turns DAMAGED into a UserError."""
+    """Around code that reads a checkpoint's files: turns DAMAGED into a UserError."""
     try:
         yield
     except DAMAGED as error:

@@ -43,7 +43,7 @@ def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
         if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
             raise ValueError(f"size or checksum of {name} differs")
 
-    # A signal leaves the pool at once, also where a disk is silent.
+    # At a signal this process leaves the pool at once, even if a disk does not answer.
     with damaged_checkpoint_to_user_error(path), ThreadPool(cores()) as threads:
         threads.map(check, list(meta["files"])[rank::world_size])
 

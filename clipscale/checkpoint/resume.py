@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes. Whether the run's settings fit it: `check_fits` in `start/settle.py`."""
+"""Finds the checkpoint that a run resumes. `check_fits` in `start/settle.py` says whether the settings fit it."""
 
 import logging
 from functools import partial
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
     """A collective: the checkpoint from which a run continues, verified; None for a run that starts anew.
 
-    Every rank verifies its share of a checkpoint. The newest undamaged one counts. With `auto`, newer ones that are
+    Every rank verifies its share of a checkpoint. The newest undamaged one is used. With `auto`, newer ones that are
     damaged are renamed, so that the run can save the same steps again.
 
     `resume`: `auto` (the run's own checkpoints, if there are any), `none`, the path of a checkpoint or of a run's

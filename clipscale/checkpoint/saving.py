@@ -102,7 +102,7 @@ class Saver:
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
-        ignore_warning_of_one_process()  # here, for the thread that writes, too
+        ignore_warning_of_one_process()  # the filter also holds in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
             storage_writer=Writer(self._temporary(step), values_text(values), partial(self.commit, step)),
@@ -117,7 +117,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises UnwritableError where it could not be."""
+        """Wait until the checkpoint that is being written is complete. Raises UnwritableError if it failed."""
         if self._pending is None:
             return
         step, result = self._pending
@@ -167,7 +167,7 @@ class Saver:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
 
     def commit(self, step: int) -> None:
-        """Give the checkpoint its name, and delete outdated ones. On rank 0, when everything is on the disk."""
+        """Give the checkpoint its name, and delete outdated ones. Rank 0 calls it when everything is on the disk."""
         path = path_of(self.run_dir, step)
         if path.exists():
             folder.remove(path)
@@ -201,7 +201,7 @@ def disk_error_in(error: BaseException) -> OSError | None:
 
 @dataclass(frozen=True)
 class ChecksummedWrite(WriteResult):
-    """What a rank tells rank 0 of a tensor that it has written: torch's facts, and its file's size and CRC-32."""
+    """A rank's message to rank 0 about a tensor that it has written: torch's facts, and its file's size and CRC-32."""
 
     file: tuple[int, int]
 
@@ -234,8 +234,9 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: write torch's metadata, check that all files are here, write
-        meta.json, and commit. Raises OSError.
+        """Write torch's metadata, check that all files are here, write meta.json, and commit.
+
+        torch calls it on rank 0 when all ranks have written. Raises OSError.
         """
         super().finish(metadata, results)
         path = Path(self.checkpoint_id)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds."""
+"""The content of a checkpoint, and its form in the files."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from clipscale.data.loader.position import DataPosition
 
 
 class OptimizerState(TypedDict, total=False):
-    """An optimizer's state and settings. Parameters are given by their names."""
+    """An optimizer's state and settings. Names stand for the parameters."""
 
     # Parameter -> its tensors by name.
     state: dict[str, dict[str, Tensor]]

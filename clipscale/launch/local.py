@@ -57,9 +57,9 @@ LOST_SIGNS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
     "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
-# What the workers of a training run call.
+# The function that the workers of a training run call.
 TRAIN_FUNCTION = "clipscale.train:train"
-# The end of the line about a signal at a training run's start or end, when there is nothing to save.
+# Ends the line about a signal that comes at a training run's start or end, when there is nothing to save.
 NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
@@ -92,7 +92,7 @@ class Failure:
 
 
 def check_train(config: TrainConfig) -> None:
-    """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
+    """Make the checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
     check_launcher_variables()
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
@@ -145,7 +145,7 @@ def workers(config: Launched) -> int:
 
 
 def run_under_torchrun(config: Launched, main: str) -> object:
-    """This process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
+    """Do this process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,4 +1,4 @@
-"""What a run saves that ends early: by a signal, by an error, or because somebody has removed its folder."""
+"""Saves and closes a run that ends early: by a signal, by an error, or because somebody has removed its folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
     """
     try:
         yield
-    except SignalError as signal:  # on all ranks
+    except SignalError as signal:  # raised on all ranks
         run.save_at_once()
         raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
     except FolderInUseError:  # the folder is another run's now
@@ -52,11 +52,11 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
 
 @contextmanager
 def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: int) -> Iterator[None]:
-    """Around a save. If somebody has removed the run's folder, a new one takes the checkpoint, and the run ends.
+    """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.
 
-    `lock`: the folder's; None if nobody else uses it. `step`: the one that is saved.
+    `lock`: the folder's; None if nobody else uses the folder. `step`: the one that is saved.
 
-    Raises UserError on every rank: after the save, or before it where another run has begun in the folder.
+    The run ends by UserError, on every rank. If another run has begun in the folder, it ends so before the save.
     """
     if lock is None:
         yield
@@ -73,7 +73,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
 
 @contextmanager
 def closing(*resources: Closable) -> Iterator[None]:
-    """Around a run's loop: closes its parts, one after another, however it ends."""
+    """Around a run's loop: closes the run's parts, one after another, however the loop ends."""
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for a run that is ending. A lock ends with its process: a run that keeps it longer goes on.
+# Seconds to wait for a run that is ending. A lock ends with its process: if it is held longer, that run goes on.
 WAIT_S = 10.0
 
 
@@ -45,7 +45,7 @@ class RunLock:
         self.made = False
 
     def acquire(self) -> None:
-        """Make the run's folder and take its lock, if need be after a short wait for the holder.
+        """Make the run's folder, and take its lock. Waits a short time for another holder.
 
         Then removes the half-written files of a dead run. Raises UserError if another run keeps the lock.
         """

@@ -51,7 +51,7 @@ def stop_message(number: int) -> str:
 
 
 def effective_signal(number: int) -> int:
-    """SIGTERM for SIGUSR1, which Slurm's users choose for a warning: a run then ends with the same status."""
+    """The signal itself, but SIGTERM for SIGUSR1, which Slurm's users choose as a warning: both end with one status."""
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 
@@ -61,7 +61,8 @@ _interrupted = Event()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around work that another thread may `interrupt`. Clears a late interrupt: it would end the work that follows."""
+    """Around work that another thread may `interrupt`. At the end, clears a late interrupt, so that it cannot end the
+    work that follows."""
     try:
         yield
     finally:
@@ -79,14 +80,14 @@ def interrupt() -> None:
 
 
 def check_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was an `interrupt`. For work with signal handlers of its own."""
+    """Raise KeyboardInterrupt if there was an `interrupt`. Called where work installs signal handlers of its own."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 
 
 def stop_in_context(error: BaseException | None) -> StoppedError | None:
-    """The StoppedError in the context of `error`, if any: the run had stopped and saved, and was interrupted while it
-    closed.
+    """The StoppedError in the context of `error`, or None. With one, the run had stopped and saved, and `error` came
+    while it closed.
     """
     while error:
         if isinstance(error, StoppedError):
@@ -133,7 +134,7 @@ def _handling_signals(
 
 
 class _FirstSignal:
-    """The first signal that comes while `exit_on_signal` surrounds some work, and what is done at it."""
+    """The first signal that comes during the work inside `exit_on_signal`, and the reactions to it."""
 
     def __init__(self, suffix: str) -> None:
         # 0: none has come.
@@ -144,11 +145,11 @@ class _FirstSignal:
         self._handler_ran = Event()
 
     def line(self) -> str:
-        """The line about it."""
+        """The line that tells the user of the signal."""
         return stop_message(self.number) + self._suffix
 
     def interrupt_work(self, number: int, _: object) -> None:
-        """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The handler, in the main thread."""
+        """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The main thread runs it."""
         now = time.monotonic()
         is_first = self.number == 0
         if is_first:
@@ -159,7 +160,7 @@ class _FirstSignal:
             raise KeyboardInterrupt
 
     def end_if_stuck(self, number: int) -> None:
-        """End the process if the main thread does not leave its work in time. The listener, in a thread of its own."""
+        """End the process if the main thread does not leave its work in time. A thread of its own runs it."""
         if self._handler_ran.wait(HANDLER_S) and self.work_has_ended.wait(LEAVE_S):
             return
         self.number = self.number or effective_signal(number)
@@ -171,21 +172,21 @@ class _FirstSignal:
 
 @contextmanager
 def exit_on_signal(suffix: str = "") -> Iterator[None]:
-    """Around work of which nothing is to be saved, such as a start: a signal ends it, by StoppedError.
+    """Around work that has nothing to save, such as a start: a signal ends it by StoppedError.
 
     After the first signal:
     -  0 s: the handler interrupts the main thread, and StoppedError leaves this context;
     -  1 s: the handler has not run, as in a collective or a library's wait: another thread ends the process;
     - 15 s: the handler has run, but the main thread is still in the work: another thread ends the process.
 
-    Further signals, as schedulers and launchers send them, change nothing. But a later Ctrl-C raises
-    KeyboardInterrupt. `suffix`: the end of the line about the signal.
+    Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
+    `suffix`: the end of the line about the signal.
     """
     first = _FirstSignal(suffix)
     with _handling_signals(first.interrupt_work, first.end_if_stuck):
         try:
             yield
-        except BaseException as error:  # of any kind: a library's own, or the loss of a rank that ended earlier
+        except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
             if not first.number:
                 raise
             raise stop_in_context(error) or StoppedError(first.line(), first.number) from None
@@ -203,16 +204,16 @@ class Vote(NamedTuple):
 
 
 def next_interval(elapsed: float, calls: int) -> int:
-    """The calls of `poll` that take VOTE_S, if so many calls took `elapsed` seconds; 1 to MAX_CALLS."""
+    """How many calls of `poll` take VOTE_S, given that `calls` of them took `elapsed` seconds; 1 to MAX_CALLS."""
     calls_per_vote = math.ceil(VOTE_S * calls / max(elapsed, 1e-6))
     return min(max(1, calls_per_vote), MAX_CALLS)
 
 
 class SignalPoller:
-    """Records a scheduler's warning or Ctrl-C; `poll` then leaves the work, so that the run can save.
+    """Records a scheduler's warning or Ctrl-C. The next `poll` then leaves the work, so that the run can save.
 
-    Warnings are SIGTERM, SIGUSR1, and SIGHUP of a terminal that is closed, unless the run was started to ignore it. A
-    later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    Warnings are SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends, unless the run was started to ignore it.
+    A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
     def __init__(self, world: "World") -> None:
@@ -221,10 +222,10 @@ class SignalPoller:
         self.number = 0
         self._world = world
         self._came_at = 0.0
-        # The vote that was begun last, if any, and when.
+        # The vote that was begun last, if any, and the time when it began.
         self._vote: AsyncReduction | None = None
         self._voted_at = time.monotonic()
-        # Calls of `poll` from the last vote to the next, and those that are left.
+        # Calls of `poll` from the last vote to the next, and how many of them are left.
         self._interval = 1
         self._calls_left = 1
         self._asked_at = self._voted_at
@@ -246,7 +247,7 @@ class SignalPoller:
         - the next `interval` calls: count them, and do nothing else;
         - call k + interval: read vote A, raise if it has a signal, and begin vote B. A's outcome is the new interval.
 
-        `every_call`: vote at each call, for work that is long: the batches of an evaluation.
+        `every_call`: vote at each call, for calls that are far apart, such as between batches of an evaluation.
         """
         number = self.number
         if self._world.size > 1:
@@ -257,8 +258,8 @@ class SignalPoller:
     def poll_while_waiting(self) -> None:
         """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
 
-        For waits outside collectives: a rank calls it a few times a second. With several ranks the caller catches the
-        error and goes on to the next `poll`, which then raises on all.
+        A rank that waits outside collectives calls it a few times a second. With several ranks the caller catches the
+        error and goes on to the next `poll`, which then raises on all ranks.
         """
         now = time.monotonic()
         if not self.number and now - self._asked_at > ASK_S:

@@ -65,7 +65,7 @@ class ReadyRun:
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
-    """The run, begun or resumed, or its next stage. A collective. If it raises UserError, it leaves no process behind.
+    """Begin or resume the run, or begin its next stage. A collective. If it raises UserError, no process is left.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
     """
@@ -116,7 +116,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
 
 
 def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
-    """What a run is evaluated on. A collective. Raises UserError on all ranks for a mistake that one rank finds."""
+    """Find what a run is evaluated on. A collective. If one rank finds a mistake, raises UserError on all."""
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     return Evaluation(

@@ -1,6 +1,6 @@
 """How a run starts, part 2: build. Data, model, chunk sizes, loss, wrap, cache, optimizer, average.
 
-What is built gets plain values, or the section of the settings that is its own; none of it knows a whole `TrainConfig`.
+The parts get plain values, or their own section of the settings. None of them knows a whole `TrainConfig`.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ from clipscale.step.train_step import TrainStep
 
 @dataclass
 class Components:
-    """What the loop of a run needs, built."""
+    """The parts that the loop of a run needs."""
 
     train_step: TrainStep
     stream: TrainStream
@@ -59,10 +59,9 @@ class Components:
 
 
 def build(settled: SettledRun, world: World) -> Components:
-    """What the loop needs. Opens the data, builds what is trained, loads the checkpoint, and restores this rank's
-    random state. A collective.
+    """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
-    The caller closes the stream. If it raises UserError, it leaves no process behind.
+    The caller closes the stream. If this raises UserError, no process is left.
     """
     config = settled.config
     share = BatchShare(config.batch, world.rank, world.size)
@@ -122,7 +121,7 @@ def build(settled: SettledRun, world: World) -> Components:
 def choose_chunk_sizes(
     settled: SettledRun, model: ClipModel, precision: Precision, local_batch: int, world: World
 ) -> ChunkSizes:
-    """The chunk sizes of the settings or of the checkpoint, and else measured ones. A collective. Raises UserError."""
+    """The chunk sizes from the settings, the checkpoint, or a measurement. A collective. Raises UserError."""
     config = settled.config
     with precision.autocast():
         return agreed_chunk_sizes(
@@ -175,9 +174,9 @@ def build_step(
     *,
     sort_captions: bool,
 ) -> TrainStep:
-    """The step of a model with its initial weights: wrap, cache, optimizer, average. A collective. Raises UserError.
+    """Build the step of a model with its initial weights: wrap, cache, optimizer, average. A collective.
 
-    `sort_captions`: see StepInputs.
+    `sort_captions`: see StepInputs. Raises UserError.
     """
     parallel = config.launch.parallel
     is_resident = config.offload == "none"
@@ -203,7 +202,7 @@ def build_step(
             make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
             StepInputs(world, is_resident, sort_captions),
         )
-    # The optimizer after `wrap`: FSDP2 replaces parameters by sharded ones.
+    # The optimizer comes after `wrap`, because FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
     return TrainStep(
         world=world,
@@ -304,9 +303,9 @@ def restore_random(settled: SettledRun, world: World) -> None:
 def compile_if_worth(
     train_step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
-    """Whether the towers run compiled code from now on.
+    """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
 
-    Compiles them if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
+    Returns whether they run compiled code from now on.
     """
     flops_left = steps * local_batch * flops.per_sample()
     if not worth_compiling(setting, flops_left, flops.peak):

@@ -23,7 +23,7 @@ from clipscale.step.cache.chunk_sizes import check_sizes
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run; a run without stages is one."""
+    """One stage of a run. A run without stages has one."""
 
     # Pairs per step.
     global_batch: int
@@ -44,7 +44,7 @@ class Stage:
 class SettledRun:
     """A run with final settings, and with its checkpoint if it has one, before anything is built."""
 
-    # The settings of this stage, completed by what the weights say of architecture and pictures.
+    # The settings of this stage. The weights have completed what they say of architecture and pictures.
     config: TrainConfig
     stages: tuple[Stage, ...]
     stage: Stage
@@ -80,13 +80,13 @@ class SettledRun:
         return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
     def largest_divisor(self, num_streams: int) -> int:
-        """The largest divisor of `num_streams` that divides the batches of all stages; itself if all are equal."""
+        """The largest divisor of `num_streams` that divides the batches of all stages; all of it if these are equal."""
         batches = {stage.global_batch for stage in self.stages}
         return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams
 
 
 def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
-    """The run with its checkpoint, its current stage and its completed settings. Raises UserError.
+    """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
 
     `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
 
@@ -129,18 +129,18 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
 def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path | None:
     """The checkpoint to resume. After a restart by torchrun or Slurm it is the run's own newest one, if there is any.
 
-    `copy`: the address of the run's copy; empty if there is none, or it is not read.
+    `copy`: the address of the run's copy; empty if there is none, or if it is not to be read.
     """
     folder = Path(config.run)
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
-    # An agent counts no restart that another node has caused. So a restart counts if any rank knows of it.
+    # torchrun's agent does not count a restart that another node has caused. So one rank that knows of it is enough.
     restarted = any(world.all_gather_object(any(restarts)))
     newest = checkpoint.find_verified(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.find_verified(folder, config.resume, world, copy)
 
 
 def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:
-    """The stages of a run; without stages the run is one. `by_stage`: the settings of each.
+    """The stages of a run; a run without stages has one. `by_stage`: the settings of each.
 
     Raises UserError for settings that cannot work.
     """
@@ -198,7 +198,7 @@ def check_fits(saved: CheckpointState | None, config: TrainConfig, last_trained:
 
 
 def pixel_notices(requested: ModelConfig, completed: ModelConfig) -> list[str]:
-    """A line if the weights bring another normalisation of pixels than the settings had."""
+    """A line for the user if the weights normalise pixels in another way than the settings had it."""
     pixels = completed.pixels
     if pixels == requested.pixels:
         return []
