@@ -1,4 +1,4 @@
-"""`clipscale completion SHELL` prints a script for a shell; with the beginning of a line, the words that may end it."""
+"""`clipscale completion SHELL` prints a script for a shell. The script calls it again with the beginning of a line."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from clipscale.config.libraries import architectures, optimizers_in_file
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
 
-# The names that a setting takes, where it has no list of choices.
+# Setting without a list of choices -> the names that it takes.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "hardware": lambda: [*HARDWARE, "cpu"],
     "model.name": architectures,
@@ -23,10 +23,10 @@ SCRIPTS: dict[str, str] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script of a shell. Raises UserError.
+    """Print the script of a shell, or the words that may end a line. Raises UserError.
 
-    `words`: the shell. The script adds the line after the program's name. Then this prints what may end it, one a line,
-    or nothing where the name of a file may.
+    `words`: the shell. The script adds the beginning of a line, after the program's name. Then this prints what may end
+    it, one word a line, or nothing where the name of a file may stand.
     """
     shell, *line = words or [""]
     if shell not in SCRIPTS:
@@ -52,7 +52,7 @@ def escape(text: str) -> str:
 
 
 def candidates(before: Sequence[str], word: str) -> Iterable[str]:
-    """What may stand after the words `before`. Settings that begin with `word` are given up to their next dot."""
+    """The words that may stand after the words `before`. Settings that begin with `word` end at their next dot."""
     verbs = [name.split() for name in VERBS]
     longer = [name[len(before)] for name in verbs if name[: len(before)] == before != name]
     if longer:

@@ -72,7 +72,7 @@ def show_verb(name: str) -> None:
 
 
 def show_section(name: str, section: str) -> None:
-    """One setting; or all keys of a section, and the presets of the group of that name."""
+    """Print one setting, or all keys of a section and the presets of the group of that name."""
     verb = VERBS[name]
     sections = sections_of(verb.settings)
     groups = default_choices(verb.conf)
@@ -100,7 +100,7 @@ def terminal_width() -> int:
 
 
 def describe(declared: Iterable[Setting]) -> None:
-    """Keys with their defaults, help and choices."""
+    """Print keys with their defaults, help and choices."""
     columns((setting.name, shown(setting.default), setting.meaning) for setting in declared)
 
 

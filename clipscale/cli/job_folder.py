@@ -1,4 +1,4 @@
-"""What the jobs of a sweep by Hydra's plugins know of each other: files in the sweep's folder."""
+"""Files in a sweep's folder, by which the jobs of a sweep by Hydra's plugins know of each other."""
 
 import fcntl
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ STOPPING = "stopping"
 class JobFolder:
     """One file for each job, with the name of its run.
 
-    The lock of the file: held while the job trains its run.
-    The text of the file: why the run has failed; empty if it has not.
+    The job holds the file's lock while it trains its run. The file's text says why the run has failed; it is empty if
+    the run has not.
     """
 
     # The sweep's folder.
@@ -28,7 +28,7 @@ class JobFolder:
         return self.sweep / JOBS
 
     def begin(self) -> None:
-        """Make the folder, and forget what failed in an earlier sweep and that a signal ended it."""
+        """Make the folder, and forget an earlier sweep: which runs failed, and that a signal ended it."""
         self.path.mkdir(parents=True, exist_ok=True)
         for name in (STOPPING, *self.failed()):
             (self.path / name).unlink(missing_ok=True)
@@ -37,10 +37,10 @@ class JobFolder:
     def lock(self, name: str) -> Iterator[None]:
         """Wait for the lock of the run's file, and hold it. Forgets why the run has failed before.
 
-        So a job with equal values waits here until the first one has ended, and finds its run complete.
+        So a second job with equal values waits here until the first one has ended, and finds the run complete.
         """
         with (self.path / name).open("a") as file:
-            with suppress(OSError):  # without locks there is still the run's own, which says so
+            with suppress(OSError):  # a file system without locks: RunLock then tells the user
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(0)
             yield

@@ -22,7 +22,7 @@ from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
-# How verbs begin that write files in this process. The others start workers, whose launcher handles signals.
+# The beginnings of verbs that write files in this process. The others start workers, whose launcher handles signals.
 WRITE_HERE = ("data ", "export", "report")
 # The verbs that only print, and write nothing.
 PRINT = ("plan", "data check", "doctor")

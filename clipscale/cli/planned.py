@@ -26,7 +26,7 @@ NICENESS = 10
 
 
 def send_plan(connection: Connection, config: TrainConfig) -> None:
-    """In the planner's process: send the plan, or an empty one and the reason why there is none."""
+    """Send the plan, or an empty one and the reason why there is none. Runs in the planner's process."""
     os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
     try:
@@ -40,10 +40,10 @@ def send_plan(connection: Connection, config: TrainConfig) -> None:
 
 
 class Planner:
-    """The planner's process, and a thread that prints what it answers. `start_planner` starts both."""
+    """The planner's process, and a thread that prints the plan. `start_planner` starts both."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
-        """`connection`: to the process."""
+        """`connection`: the one to the process."""
         self.process = process
         self._connection = connection
         # Why the run cannot fit.
@@ -62,7 +62,7 @@ class Planner:
         self._thread.join()
 
     def _answer(self) -> tuple[Record, str]:
-        """The plan, and the reason why there is none; one of them is empty."""
+        """Wait for the plan. Returns the plan, and the reason why there is none; one of them is empty."""
         try:
             return self._connection.recv()
         except EOFError:
@@ -88,7 +88,8 @@ class Planner:
 def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
     """Start the planner's process, and the thread that waits for its plan.
 
-    `forked`: from the data workers' server, which has imported torch. Otherwise the process imports torch itself.
+    `forked`: whether the process is a fork of the data workers' server, which has imported torch. Otherwise the process
+    imports torch itself.
     """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     connection, planner_end = context.Pipe(duplex=False)
@@ -103,7 +104,7 @@ def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
 
 @contextmanager
 def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
-    """Plan a run and print the plan when it is ready. The body is the run.
+    """Around a run: plans it in another process, and prints the plan when it is ready.
 
     If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """

@@ -25,7 +25,7 @@ EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
 
 @dataclass(frozen=True)
 class PluginSweep:
-    """The command line of a sweep, composed."""
+    """A sweep as its command line composes it."""
 
     # Words of Hydra's own settings, and of the runs' settings.
     hydra_words: list[str]
@@ -33,7 +33,7 @@ class PluginSweep:
     # Hydra's own settings.
     hydra: DictConfig
     folder: Path
-    # Its runs. A sweeper chooses them later; then only one that it may choose.
+    # The sweep's runs. If a sweeper chooses them later, only one that it may choose.
     configs: list[TrainConfig]
 
     @property
@@ -75,7 +75,7 @@ def key_of(word: str) -> str:
 
 
 def hydra_settings(words: Sequence[str]) -> DictConfig:
-    """Hydra's own settings with the words, composed. Raises UserError for what it or the plugins do not know."""
+    """Compose Hydra's own settings with the words. Raises UserError for what it or the plugins do not know."""
     for word in words:
         key = key_of(word)
         if key not in GROUPS and not key.startswith(tuple(f"{section}." for section in SECTIONS)):
@@ -154,10 +154,10 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
 
 
 def default_words(swept: PluginSweep) -> list[str]:
-    """Words with values that suit runs, for keys that the launcher and the sweeper have and nobody has typed."""
+    """Words with defaults that suit runs, for the launcher's and sweeper's keys that the user has not typed."""
     low = not swept.metric or swept.metric.rpartition("/")[2] in LOWER_IS_BETTER
     suitable = {
-        # as often as its time limit ends it: a requeued run goes on where it was
+        # a run may be requeued as often as its time limit ends it: it goes on where it was
         "hydra.launcher.max_num_timeout": 1000,
         "hydra.sweeper.direction": "minimize" if low else "maximize",
         # a run that fails ends nothing but itself

@@ -49,7 +49,7 @@ TO_GROUP = (signal.SIGINT, signal.SIGHUP)
 def main(line: Namespace) -> int:
     """Run the sweep; the exit status is 1 if any run failed, and 128 + the number of a signal that ended it.
 
-    What can be checked of the runs is checked before the first one starts. Raises UserError.
+    The runs are checked, as far as possible, before the first one starts. Raises UserError.
     """
     with exit_on_signal(" before a run began; the same command goes on"):
         swept = prepared(line)
@@ -82,7 +82,7 @@ def main(line: Namespace) -> int:
 
 
 def prepared(line: Namespace) -> PluginSweep | None:
-    """The sweep, composed and checked, and its data rendered; None if nothing is to start. Raises UserError."""
+    """Compose and check the sweep, and render its data. Returns None if nothing is to start. Raises UserError."""
     swept = compose_sweep(line.words, line.config_dir)
     if not swept.has_sweeper:
         sweep.warn_of_metric(swept.configs[0])
@@ -101,8 +101,8 @@ def prepared(line: Namespace) -> PluginSweep | None:
 def prepare_slurm(launcher: DictConfig) -> None:
     """Set environment variables that submitit and Slurm read, here and in the jobs.
 
-    Before its time limit a run then gets SIGTERM, on which it saves, and not SIGUSR2. And srun gets --cpus-per-task,
-    which it does not take over since Slurm 22.05: a run and all its loaders would share one core.
+    Before its time limit a run then gets SIGTERM, at which it saves, instead of SIGUSR2. And srun gets --cpus-per-task.
+    Since Slurm 22.05 it does not take that over itself: a run and all its loaders would share one core.
     """
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "TERM"
     if launcher.cpus_per_task:
@@ -142,7 +142,7 @@ def print_best(results: Record, metric: str) -> None:
 
 
 def objective(result: RunResult, metric: str) -> float:
-    """What the sweeper gets of a run: the result that `sweep.metric` names, or without one the last loss.
+    """The number that the sweeper optimizes: the run's result that `sweep.metric` names, or without one its last loss.
 
     Names are as in `checkpoint.best`. Raises UserError.
     """
@@ -158,18 +158,18 @@ def objective(result: RunResult, metric: str) -> float:
 
 
 class AfterSignal(Enum):
-    """What a job does after a signal has ended its run."""
+    """The action of a job after a signal has ended its run."""
 
-    # The run was in the process of the command line: that leaves the sweep.
+    # Leave the sweep: the run was in the process of the command line.
     LEAVE_SWEEP = auto()
-    # On Slurm: put the job back into the queue, as `launch/slurm.sh` does.
+    # Put the job back into Slurm's queue, as `launch/slurm.sh` does.
     REQUEUE = auto()
     # Count the run as failed, and go on with the sweep.
     COUNT_AS_FAILED = auto()
 
 
 def after_signal(number: int, *, in_parent: bool) -> AfterSignal:
-    """`in_parent`: the run was in the process of the command line."""
+    """Choose the action. `in_parent`: whether the run was in the process of the command line."""
     if in_parent:
         return AfterSignal.LEAVE_SWEEP
     if "SUBMITIT_EXECUTOR" in os.environ and number == signal.SIGTERM:
@@ -179,10 +179,10 @@ def after_signal(number: int, *, in_parent: bool) -> AfterSignal:
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher calls for each run, perhaps in another process or on another machine, where it is unpickled."""
+    """The function that a launcher calls for each run. It may be unpickled in another process, on another machine."""
 
     jobs: JobFolder
-    # The words that all runs share, so that the others name a run's folder.
+    # The words that all runs share. The other words name a run's folder.
     common: frozenset[str]
     config_dir: str | None
     # The process of the command line.
@@ -263,7 +263,7 @@ def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
-        if first:  # an import has swallowed it
+        if first:  # an import has swallowed the interrupt
             raise first
     finally:
         for number, handler in before.items():

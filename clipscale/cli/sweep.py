@@ -50,7 +50,7 @@ def main(name: str, line: Namespace) -> int:
             cli_train.main(config, isolated=True)
         except StoppedError:
             raise
-        except (UserError, local.WorkerError) as error:  # which does not end the sweep
+        except (UserError, local.WorkerError) as error:  # does not end the sweep
             print_failure(error, getattr(error, "details", ""))
             failed.append(name)
     return report_end(folder, failed)

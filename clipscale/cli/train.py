@@ -28,7 +28,7 @@ NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 
 
 def check(config: TrainConfig) -> None:
-    """Every check that needs no torch, also of local shards. Raises UserError, prints warnings.
+    """Make every check that needs no torch, also of local shards. Raises UserError, prints warnings.
 
     Writes nothing.
     """

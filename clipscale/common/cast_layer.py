@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Cast(NamedTuple):
-    """What replaces a layer's weight and bias in a pass: the same in half precision, without a graph."""
+    """A layer's weight and bias in half precision, without a graph. They replace the layer's own in a pass."""
 
     weight: Tensor
     bias: Tensor | None

@@ -30,7 +30,7 @@ LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 def check_own(run: Path) -> None:
     """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
 
-    Files below checkpoints/ count, those that LOG_SUFFIXES names do not.
+    Files below checkpoints/ count. Files with LOG_SUFFIXES do not.
     """
     lock = run / LOCK
     # RunLock writes "process ..." into it, and empties it at its end.
@@ -46,7 +46,7 @@ def check_own(run: Path) -> None:
 
 
 def check_place(folder: Path, key: str = "run") -> None:
-    """Raise UserError for a folder, which the setting `key` names, that cannot be made or written. Leaves nothing."""
+    """Raise UserError for a folder that cannot be made or written. Leaves nothing. `key`: the setting that names it."""
     there = first_existing(folder)
     reason = ""
     if not there.is_dir():
@@ -65,7 +65,7 @@ def check_place(folder: Path, key: str = "run") -> None:
 def check_copy_address(address: str) -> None:
     """Raise UserError for a `checkpoint.copy` that cannot keep a copy. Asks no server.
 
-    fsspec cannot open it, or takes it for a pattern; or its files end with this process.
+    It cannot if fsspec cannot open it, if fsspec takes it for a pattern, or if its files end with this process.
     """
     protocol, slashes, _ = address.partition("://")
     if not slashes or protocol == "file":
@@ -104,7 +104,7 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 class SetLabel(NamedTuple):
-    """The name of a set's results, `FOLDER/NAME (MARK) (MARK)`, in its parts."""
+    """The parts of the name of a set's results, `FOLDER/NAME (MARK) (MARK)`."""
 
     # The folders, then the name.
     path: tuple[str, ...]
@@ -122,7 +122,7 @@ class SetLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class Best:
-    """Which of a run's checkpoints is the best one, by the results of the run's own evaluations."""
+    """Finds the best of a run's checkpoints, by the results of the run's own evaluations."""
 
     run: Path
     # `SET/METRIC`, as in RUN/eval/step_N.json. SET may leave out what `SetLabel.is_meant_by` says.
@@ -142,22 +142,22 @@ class Best:
         return min(self.labels(labels), key=len, default=None)
 
     def results(self, step: int) -> dict[str, dict[str, float]]:
-        """The metrics at a step of each set that the goal may mean. Empty: the step was not evaluated on any."""
+        """The metrics at a step of each set that the goal may mean. Empty if the step was not evaluated on any."""
         with suppress(*files.DAMAGED):
             results = files.read_record(self.run / EVAL / f"step_{step:08d}.json")["results"]
             return {label: dict(results[label]) for label in self.labels(results)}
         return {}
 
     def values(self, step: int) -> dict[str, float]:
-        """The metric at a step, by the sets that the goal may mean. What was not measured, or is not a number, is left
-        out."""
+        """Set -> its metric at a step, for the sets that the goal may mean. Values that were not measured, or are not
+        numbers, are left out."""
         found = {label: metrics.get(self.metric) for label, metrics in self.results(step).items()}
         return {
             label: value for label, value in found.items() if isinstance(value, int | float) and not math.isnan(value)
         }
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """The step with the best value, and the first one of several; None if no step has a value.
+        """The step with the best value, and the earliest in a tie; None if no step has a value.
 
         All steps are compared on one set, the one that most of them have. `clipscale eval` may have added another one
         to some, such as the whole set beside a part of it.
@@ -172,9 +172,9 @@ class Best:
         return choose(measured, key=measured.__getitem__)
 
     def report_improvement(self, step: int, pending: int | None) -> bool:
-        """Print whether `step`, just evaluated, is better than all checkpoints, or that it has no result; return it.
+        """Print whether `step`, just evaluated, is better than all checkpoints, or that it has no result.
 
-        `pending`: the step of a checkpoint that is perhaps not complete yet.
+        `pending`: the step of a checkpoint that is perhaps not complete yet. Returns whether it is better.
         """
         values = self.values(step)
         if not values:

@@ -54,8 +54,8 @@ def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.
 
     AttributeError, TypeError and LookupError keep their type's name in `why`, since they may be a bug of this program.
-    AssertionError and NameError are bugs if this program raised them, and pass unchanged. From a library they mean that
-    it refuses what it was given.
+    AssertionError and NameError are bugs if this program raised them, and pass unchanged. If a library raised them, it
+    refuses its input.
     """
     try:
         yield

@@ -21,11 +21,11 @@ from clipscale.common.run_records import CONFIG
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What reading a truncated, overwritten or foreign file may raise.
+# The exceptions that reading a truncated, overwritten or foreign file may raise.
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
-# The safe one. That of libyaml, which PyYAML's wheels have, is ten times as fast.
+# A safe loader. libyaml's, which PyYAML's wheels have, is ten times as fast as Python's.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Pattern of the end of an `unfinished_name`, after `.NAME`.
+# Pattern of what follows `.NAME` in an `unfinished_name`.
 UNFINISHED_END = r"-[0-9a-f]{16}\.tmp"
 # Names that operating systems put into folders. They are ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
@@ -38,7 +38,7 @@ def unfinished_name(name: str) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception.
+    """Open a new file for writing bytes. At the end it is renamed to `path`; after an exception it is removed.
 
     It has the permissions of any new file, even if a library has replaced it by another meanwhile.
     """
@@ -71,7 +71,7 @@ def sync(path: Path) -> None:
 def appears(path: Path, size: int, within_s: float) -> bool:
     """Whether a file of this size is there, or appears within so many seconds.
 
-    Another host has written it. A network file system shows for a while what the folder held before.
+    If another host has written it, a network file system may show the folder's earlier content for a while.
     """
     end = time.monotonic() + within_s
     while True:
@@ -85,7 +85,7 @@ def appears(path: Path, size: int, within_s: float) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_bytes())  # in the encoding that its first bytes tell
+    return json.loads(path.read_bytes())  # json finds the encoding by the first bytes
 
 
 def first_existing(path: Path) -> Path:
@@ -125,7 +125,7 @@ def write_json(path: Path, value: object) -> None:
 
 @contextmanager
 def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
-    """Around what reads or writes a file: turns DAMAGED into a UserError, `SUBJECT: PATH (why); REMEDY`."""
+    """Around code that reads or writes a file: turns DAMAGED into a UserError, `SUBJECT: PATH (why); REMEDY`."""
     try:
         yield
     except DAMAGED as error:

@@ -13,7 +13,7 @@ from clipscale.common.units import did_you_mean
 
 # The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
-# Most pictures or captions in a pass on a GPU: with more, attention kernels exceed the largest grid.
+# A pass on a GPU takes at most so many pictures or captions: with more, attention kernels exceed the largest grid.
 MAX_SEQUENCES = 2**15
 
 
@@ -31,7 +31,7 @@ def prepare_torch() -> None:
 
 
 def cores(process: int = 0) -> int:
-    """Cores that a process (0: this one) may use, by its affinity and the quota of this one's control group."""
+    """Cores that a process (0: this one) may use: the fewer of its affinity and this control group's quota."""
     count = len(os.sched_getaffinity(process))
     quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))

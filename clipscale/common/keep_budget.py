@@ -11,13 +11,13 @@ from clipscale.common.units import parse_bytes
 class KeepBudget:
     """Memory for graphs that are kept from the first pass to the second.
 
-    Made by `KeepBudget.nothing()`, `KeepBudget.all()`, `KeepBudget.at_most(bytes)`, and `KeepBudget.measure_first()`,
-    whose bytes are known after a first step.
+    `KeepBudget.nothing()`, `KeepBudget.all()` and `KeepBudget.at_most(bytes)` make it with known bytes.
+    `KeepBudget.measure_first()` makes one whose bytes are known after a first step.
     """
 
     # Bytes for the graphs of all towers. 0 keeps none, math.inf all.
     bytes: float
-    # Whether a step measures the bytes of one graph, if it does not know them yet.
+    # Whether a step measures the bytes of one graph if they are not known yet.
     needs_measurement: bool
 
     @staticmethod

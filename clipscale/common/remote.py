@@ -1,4 +1,4 @@
-"""What a request to a server needs at a start: a time limit, a line about what is waited for, and credentials.
+"""Gives a request to a server at a start a time limit and a line about the wait, and checks its credentials.
 
 The limit is this program's own: the libraries behind fsspec try for minutes, each in its own way.
 """
@@ -24,10 +24,10 @@ MIN_BYTES_PER_S = 1 << 20
 ANNOUNCE_S = 10.0
 # Seconds between two looks at the progress of a request.
 LOOK_S = 1.0
-# What botocore and google-auth raise without credentials.
+# The exceptions that botocore and google-auth raise without credentials.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 GOOGLE = ("gs", "gcs")
-# How credentials are given.
+# How a user gives credentials.
 GOOGLE_REMEDY = (
     "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE; for public data "
     "FSSPEC_GS_TOKEN=anon"
@@ -43,7 +43,7 @@ def within_time(
     progress: Callable[[], float] = lambda: 0.0,
     announce: bool = True,
 ) -> T:
-    """What `work` returns. It runs in a thread of its own, which is abandoned after `limit_s` without `progress`.
+    """Run `work` in a thread, which is abandoned after `limit_s` without `progress`. Returns what `work` returns.
 
     `announce`: after ANNOUNCE_S a line says that `awaited` is waited for. Raises what `work` raises, and TimeoutError.
     """
@@ -75,7 +75,7 @@ def within_time(
 
 @contextmanager
 def announced(awaited: str) -> Iterator[None]:
-    """If the body takes more than ANNOUNCE_S, a line says that `awaited` is waited for. Its limit is its library's."""
+    """If the body takes more than ANNOUNCE_S, a line says that `awaited` is waited for. Sets no time limit."""
     timer = Timer(ANNOUNCE_S, log_line, [f"waiting for {awaited}"], {"error": True})
     timer.daemon = True
     if main_rank():

@@ -20,11 +20,11 @@ class RunRecord:
     """A file or a folder of records."""
 
     name: str
-    # Whether it holds measurements: with one that is not empty, an earlier run's records are moved aside.
+    # Whether it holds measurements. A run that begins anew moves records aside if one of these is not empty.
     is_measurement: bool = False
-    # Pattern of the paths of its files, in the run's folder, that a copy of the run has; empty if a copy has none.
+    # Pattern of paths in the run's folder: these files are copied with the run. Empty if none are.
     copied: str = ""
-    # Pattern of the names of its files that `files.replacing` writes.
+    # Pattern of the names of those files that `files.replacing` writes.
     replaced: str = ""
 
 

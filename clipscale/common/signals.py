@@ -1,21 +1,20 @@
-"""Keeps signals to a whole job away from helper processes, which their parents end."""
+"""Keeps signals that go to a whole job away from helper processes. Their parents end them."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-# Ctrl-C, a terminal that is closed, and what schedulers send to all processes of a job: the processes of the ranks
-# handle them.
+# Ctrl-C, a closed terminal, and the signals that schedulers send to all processes of a job. The ranks handle them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Processes that are started in here never receive SIGNALS; this process receives them afterwards.
+    """Processes that are started inside never receive SIGNALS. This process receives them afterwards.
 
-    multiprocessing's resource tracker is one of them. Where a signal ended it, the semaphores that it tracks could not
-    be removed.
+    multiprocessing's resource tracker is started inside: if a signal ended it, nobody would remove the semaphores that
+    it tracks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # lifts the block from SIGINT and SIGTERM in this process

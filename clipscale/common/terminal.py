@@ -1,6 +1,6 @@
-"""Prints lines, and on a terminal what is being done and how far it is.
+"""Prints lines, and on a terminal the present task and its progress.
 
-Text may come from strangers, such as names and captions: no control character of theirs reaches the terminal.
+Names and captions may come from strangers, so no control character of theirs reaches the terminal.
 """
 
 import logging
@@ -25,7 +25,7 @@ MAX_LENGTH = 4000
 CLEAR = "\r\x1b[K"
 # Wraps lines of a log on a terminal.
 LINE_WRAPPER = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
-# Seconds between lines about the progress of long work, where there is no terminal.
+# Without a terminal, seconds between lines about the progress of long work.
 LINE_S = 60.0
 # Seconds until a bar appears.
 BAR_AFTER_S = 2.0
@@ -36,7 +36,7 @@ BAR_WIDTH = 20
 
 
 def main_rank() -> bool:
-    """Whether this process prints for its run: rank 0, a single process, or one with an invalid rank."""
+    """Whether this process prints for its run. Rank 0 does, a single process, and one with an invalid rank."""
     with suppress(UserError):
         return ranks.rank() == 0 or ranks.rank() >= ranks.size()
     return True
@@ -51,7 +51,7 @@ def print_line(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr for an `error`."""
     clear()
     stream = sys.stderr if error else sys.stdout
-    stream.write(f"{printable(text)}\n")  # its end in the same write, also where Python buffers nothing
+    stream.write(f"{printable(text)}\n")  # one write: unbuffered, print() would make two
     stream.flush()
 
 
@@ -68,7 +68,7 @@ def show_task(task: str) -> None:
 
 
 class _Shown:
-    """Whether the terminal's last line may hold something to remove: at first, what the parent process has shown."""
+    """Whether the terminal's last line may hold something to remove. At first that is the parent process's line."""
 
     line = True
 
@@ -88,7 +88,7 @@ def _show(text: str) -> None:
 
 
 class Progress:
-    """How far long work is: a bar on a terminal, elsewhere a line every LINE_S seconds."""
+    """Shows how far long work is: a bar on a terminal, elsewhere a line every LINE_S seconds."""
 
     _began = _shown = 0.0
     _bar = False
@@ -118,7 +118,7 @@ class Progress:
 
 
 def tracked(items: Iterable[T], task: str, total: int) -> Iterator[T]:
-    """The parts of long work one by one, with its progress. `task`: as in `writing shards`."""
+    """Yield the parts of long work one by one, and show its progress. `task`: as in `writing shards`."""
     show_task(task)
     progress = Progress()
     progress(task, 0, total)

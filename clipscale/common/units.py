@@ -46,7 +46,8 @@ def file_name(text: str, most: int = 100) -> str:
 def parse_count(text: str) -> int:
     """`768k` -> 786,432: k, M and G after a whole number are powers of 1024, a plain integer is itself.
 
-    B, and all of them after decimals, mean what papers mean: `13B`, `12.8M` -> 12,800,000. Raises ValueError otherwise.
+    B, and any unit after decimals, are powers of 1000, as in papers: `13B`, `12.8M` -> 12,800,000. Raises ValueError
+    for other forms.
     """
     match = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*([kmgb]?)\s*", text, re.IGNORECASE)
     if match is None:
@@ -59,8 +60,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """`512G`, `512GB` and `512 GiB` -> 2^39, `1.5T` -> 3 * 2^39: memory comes in powers of 1024. Raises ValueError for
-    another form."""
+    """`512G`, `512GB` and `512 GiB` -> 2^39, `1.5T` -> 3 * 2^39: memory comes in powers of 1024.
+
+    Raises ValueError for other forms.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is no size such as 8G, 512GB or 2T")

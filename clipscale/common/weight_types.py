@@ -1,4 +1,4 @@
-"""The type in which a tower's weights are used: what autocast would cast them to. Sharded or not."""
+"""The type in which a tower's weights are used, sharded or not: the one to which autocast would cast them."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -33,7 +33,7 @@ def cast_gathered_(tower: nn.Module, dtype: torch.dtype) -> None:
 def pin_cast_dtype(tower: nn.Module) -> None:
     """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
 
-    Sharded, that weight is float32 before the first chunk and `dtype` after, so the type would change.
+    If that weight is sharded, it is float32 before the first chunk and `dtype` after, so the type would change.
     """
     module: Any
     for module in tower.modules():

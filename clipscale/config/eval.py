@@ -1,4 +1,4 @@
-"""The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
+"""The settings of `clipscale eval`, and those shared by all verbs that take a run or any weights."""
 
 import shlex
 from collections.abc import Iterable
@@ -126,7 +126,7 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 
 
 def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
-    """The settings, with the run's `sets`, `suite`, `root` and `precision` where they give none.
+    """Complete the settings with the run's `sets`, `suite`, `root` and `precision` where they give none.
 
     Raises UserError if there is no set.
     """

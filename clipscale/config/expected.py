@@ -1,4 +1,4 @@
-"""What a preset's run should end with, by its source: the setting `expected`."""
+"""The setting `expected`: the results that a preset's source has published for its run."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -7,7 +7,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.parse import accepted_value
 from clipscale.config.setting import Setting, flat
 
-# The key that is not a metric: who has published the numbers.
+# The key that is not a metric. It says who has published the numbers.
 SOURCE = "source"
 PER_CENT = {"least": 0, "most": 100}
 

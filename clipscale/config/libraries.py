@@ -35,8 +35,10 @@ def model_description(name: str) -> Record:
 
 @contextmanager
 def hidden_packages(*packages: str) -> Iterator[None]:
-    """Inside, these packages are not found, unless they are imported already: a module that is None is not (Python's
-    language reference, 5.3.1). For packages that another one imports if it finds them.
+    """Inside, these packages are not found, unless they are imported already.
+
+    It is for packages that another one imports if it finds them. Python does not find a module that is None in
+    sys.modules (language reference, 5.3.1).
     """
     absent = [name for name in packages if name not in sys.modules]
     for name in absent:
@@ -49,9 +51,10 @@ def hidden_packages(*packages: str) -> Iterator[None]:
 
 
 def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
-    """Packages that open_clip and timm import where they find them, for seconds, and a model of this description does
-    not need; none if the description is not known, or open_clip is imported already. `fetches`: its weights may be
-    fetched."""
+    """Packages that open_clip and timm import if they find them, for seconds, and that this model does not need.
+
+    None if its description is not known, or if open_clip is imported already. `fetches`: its weights may be fetched.
+    """
     needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
     if needed:
         return []

@@ -138,7 +138,7 @@ class ModelConfig:
         return dataclass_from(Preprocess, self.preprocess, "model.preprocess.")
 
     def check(self) -> None:
-        """Raises UserError for another `preprocess`, for half an `architecture`, and for a name that open_clip does not
+        """Raises UserError for a wrong `preprocess`, an incomplete `architecture`, and a name that open_clip does not
         know."""
         validate(self, "pixels")
         self.check_parts()

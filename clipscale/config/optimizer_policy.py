@@ -6,9 +6,9 @@ from enum import Enum
 class OptimizerPolicy(Enum):
     """What a start does with the optimizer's state in the checkpoint. The values are the words of `stages`."""
 
-    # Within a stage: takes all of it.
+    # Take all of it, within a stage.
     RESUME = "resume"
-    # At the start of a stage: takes it, but for position embeddings that are resized.
+    # Take it at the start of a stage, except the state of position embeddings that are resized.
     CONTINUE = "continue"
-    # At the start of a stage: takes none of it.
+    # Take none of it, at the start of a stage.
     RESTART = "restart"

@@ -1,4 +1,4 @@
-"""Plain values, as YAML and the command line give them, to settings: checks types, choices and bounds, once.
+"""Turns plain values, as YAML and the command line give them, into settings. Checks types, choices and bounds once.
 
 Every mistake is a UserError of one line that names the setting.
 """

@@ -35,9 +35,9 @@ SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 
 def parse_length(setting: str, text: str) -> tuple[str, str, str]:
-    """The parts of a length: steps (of `2000`), count and unit (of `5%` of the run, or `0.5ep`: epochs).
+    """The parts of a length: (steps, count, unit), as texts.
 
-    What the text does not have is empty: there are steps, or else count and unit.
+    `2000` has steps. `5%` of the run and `0.5ep` (epochs) have count and unit. The other parts are empty.
 
     Raises UserError for other texts.
     """
@@ -257,8 +257,10 @@ class SinkConfig:
 
     @property
     def wandb_mode(self) -> str:
-        """`wandb`, or where that is not `disabled`, WANDB_MODE of the environment, which clusters set. Raises
-        UserError."""
+        """The mode of wandb: WANDB_MODE of the environment, which clusters set, if there is one; otherwise `wandb`.
+
+        A `wandb` that is `disabled` stays so. Raises UserError.
+        """
         asked = os.environ.get("WANDB_MODE")
         if self.wandb == "disabled" or not asked:
             return self.wandb

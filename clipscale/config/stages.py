@@ -69,7 +69,7 @@ Settings = TypeVar("Settings", bound=Section)
 
 
 def stages_of(config: Run) -> list[Run]:
-    """The settings of each stage of a run; without stages the run's own."""
+    """The settings of each stage of a run. A run without stages has one, with its own settings."""
     by_stage = []
     for stage in config.stages:
         settings = config

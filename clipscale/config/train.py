@@ -121,7 +121,7 @@ def samples_of(config: TrainConfig, epoch_samples: int | None) -> int:
 
 
 def batch_exceeds_data(config: TrainConfig, epoch_samples: int | None) -> str:
-    """The warning for a batch larger than the data, else empty. `epoch_samples`: in the data; None if unknown."""
+    """The warning for a batch larger than the data; empty for others. `epoch_samples`: as in `samples_of`."""
     batch = config.batch
     if not epoch_samples or batch <= epoch_samples or config.data.same is not None:
         return ""
@@ -248,7 +248,7 @@ MAX_SAMPLES = "CLIPSCALE_MAX_SAMPLES"
 
 
 def capped_by_environment(config: TrainConfig) -> TrainConfig:
-    """The configuration with at most the samples that MAX_SAMPLES allows, and at least a batch. Stages are not changed.
+    """Limit the run's samples to those that MAX_SAMPLES allows, and at least to a batch. Stages are not changed.
 
     A length in epochs becomes MAX_SAMPLES itself: the samples of an epoch are not known here. Raises UserError.
     """
@@ -262,7 +262,7 @@ def capped_by_environment(config: TrainConfig) -> TrainConfig:
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The configuration with the run's folder and length filled in, where the settings give none."""
+    """Fill in the run's folder and length where the settings give none."""
     config = capped_by_environment(config)
     samples = total_samples(config)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs

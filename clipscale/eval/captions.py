@@ -21,7 +21,7 @@ from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, writ
 
 # Pairs with logits in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
 PAIRS_AT_ONCE = 32
-# A report shows the first usable pictures of a set, this many.
+# A report shows so many of a set's first usable pictures.
 MAX_SHOWN = 8
 
 
@@ -46,17 +46,19 @@ class CaptionMeter:
     batches: list[Tensor] = field(default_factory=list)
     # The first usable pictures of this rank.
     shown: list[Shown] = field(default_factory=list)
-    # Tokens (1, P, W) of any picture, which a rank without one to show takes in its place.
+    # Tokens (1, P, W) of any picture. A rank that has no picture to show uses them instead.
     spare: Tensor | None = None
 
     @torch.no_grad()
     def add(self, span: range, usable: Tensor, pixels: Tensor, image_nPW: Tensor) -> None:
-        """Add a batch: its pictures' indices, whether each is usable, the pictures, and their tokens. A rank without
-        work has no index."""
+        """Add a batch: its pictures' indices, whether each is usable, the pictures, and their tokens.
+
+        A rank without work passes an empty `span`.
+        """
         texts = [*(self.first(index) for index in span), *([] if span else [""])]
         tokens_nT = self.encoder.model.tokenizer(texts).to(pixels.device)
         losses = []
-        # Equally many passes on each rank: one without work repeats a pair.
+        # All ranks make equally many passes: one without work repeats a pair.
         for start in range(0, min(self.encoder.batch, len(self.captions)), PAIRS_AT_ONCE):
             pairs = slice(start, start + PAIRS_AT_ONCE) if start < len(texts) else slice(1)
             losses.append(self.losses(image_nPW[pairs], tokens_nT[pairs]))
@@ -84,8 +86,10 @@ class CaptionMeter:
 
     @torch.no_grad()
     def write(self, usable_N: Tensor) -> list[Written]:
-        """What the captioner writes of the first pictures of all ranks, in order. Every rank writes: all of them gather
-        sharded weights. `usable_N`: indices of the pictures that count."""
+        """Let the captioner write captions of the first pictures of all ranks, in order.
+
+        Every rank writes, because all of them gather sharded weights. `usable_N`: indices of the pictures that count.
+        """
         model = self.encoder.model
         first = set(usable_N[:MAX_SHOWN].tolist())
         own = [picture for picture in self.shown if picture.number in first]
@@ -102,8 +106,10 @@ class CaptionMeter:
         return [row for _, row in sorted((item for rows in of_ranks for item in rows.items()), key=itemgetter(0))]
 
     def metrics(self, usable_N: Tensor) -> Metrics:
-        """`caption_loss`, the mean cross entropy of a token in nats, and `perplexity`, exp of it. The same on every
-        rank. `usable_N`: indices of the pictures that count."""
+        """`caption_loss`, the mean cross entropy of a token in nats, and its exponential `perplexity`, on every rank.
+
+        `usable_N`: indices of the pictures that count.
+        """
         rows = gather_batches(self.batches, len(self.captions), self.encoder.batch, self.encoder.world)
         loss, tokens = rows[usable_N].sum(0).tolist()
         mean = loss / tokens if tokens else math.nan

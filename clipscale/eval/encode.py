@@ -1,8 +1,8 @@
 """Encodes images and texts on all ranks.
 
 The work is cut into batches that do not depend on the number of ranks. Rank r takes every world-size-th batch. So 1, 2
-and 4 processes make the same forward passes and get the same features. All ranks make equally many passes: one without
-work repeats an input. FSDP2's towers, which communicate in their forward pass, can thus be used as they are.
+and 4 processes make the same forward passes and get the same features. All ranks make equally many passes, because
+FSDP2's towers communicate in their forward pass. A rank without work repeats an input.
 
 N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
 """
@@ -36,7 +36,7 @@ MISSED = torch.iinfo(torch.int64).max
 
 
 def spans(count: int, batch_size: int, world: World) -> list[range]:
-    """This rank's batches of 0..count-1, equally many on each rank; the last ones may be empty."""
+    """This rank's batches of the indices 0..count-1. All ranks have equally many; the last ones may be empty."""
     step = batch_size * world.size
     rounds = -(-count // step)
     return [range(count)[start : start + batch_size] for start in range(world.rank * batch_size, rounds * step, step)]
@@ -59,7 +59,7 @@ class ImageBatch(NamedTuple):
     span: range
     # Unit rows (n, D).
     features: Tensor
-    # Whether each image could be decoded (n,).
+    # (n,) bool: whether each image could be decoded.
     usable: Tensor
 
 
@@ -67,7 +67,7 @@ class EncodedImages:
     """One pass over images: iterate over its batches once; `broken` is complete after the last one."""
 
     def __init__(self, batches: Generator[ImageBatch, None, Counter[str]]) -> None:
-        """`batches`: returns what is `broken`."""
+        """`batches`: a generator that returns what becomes `broken`."""
         self._batches = batches
         # Images of all ranks that are not usable, by reason.
         self.broken: Counter[str] = Counter()
@@ -79,9 +79,9 @@ class EncodedImages:
 class PictureWaits:
     """Waits for decoded pictures. An error of `poll_while_waiting` on one of several ranks is deferred.
 
-    - The poll fails: this rank goes on with substitutes, so that the other ranks find it in their collectives.
-    - The others learn of it in a later `poll`, which raises on all ranks, or at the end of the pass.
-    - At the end: `check` raises the error.
+    1. When the poll fails, this rank goes on with substitutes, so that the other ranks meet it in their collectives.
+    2. A later `poll` of all ranks may raise the error everywhere.
+    3. Otherwise `check` raises it at the end of the pass.
     """
 
     def __init__(self, world: World, poll_while_waiting: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Encoder:
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""
-    # The first so many numbers of the features were trained as features of their own (Matryoshka).
+    # For each size, the first so many numbers of the features were trained as features of their own (Matryoshka).
     sizes: Sequence[int] = ()
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
@@ -181,7 +181,7 @@ class Encoder:
         label: str,
         take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
     ) -> Generator[ImageBatch, None, Counter[str]]:
-        """This rank's batches. Returns, by reason, how many images of all ranks are not usable.
+        """Yield this rank's batches. Returns, by reason, how many images of all ranks are not usable.
 
         Threads decode the next batch while the device encodes this one.
 

@@ -12,7 +12,7 @@ from clipscale.log.table import print_results, with_start
 
 
 def log_end(result: RunResult, precision: object, expected: Expected, best: Best | None) -> None:
-    """Print the end of a run. `precision`: of its evaluations. `best`: see `checkpoint.Retention`."""
+    """Print the last lines. `precision`: the one of the run's evaluations. `best`: see `checkpoint.Retention`."""
     folder = Path(result["run"])
     step = result["step"]
     results = result["eval"]

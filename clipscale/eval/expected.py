@@ -32,7 +32,7 @@ class Expected:
 
 
 def result_labels(name: str) -> list[str]:
-    """The names that a set's results may have, by the folder where it lies; also with the moving average."""
+    """The names that a set's results may have: it may lie in several folders, and have the moving average's mark."""
     known_set = known_sets().get(name)
     labels = {label.removeprefix("wds_") for label in known_set.candidates} if known_set else {name}
     return sorted(labels | {f"{label} (ema)" for label in labels})

@@ -63,7 +63,7 @@ class RetrievalSet(EvalSet):
     answers: Sequence[Sequence[str]]
 
     def measure(self, encoder: Encoder) -> Measurement:
-        """Recalls; for a captioner also how well it predicts each picture's first caption.
+        """Measure the recalls, and how well a captioner predicts each picture's first caption.
 
         Every rank ranks the whole set.
         """
@@ -115,7 +115,7 @@ class RetrievalSet(EvalSet):
             warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_rule}")
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
-        """What `retrieval_metrics` gives for these features."""
+        """The `retrieval_metrics` of these features."""
         return retrieval_metrics(images_ND, captions_MD, Relevance.for_distinct_captions(relevance.owner))
 
 
@@ -192,8 +192,11 @@ def first_right_ranks(
 
 
 def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
-    """`image_to_text_r{1,5,10}`: the share of images with a relevant caption in the top k. `text_to_image_...`: the
-    share of captions with an image for which they are relevant."""
+    """Recall at k = 1, 5 and 10 in both directions.
+
+    `image_to_text_r{k}`: the share of images with a relevant caption in the top k. `text_to_image_r{k}`: the share of
+    captions that have an image for which they are relevant in the top k.
+    """
     image_N = relevance.image_id
     caption_M = relevance.caption_id
     pairs_K2 = relevance.pairs

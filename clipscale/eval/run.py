@@ -82,7 +82,7 @@ def evaluate(
     poll_while_waiting: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Results:
-    """Metrics of every set, the same on every rank. A collective: every rank calls it.
+    """Measure the model on every set. A collective. Returns the same metrics on every rank.
 
     Puts the model into evaluation mode meanwhile.
 
@@ -93,8 +93,8 @@ def evaluate(
     Args:
         file: rank 0 writes into it after each set.
         poll: called before each batch, equally often on every rank. What it raises ends the evaluation.
-        poll_while_waiting: called a few times a second on a rank that waits for pictures. What it raises does the
-            same.
+        poll_while_waiting: called a few times a second on a rank that waits for pictures. What it raises also ends the
+            evaluation.
         progress: `progress(task, done, total)` is called after each batch.
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
@@ -136,7 +136,7 @@ def evaluate(
 
 
 def sized_sets(eval_set: EvalSet, sizes: Sequence[int]) -> list[EvalSet]:
-    """The set itself, then a set for each of the `sizes` of features: its results have a name of their own."""
+    """The set itself, then a copy for each of the `sizes` of features, whose results have a name of their own."""
     return [eval_set, *(replace(eval_set, marks=(*eval_set.marks, f"size {size}")) for size in sizes)]
 
 

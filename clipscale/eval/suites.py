@@ -1,4 +1,4 @@
-"""Suites of published sets: finds each set under `eval.root`, and sums the results up as the suite's source does."""
+"""Suites of published sets: finds each set under `eval.root`, and averages the results as the suite's source does."""
 
 import logging
 import math

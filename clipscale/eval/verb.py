@@ -37,12 +37,12 @@ def objective_and_sizes(run: Path) -> tuple[str, list[int]]:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables."""
+    """Do one process's part of the evaluation. Rank 0 prints tables."""
     folder = check_eval(config)
     run = folder if config.run else None
     world = init_world(config.device, config.launch.timeout_s)
     try:
-        # before a model is loaded: a mistyped path is reported
+        # before a model is loaded, so that a mistyped path is reported at once
         sets = world.raise_together(lambda: chosen_sets(config.eval))
         precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"

@@ -36,8 +36,8 @@ def class_embeddings(
 def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
     """The number of other classes that come before the right one; 0 is a top-1 hit.
 
-    Of equal scores the lower class comes first, as in torch.argmax and so in CLIP_benchmark's class recall: two classes
-    of ImageNet are called "missile", and two "sunglasses". NaNs count against the model.
+    If scores are equal, the lower class comes first, as in torch.argmax and so in CLIP_benchmark's class recall. It
+    happens: two classes of ImageNet are called "missile", and two "sunglasses". NaNs count against the model.
 
     scores_nC: (n, C). target_n: (n,) int64. Returns (n,) int64; C where the score of the right class is NaN.
     """

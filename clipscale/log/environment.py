@@ -1,4 +1,4 @@
-"""What a run ran on: software versions, machine, command, and commit."""
+"""Notes what a run runs on: software versions, machine, command, and commit."""
 
 import os
 import platform

@@ -39,8 +39,8 @@ def open_log(
 ) -> "MetricLog":
     """Write `env.json` and `config.yaml` into the run's folder, and open its `metrics.jsonl` and the sinks.
 
-    `settings`: as YAML. `resume_step`: later lines, of an interrupted run, are removed. `total`: steps of the run; if
-    none are left, `env.json` and `config.yaml` stay as they are.
+    `settings`: as YAML. `resume_step`: the interrupted run's lines of later steps are removed. `total`: steps of the
+    run; if none are left, `env.json` and `config.yaml` stay as they are.
     """
     is_training = total is None or resume_step < total
     path = run_dir / METRICS

@@ -22,7 +22,7 @@ class StepRecord(TypedDict, total=False):
     batch: int
     lr: float
     loss: float
-    # A captioner's two losses, without their weights.
+    # A captioner's two losses, unweighted.
     contrastive_loss: float
     caption_loss: float
     grad_norm: float | None

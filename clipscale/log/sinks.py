@@ -63,7 +63,7 @@ class Sinks:
 def open_sinks(
     run_dir: Path, wandb_mode: str, uses_tensorboard: bool, settings: Mapping[str, object], resume_step: int = 0
 ) -> Sinks:
-    """The sinks that the settings ask for.
+    """Open the sinks that the settings ask for.
 
     `wandb_mode`: online, offline or disabled. `settings`: the run's, for wandb.
     """
@@ -106,7 +106,7 @@ def wandb(run_dir: Path, mode: str, settings: Mapping[str, object]) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
     temporary = run_dir / "wandb" / "tmp"
     before = tempfile.tempdir
-    rmtree(temporary, ignore_errors=True)  # of a start that was killed
+    rmtree(temporary, ignore_errors=True)  # left by a start that was killed
     temporary.mkdir(parents=True)
     try:
         tempfile.tempdir = str(temporary)  # for its folders of media and artifacts

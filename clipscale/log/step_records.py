@@ -19,7 +19,7 @@ from clipscale.step.train_step import StepResult
 
 @dataclass(frozen=True)
 class UnfinishedStep:
-    """A step that the device may still be computing, and what is known of it."""
+    """The known part of a step's record, while the device may still be computing the step."""
 
     record: StepRecord
     result: StepResult
@@ -44,7 +44,7 @@ class StepRecords:
         self._unfinished: UnfinishedStep | None = None
 
     def add(self, record: StepRecord, result: StepResult, logit_scale: Tensor) -> None:
-        """Take over a step that the device may still be computing. `record`: what the loop knows of it."""
+        """Add a step that the device may still be computing. `record`: what the loop knows of it."""
         self.finish()
         now = time.monotonic()
         widths = result.widths
@@ -69,7 +69,7 @@ class StepRecords:
             self.finish()
 
     def finish(self) -> None:
-        """Log the last step's record, when the device has done the step."""
+        """Wait until the device has done the last step, and log its record."""
         unfinished = self._unfinished
         self._unfinished = None
         if unfinished and self._log:

@@ -26,7 +26,8 @@ MAX_WIDTH = 10_000
 class TextTable(NamedTuple):
     """A table whose cells are text."""
 
-    # Empty strings: no header line, and all columns are flush left. Else figures are flush right after the first.
+    # If all are empty, there is no header line, and all columns are flush left. Otherwise all but the first are flush
+    # right.
     heads: Sequence[str]
     # A row may end early.
     rows: Sequence[Sequence[str]]
@@ -34,8 +35,10 @@ class TextTable(NamedTuple):
 
 
 def show(*tables: TextTable) -> None:
-    """Print tables at a terminal's own width; into a file so wide that nothing is cut, without blanks at the end of a
-    line. Markup is printed as it is. NO_COLOR leaves bold out too."""
+    """Print tables at a terminal's own width, or into a file so wide that nothing is cut.
+
+    Lines in a file end without blanks. Markup is printed as it is. NO_COLOR leaves bold out too.
+    """
     clear()
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = Console(highlight=False, emoji=False, markup=False, color_system=colours)
@@ -83,7 +86,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
         groups.setdefault(metrics, []).append(name)
     tables: list[TextTable] = []
     for metrics, names in groups.items():
-        # The count of samples that are left out: no column if all are 0.
+        # The count of samples that are left out has no column if all are 0.
         columns = [metric for metric in metrics if metric != "broken" or any(results[name][metric] for name in names)]
         rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
         heads = ["set", *(TITLES.get(column, column) for column in columns)]

@@ -8,14 +8,14 @@ from clipscale.log.records import StepRecord
 
 # Steps that are compared.
 WINDOW_STEPS = 50
-# First steps of a start that do not count: kernels, compilers and workers start in them.
+# The first steps of a start do not count, because kernels, compilers and workers start in them.
 WARM_UP_STEPS = 10
-# Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99.
+# Above this uniformity features have collapsed: two of them have a cosine of 0.99.
 COLLAPSED_UNIFORMITY = -0.05
 
 
 def warnings_of(records: Sequence[StepRecord]) -> dict[str, str]:
-    """Name of the warning -> its text, by the newest record and those before it.
+    """The warnings about the newest record, compared with those before it: name -> text.
 
     `records` are at most WINDOW_STEPS, all after WARM_UP_STEPS.
     """

@@ -87,17 +87,17 @@ def _coco(record: Record) -> Iterator[CaptionedImage]:
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
-    """The places of the images that a caption file names.
+    """Find the images that a caption file names. Returns their paths.
 
-    They are looked for in `folder`, if that is given. Otherwise the first of these that has any of them counts:
+    Searches `folder`, if that is given. Otherwise the first of these that has any of them:
 
     1. the file's folder,
     2. the folders in it,
     3. the folder above,
     4. the folders in that one.
 
-    Of several folders the one with the most images counts. Raises UserError if no folder has any, or if two have as
-    many.
+    Of several folders it takes the one with the most images. Raises UserError if no folder has any, or if two have
+    equally many.
     """
     for name in names:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:

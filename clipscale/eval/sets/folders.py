@@ -21,7 +21,7 @@ from clipscale.eval.sets.prompts import CLASSNAMES
 _WNID = re.compile(r"n\d{8}")
 # A number or WordNet id before a name, as in `001.Black_footed_Albatross`, `0_cat` and `n02085620-Chihuahua`.
 _NUMBER = re.compile(r"(\d+|n\d{8})\s*[._-]+\s*(?=\D)")
-# A name that says no class, whatever the others are: a number, a WordNet id, a hash.
+# A name that is never a class name: a number, a WordNet id, a hash.
 _CODE = re.compile(r"\d+|n\d{8}|(?=\D*\d)[\da-f-]{16,}")
 # What makes a name readable: two letters in a row, or no digit at all.
 _WORD = re.compile(r"[^\W\d_]{2}|^\D*[^\W\d_]\D*$")
@@ -37,10 +37,10 @@ def is_image(file: Path) -> bool:
 
 
 def load(root: Path) -> ClassificationSet:
-    """A set of class folders in alphabetical order, or where every name is a number, that is the label.
+    """Load a set of class folders. Labels follow the alphabetical order; if every name is a number, it is the label.
 
-    Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
-    ImageNet-v2, else from the folders themselves. Raises UserError for folders with codes as names.
+    Class names come from the first of these: classnames.txt, WordNet ids as in ImageNet, the numbers of ImageNet-v2,
+    the folders' own names. Raises UserError for folders with codes as names.
     """
     folders = [folder.name for folder in files.folders(root)]
     numbers = all(folder.isdecimal() for folder in folders)
@@ -94,7 +94,7 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
 
 
 def _without_numbers(root: Path, folders: Sequence[str]) -> list[str]:
-    """The names without the numbers before them, where each has its own; a line says so."""
+    """The names without the numbers before them, if each folder has its own number. A line tells the user."""
     numbers = [match[0] for match in map(_NUMBER.match, folders) if match]
     names = [_NUMBER.sub("", folder, count=1) for folder in folders]
     if not len(set(numbers)) == len(set(names)) == len(folders):
@@ -104,10 +104,10 @@ def _without_numbers(root: Path, folders: Sequence[str]) -> list[str]:
 
 
 def _no_names(names: Sequence[str]) -> str:
-    """An example of names that are codes, and why; empty for class names.
+    """For names that are codes: an example, and why. Empty for class names.
 
-    Some of them may have no word, such as `A320` beside `Cessna 172`. Names that differ in their numbers alone, such as
-    `class_01`, are codes.
+    Some class names may have no word, such as `A320` beside `Cessna 172`. Names that differ only in their numbers, such
+    as `class_01`, are codes.
     """
     codes = [name for name in names if _CODE.fullmatch(name)]
     wordless = [name for name in names if not _WORD.search(name)]

@@ -1,4 +1,4 @@
-"""What an evaluation set holds, whatever layout it was read from. Each kind of set measures a model by itself."""
+"""The content of an evaluation set, independent of the layout it was read from. Each kind measures a model itself."""
 
 import io
 import logging
@@ -92,7 +92,7 @@ class EvalSet(ABC):
     """Images in reading order, each with its answer."""
 
     kind: ClassVar[str]
-    # The kind's main metric in a suite: the mean of these.
+    # The main metric of this kind of set in a suite is the mean of these.
     main: ClassVar[tuple[str, ...]]
 
     name: str
@@ -100,7 +100,7 @@ class EvalSet(ABC):
     images: Sequence[ImageRef]
     # For each image: its class, or its captions, one or more.
     answers: Sequence[Any]
-    # The set's main metric: the mean of these. Empty: the set is of no suite.
+    # The set's main metric is the mean of these. Empty: the set is of no suite.
     metric: tuple[str, ...] = ()
     # Additions to the label of its results: `ema`, `limit 100`, `size 64`. Empty: the whole set, trained weights.
     marks: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class EvalSet(ABC):
         return {}
 
     def class_of(self, index: int) -> int:
-        """The class of an image, by which a limit chooses."""
+        """The class of an image. A limit takes images of each class in proportion."""
         return 0
 
     def limited(self, limit: int | None) -> Self:

@@ -18,14 +18,14 @@ from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 from clipscale.eval.sets.known import frame_width
 
-# Names of folders with the part of a set on which one evaluates.
+# Names of folders that hold the evaluation part of a set.
 HELD_OUT = ("val", "valid", "validation", "test")
-# Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets.
+# Names of folders that do not name a set: imagenet/val and places/val are two sets.
 NO_NAMES = {"data", "dev", "eval", "holdout", "images", "train", *HELD_OUT}
 
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
-    """Every set of `eval.sets`, named after its folder, with the parent where the folder says nothing.
+    """Load the sets of `eval.sets`. Each is named after its folder, and its parent if the folder is in NO_NAMES.
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
@@ -65,8 +65,8 @@ def load_set(path: Path) -> EvalSet:
 def _load_folder(path: Path) -> EvalSet:
     """Recognise the layout of a folder.
 
-    Caption files count before folders that may be classes. Shards count before caption files, since they have json
-    files beside them.
+    Caption files come before folders that may be classes. Shards come before caption files, since they have json files
+    beside them.
     """
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path)

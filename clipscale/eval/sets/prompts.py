@@ -13,9 +13,9 @@ from clipscale.data.sample import BrokenSampleError
 CLASSNAMES = "classnames.txt"
 TEMPLATES = "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
-# Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
+# Most lines of a set's text. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
 MAX_LINES = 1 << 17
-# A line of a program in the place of a text: a function, a string in quotes, a list's beginning or end, an assignment.
+# A line of a program instead of a text: a function, a string in quotes, a list's beginning or end, an assignment.
 _PROGRAM = re.compile(
     r"lambda\b.*:.*|[fbru]{0,2}['\"].*['\"\]}]\s*,?|[\[({]+(\s*['\"].*)?|[\])}]+\s*,?|\w+\s*[=:]\s*[\[({'\"].*"
 )
@@ -33,8 +33,10 @@ def classnames(root: Path, *, numbers: bool = True) -> list[str]:
 
 
 def templates(root: Path, *, imagenet: bool = False) -> list[str]:
-    """Templates with {c} for the class: the set's own (there also {classname} or {}), else CLIP's 80 for ImageNet and
-    its variants, or a single one. Raises UserError."""
+    """Templates with {c} for the class: the set's own, else CLIP's 80 for ImageNet and its variants, else a single one.
+
+    A set's own may also have {classname} or {}. Raises UserError.
+    """
     file = root / TEMPLATES
     placeholder = re.compile(r"\{(c|classname)?\}")
     if not file.is_file():

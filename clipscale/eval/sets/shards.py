@@ -1,6 +1,6 @@
 """Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them.
 
-And plain shards of pairs, as training takes them.
+Also reads plain shards of pairs, as training takes them.
 """
 
 import os
@@ -100,8 +100,10 @@ def _shard_paths(root: Path) -> Iterator[Path]:
 
 
 def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
-    """Key, image and texts of each sample that has one of them. As in webdataset, a sample's members follow one
-    another. Raises UserError for a damaged shard."""
+    """Key, image and texts of each sample that has an image or a text.
+
+    As in webdataset, a sample's members follow one another. Raises UserError for a damaged shard.
+    """
     try:
         with shard.open("rb") as tar:
             if not open_archive(tar, shard.name)[1]:
