@@ -23,7 +23,7 @@ N = TypeVar("N", int, np.ndarray)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
-# What a random number is for. It is part of every key, so that no two uses share a sequence.
+# The uses of random numbers. The use is part of every key, so that no two uses share a sequence.
 SHARDS = 1
 WINDOW = 2
 DRAW = 3
@@ -34,7 +34,7 @@ SOURCE_KEY = 6
 WEIGHT = 8
 NEGATIVE = 9
 
-# Sources get their exact shares in every block of this many samples of a stream. It is small: every batch is mixed.
+# Sources get their exact shares in every block of this many samples of a stream. It is small, so every batch is mixed.
 SOURCE_BLOCK = 64
 
 
@@ -46,7 +46,7 @@ def _splitmix(z: N) -> N:
 
 
 def rng_key(*numbers: int) -> int:
-    """The 64-bit key of a random sequence, by arithmetic of our own: a library's new generator changes no order."""
+    """The 64-bit key of a random sequence. The arithmetic is our own, so no library's new version changes the order."""
     state = len(numbers)
     for number in numbers:
         state = _splitmix((state + _GOLDEN + (number & _MASK) * 0xD1342543DE82EF95) & _MASK)
@@ -78,7 +78,7 @@ class CounterRNG:
 def stream_bounds(batch: int, num_streams: int) -> np.ndarray:
     """(L+1,): stream l fills rows bounds[l]..bounds[l+1] of the global batch.
 
-    Where P divides L, every L/P-th bound is a multiple of B/P, so each stream lies within one rank.
+    If P divides L, every L/P-th bound is a multiple of B/P, so each stream lies within one rank.
     """
     return np.arange(num_streams + 1, dtype=np.int64) * batch // num_streams
 
@@ -112,10 +112,10 @@ class BatchShare:
 
 
 def default_streams(batch: int, world_size: int, samples: int | None) -> int:
-    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved for a small batch or data set.
+    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks. It is halved for a small batch or data set.
 
-    The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of `world_size`, so
-    that no stream is read twice.
+    1, 2, 4 and 8 ranks have the same number, so that their runs see the same batches. It is always a multiple of
+    `world_size`, so that no stream is read twice.
     """
     num_streams = math.lcm(64, 8 * world_size)
     while num_streams % (2 * world_size) == 0 and not streams_fit(num_streams, batch, samples):
@@ -133,13 +133,13 @@ class Segment:
     """Consecutive samples of one shard's shuffled order, which a stream reads."""
 
     shard: int
-    # Part of the shuffle's key, so that a shard has another order each time: the epoch, or in `Resampled` a hash.
+    # Part of the shuffle's key, so that a shard has another order each time. It is the epoch, or in `Resampled` a hash.
     shuffle_key: int
     # The first sample, counted in the shuffled order.
     start: int
     # One past the last sample; None if the segment ends with the shard.
     stop: int | None
-    # Samples in the shard, where known.
+    # Samples in the shard; None if unknown.
     count: int | None
 
 
@@ -151,8 +151,8 @@ class Epochs:
     concatenation. So all streams reach the end of an epoch together, to one sample, whatever B mod L is.
 
     A share of S that is not a whole number is rounded the same way in every epoch. So streams drift apart by up to one
-    sample an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. It stays so:
-    another rounding from the second epoch on would change the order of existing runs.
+    sample an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. Another
+    rounding from the second epoch on would remove the drift, but change the order of existing runs.
     """
 
     counts: tuple[int, ...]
@@ -201,7 +201,7 @@ def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.nda
 
 @dataclass(frozen=True)
 class Resampled:
-    """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, of one shard."""
+    """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, which is one shard."""
 
     # The shards to draw from, all equally likely. Each is read to its end, so every sample is equally likely.
     shards: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The text tower's chunks, and a captioner's: captions sorted by length, each chunk as wide as its longest caption.
+"""Makes the chunks of captions: sorted by length, each chunk as wide as its longest caption.
 
 N: samples of the local batch, T: tokens of the context.
 """
@@ -14,7 +14,7 @@ from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.common.spans import Span, equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
-# The width of a chunk is a multiple of this: fast on tensor cores, and few shapes.
+# The width of a chunk is a multiple of this: it is fast on tensor cores, and shapes are few.
 WIDTH_MULTIPLE = 8
 # Assumed cost of one more chunk, as a share of a full one. A chunk ends early if that saves more in padding.
 CHUNK_COST = 1 / 16
@@ -30,9 +30,9 @@ def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
 class SortedCaptions(ChunkLoader):
     """A `ReorderedInput` of `GradCache`: chunks of captions of similar length, longest first.
 
-    A chunk holds at most as many tokens as `size` whole contexts, and so takes no more memory than a chunk of `size`
-    captions; short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for the
-    device.
+    A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` captions of
+    full length. Short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for
+    the device.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class SortedCaptions(ChunkLoader):
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
-        `is_even`: chunks of equally many captions, for `SortedPairs`. Images then come in few shapes. Shortest first:
-        the graphs of the first chunks are kept, so none of them is larger than the measured one.
+        `is_even`: for `SortedPairs`, all chunks have equally many captions, so that images come in few shapes. The
+        shortest captions come first: graphs of the first chunks are kept, so none is larger than the measured one.
         """
         super().__init__(self._read, count, device, resident=resident)
         self._is_even = is_even
@@ -120,7 +120,7 @@ class SortedCaptions(ChunkLoader):
 
 
 class SortedPairs:
-    """A `ReorderedInput` of a captioner's encoder: images and captions of the same samples, in the captions' order."""
+    """A `ReorderedInput` for a captioner's encoder: images and captions of the same samples, in the captions' order."""
 
     def __init__(self, pixels: Callable[[int, int], Tensor], captions: SortedCaptions) -> None:
         """`pixels(start, stop)` blocks until those images have arrived."""
@@ -156,7 +156,7 @@ def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """Captions in the next chunk: as many as save the most padding, if that is over `cost` tokens; otherwise all."""
+    """The number of captions in the next chunk: the one that saves most padding, if over `cost` tokens; else all."""
     count = len(widths)
     saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption
     best = int(saved.argmax())

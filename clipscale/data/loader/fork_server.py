@@ -11,7 +11,7 @@ from clipscale.common.signals import blocked
 
 # The server imports these once for all workers: torch for resizing, and open_clip's tokenizers.
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
-# Bytes of a folder of temporary files: a socket's path has at most 107, and multiprocessing's names in it take 32.
+# Most bytes of the temporary folder's path: a socket's path has at most 107, and multiprocessing's names take 32.
 MAX_FOLDER_BYTES = 75
 
 
@@ -27,7 +27,7 @@ def warm_up() -> None:
 
 @contextmanager
 def short_folder() -> Iterator[None]:
-    """Sockets whose folder is made meanwhile are in /tmp where TMPDIR is too long, as from Python 3.14 on."""
+    """Inside, sockets are made in /tmp if TMPDIR is too long. Python does the same from 3.14 on."""
     usual = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
         tempfile.tempdir = "/tmp"

@@ -58,7 +58,7 @@ class Layout:
         return self.samples * (self.captions_per_image + self.negatives)
 
     def text_rows(self, sample: int) -> list[int]:
-        """The rows of a sample's captions among all texts, then of its hard negatives, which follow all captions."""
+        """The rows of a sample's captions, then those of its hard negatives. All hard negatives follow all captions."""
         first_caption = sample * self.captions_per_image
         first_negative = self.samples * self.captions_per_image + sample * self.negatives
         return [
@@ -115,7 +115,7 @@ class Arena:
         if not int(failed):
             self.pinned = True
             return
-        # Clear CUDA's last error by a launch here; otherwise the next launch elsewhere would report it.
+        # This launch clears CUDA's last error. Otherwise the next launch elsewhere would report it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
         log.warning(
@@ -143,7 +143,7 @@ def create_arena(layout: Layout) -> Arena:
 
 
 def _shared_arena(layout: Layout, shared: SharedFile) -> Arena:
-    """In another process, the arena with the file that its creator has `shared`."""
+    """Make the arena in another process, with the file that its creator has `shared`."""
     fd: int = shared.detach()
     return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
 
@@ -176,8 +176,8 @@ class HostBatch:
 
     @property
     def num_texts(self) -> int:
-        """The number of texts: captions, of which caption j belongs to image j // captions_per_image, then
-        hard negatives."""
+        """The number of texts. Captions come first; caption j belongs to image j // captions_per_image. Hard negatives
+        follow."""
         return len(self._slot["tokens"])
 
     def pixels(self, start: int, stop: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether the memory of a rank's batches fits this machine."""
+"""Checks that the memory of a rank's batches fits this machine."""
 
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
@@ -8,7 +8,8 @@ from clipscale.data.loader.host_batch import Layout
 
 
 def check_memory(layout: Layout, free: int | None) -> str:
-    """A line that states the batch memory. Raises UserError if the machine has too little for all its processes.
+    """Check the batch memory. Returns a line that states it. Raises UserError if the machine has too little for all its
+    processes.
 
     `free`: `free_memory` before any process of this machine allocated its batches; None to ask now.
     """

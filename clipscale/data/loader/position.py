@@ -30,7 +30,7 @@ class StreamPosition(NamedTuple):
 
 
 class PositionRecord(TypedDict):
-    """`DataPosition` in a checkpoint. `at`: by the number of the stream."""
+    """`DataPosition` in a checkpoint. `at`: number of the stream -> its position."""
 
     order: str
     streams: int

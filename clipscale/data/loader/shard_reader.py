@@ -17,8 +17,8 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
 # A shuffle window ends early at this many bytes. Ordinary data stays below: 256 samples would need half a megabyte
-# each. A stream holds two windows, the one that is given out and the one that is read. `_make_room` gives samples out
-# early, so that both together stay near this limit.
+# each. A stream holds two windows: it gives one out while it reads the next. `_make_room` gives samples out early, so
+# that both together stay near this limit.
 WINDOW_BYTES = 128 << 20
 
 
@@ -58,7 +58,8 @@ class OrderedShards:
 class WindowCursor:
     """The shuffle windows of a segment, one at a time: the current one's samples in their order.
 
-    Windows count all samples of the shard, read or not. So they are the same from any start, with an index or without.
+    Windows count all samples of the shard, whether they are read or not. So they do not depend on where reading starts,
+    or on whether there is an index.
     """
 
     def __init__(self, segment: Segment, window: int, seed: int) -> None:
@@ -80,7 +81,7 @@ class WindowCursor:
         order = permutation(size, self._seed, WINDOW, segment.shuffle_key, segment.shard, self.number)
         stop = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
-        # The window's samples that belong to the segment, in shuffled order, counted from the window's first.
+        # The window's samples that belong to the segment, in shuffled order, as offsets from the window's first sample.
         self.sample_order = order[max(segment.start - self.start, 0) : stop].tolist()
         self._needed = set(self.sample_order)
 
@@ -96,7 +97,7 @@ class WindowCursor:
 
     @property
     def is_part(self) -> bool:
-        """Whether only a part of the window's samples belongs to the segment, of a shard of known count."""
+        """Whether only a part of the window's samples belongs to the segment. False for a shard of unknown count."""
         return self.segment.count is not None and 0 < len(self.sample_order) < self.size
 
     def advance(self) -> bool:
@@ -115,7 +116,7 @@ Item = tuple[int, Segment, RawSample]
 
 @dataclass
 class Window:
-    """The samples of a shuffle window that are still to be given out. The next one is last."""
+    """The samples of a shuffle window that are still to be given out, in reverse order: the next one is last."""
 
     items: list[Item] = field(default_factory=list)
     num_bytes: int = 0
@@ -130,12 +131,12 @@ class Window:
 class WindowEnd(Enum):
     """Where the reading of a window ended."""
 
-    # All samples of the window were read. Also where a shard of known count ends early; the unread samples are then
-    # given out as missing.
+    # All samples of the window were read. Or a shard of known count ends early: the unread samples are then given out
+    # as missing.
     FULL = auto()
-    # At WINDOW_BYTES: the window becomes smaller.
+    # The window has reached WINDOW_BYTES, and becomes smaller.
     CUT = auto()
-    # At the end of a shard of unknown count: the window becomes smaller, and no other follows.
+    # A shard of unknown count has ended. The window becomes smaller, and no other follows.
     SHARD_END = auto()
 
     @classmethod
@@ -179,7 +180,7 @@ class ShardReader:
         self.epoch, self.index = start
         # The window that is given out while the next one is read.
         self._ready = Window()
-        # The segment that the caller gives up. Its other samples count as broken, by the reason `fruitless_shard`.
+        # The segment that the caller gives up. Its other samples count as broken, with the reason `fruitless_shard`.
         self.abandoned: Segment | None = None
         # All samples from the position on, with their segments.
         self.items = self._items()
@@ -198,8 +199,8 @@ class ShardReader:
     def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
 
-        `bytes_read`: of the window that is read. This is called once for each sample read, which spreads requests
-        evenly.
+        `bytes_read`: bytes of the window that is being read. It is called after each sample read, which spreads
+        requests evenly.
         """
         while self._ready.items:
             yield self._next_ready()
@@ -229,7 +230,7 @@ class ShardReader:
             skip = 0
 
     def _read_segment(self, epoch: int, segment: Segment) -> Generator[int | Window, None, None]:
-        """Does for one segment what `_reads` does for all."""
+        """Read the windows of one segment. Yields as `_reads`."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         failure = ReadFailure()
@@ -260,7 +261,7 @@ class ShardReader:
     def _read_window(
         self, reader: Iterator[RawSample], cursor: WindowCursor
     ) -> Generator[int | Window, None, list[RawSample]]:
-        """Read the current window, up to WINDOW_BYTES. Yields its bytes so far after each sample. Returns the
+        """Read the current window, up to WINDOW_BYTES. After each sample yields the window's bytes so far. Returns the
         samples."""
         raws = []
         num_bytes = 0

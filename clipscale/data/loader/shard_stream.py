@@ -1,4 +1,4 @@
-"""The usable samples of one shard stream, and the rows of every batch that one worker fills from its streams.
+"""Decodes the usable samples of a shard stream, and fills one worker's rows of every batch from its streams.
 
 order.py fixes the order of all samples. Each stream skips its broken samples by itself: no stream depends on another.
 """
@@ -29,8 +29,9 @@ from clipscale.data.train_transform import TrainTransform
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
 MAX_BROKEN_IN_SHARD = 20_000
-# A stream gives up after this many broken samples in a row, or visits to shards without a usable one. The limits are
-# generous: one bad shard of a few must not end a run, and a stream of a small set may hold a single sample an epoch.
+# A stream gives up after this many broken samples in a row, or so many visits to shards without a usable one. The
+# limits are generous: one bad shard of a few must not end a run, and a stream of a small set may hold a single sample
+# an epoch.
 MAX_BROKEN = 200_000
 MAX_FRUITLESS_VISITS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.
@@ -57,12 +58,12 @@ class WorkerSpec:
     samples_per_report: int
 
     def fits(self, caption: str) -> bool:
-        """Whether a caption was surely not cut off, since it leaves room in the context."""
+        """Whether a caption was surely not cut off, because it does not fill the context."""
         tokens = np.asarray(self.tokenizer([caption]))
         return int(lengths(tokens, self.pad)[0]) < tokens.shape[1]
 
     def rows(self) -> list[np.ndarray]:
-        """The rows of the local batch that each stream fills; those outside of it are another rank's."""
+        """The rows that each stream fills, counted in the local batch. Rows outside of it are another rank's."""
         count = self.shards.order.num_streams
         return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
 
@@ -74,7 +75,7 @@ class DecodedSample(NamedTuple):
     texts: list[str]
     # Equal for samples that are the same by `data.same`.
     sameness_key: int
-    # For each teacher (2, D).
+    # One array (2, D) for each teacher.
     features: list[np.ndarray]
 
 
@@ -99,7 +100,8 @@ class ShardStream:
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream].samples
-        # What was skipped since the last usable sample. A visit is a segment's shuffle key and its shard.
+        # The three below count what was skipped since the last usable sample. A visit is a segment's shuffle key and
+        # its shard.
         # Reason -> broken samples.
         self._reasons: Counter[str] = Counter()
         # Visit -> broken samples that were read.
@@ -119,8 +121,7 @@ class ShardStream:
     def next_sample(self, row: np.ndarray) -> DecodedSample:
         """Write the next usable sample's pixels to `row`; returns the rest. Counts the samples that it skips.
 
-        Raises UserError if the stream gives up.
-        With weights, the next sample of the same source replaces a broken one.
+        With weights, the next sample of the same source replaces a broken one. Raises UserError if the stream gives up.
         """
         order = self._spec.shards.order
         source = order.source(self._stream, self._used) if isinstance(order, WeightedSources) else 0
@@ -177,7 +178,7 @@ class ShardStream:
         self._unreachable.clear()
 
     def _count_broken(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
-        """Count a broken sample; returns how many came from its shard in a row. Raises UserError if the stream gives
+        """Count a broken sample. Returns how many its shard has given in a row. Raises UserError if the stream gives
         up."""
         visit = segment.shuffle_key, segment.shard
         self._reasons[error.reason] += 1
@@ -206,7 +207,7 @@ class ShardStream:
 def open_shard_stream(
     spec: WorkerSpec, stream: int, store: Store, broken: Counter[str], set_status: SetStatus
 ) -> ShardStream:
-    """A shard stream from its start in `spec` on. `store` opens the shards, `broken` receives the skipped samples."""
+    """Open a shard stream at its start in `spec`. `store` opens the shards; `broken` counts the skipped samples."""
     sources = spec.shards.sources
     start = spec.start_of[stream]
     if not isinstance(spec.shards.order, WeightedSources):
@@ -252,7 +253,7 @@ class BatchFiller:
     def __init__(
         self, spec: WorkerSpec, arena: Arena, store: Store, broken: Counter[str], streams: Mapping[int, ShardStream]
     ) -> None:
-        """`store`: with which the streams read. `broken`: in which they count what they skip."""
+        """`store`: the streams read with it. `broken`: they count in it what they skip."""
         self._spec = spec
         self._arena = arena
         self._store = store
@@ -261,7 +262,7 @@ class BatchFiller:
         self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
     def poll_while_waiting(self, poll: Callable[[], None]) -> None:
-        """Call it between samples and while the storage is waited for, from now on."""
+        """From now on, call `poll` between samples and while the storage is waited for."""
         self._store.poll = poll
 
     def fill(self, step: int) -> Iterator[Report]:
@@ -312,7 +313,7 @@ class BatchFiller:
 def open_filler(
     spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
-    """One worker's streams, ready to fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
+    """Open one worker's streams, which then can fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
     store = Store(poll, spec.timeout_s)
     broken: Counter[str] = Counter()
     streams = {stream: open_shard_stream(spec, stream, store, broken, set_status) for stream in spec.start_of}

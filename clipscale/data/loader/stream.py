@@ -51,7 +51,7 @@ class PendingBatch:
 
 
 class LoaderRecord(TypedDict):
-    """What a rank's loader has counted, by the names in `metrics.jsonl`."""
+    """The counts of a rank's loader, by their names in `metrics.jsonl`."""
 
     broken: int
     faults: int
@@ -73,7 +73,7 @@ class TrainStream:
         start: dict[int, StreamPosition],
         memory: str,
     ) -> None:
-        """`start`: the position of each of the rank's shard streams. `memory`: a line that states the memory."""
+        """`start`: the rank's shard streams and their positions. `memory`: a line that states the memory."""
         self.memory = memory
         self._arena = arena
         self.workers = workers
@@ -91,8 +91,8 @@ class TrainStream:
         self._waited_s = 0.0
         self._defers = False
         self._poll: Callable[[], None] = lambda: None
-        # The error of the workers, or of a wait for them. After it, reads return at once, and rows may be garbage.
-        # Discard the batch with `give_back`.
+        # The error of the workers, or of a wait for them. After it, reads return at once and rows may be garbage, so
+        # the caller discards the batch with `give_back`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
@@ -145,7 +145,7 @@ class TrainStream:
         return self._batch(step)
 
     def upcoming(self) -> HostBatch | None:
-        """The batch after the last one, if all of it has arrived. Does not wait."""
+        """The batch that `next_batch` will return, if all of it has arrived; otherwise None. Does not wait."""
         self._receive([])
         step = self._step + 1
         batch = self._batches.get(step)
@@ -163,7 +163,7 @@ class TrainStream:
         return HostBatch(self._arena.slot(step), self._arena.layout, wait)
 
     def give_back(self) -> None:
-        """Discard the last batch: `position` is then the one before it. No further batch may be requested."""
+        """Discard the last batch: `position` then is the one before it. Call it last: no further batch can follow."""
         self._given_back = True
 
     def position(self) -> DataPosition:
@@ -196,7 +196,7 @@ class TrainStream:
     def finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the streams' positions after it.
 
-        After a failure of the workers some are missing.
+        After a failure of the workers some positions are missing.
         """
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))
@@ -216,7 +216,7 @@ class TrainStream:
         if it is not deferred."""
         try:
             messages = [] if self.failure else self.workers.receive(needed, poll)
-        except Exception as error:  # also a bug of the loader: the run saves its steps, and ends
+        except Exception as error:  # even at a bug of the loader the run saves its steps, and ends
             failure: UserError
             if isinstance(error, UserError):
                 failure = error
@@ -253,7 +253,7 @@ def order_shards(
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> OrderedShards:
-    """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
+    """List, count and order the training data. Takes as many shard streams as `position` has, if they fit.
 
     `on_rank0` counts every shard's samples on one rank. `largest_divisor(n)`: the largest number of shard streams, up
     to n, that divides the batches of all stages. `teachers`: their features lie beside the samples. Raises UserError.
@@ -281,7 +281,7 @@ def open_stream(
     gpu: bool = False,
     free: int | None = None,
 ) -> TrainStream:
-    """The batches of `order_shards`, from the start or from the run's `position`.
+    """Open the stream of batches over `shards`, at the start or at the run's `position`.
 
     `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `check_memory`. Raises
     UserError for settings or shards that cannot work.
@@ -307,7 +307,7 @@ def open_stream(
         share=share,
         samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),
     )
-    # Streams in turn, so that all workers fill the batch from its first rows on.
+    # Workers take streams in turn, so that all of them fill the batch from its first rows on.
     streams = list(start.items())
     specs = [replace(spec, start_of=dict(streams[number::count])) for number in range(count)]
     readers: Workers | InProcess
@@ -318,7 +318,7 @@ def open_stream(
     stream = TrainStream(specs, arena, readers, start, memory)
     stream.request_first()
     if gpu:
-        arena.pin()  # while the workers read: it takes half a second a GiB
+        arena.pin()  # takes half a second a GiB, while the workers read
     return stream
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Chunks on the device at once: one that computes and one that is copied.
 AHEAD = 2
-# The same for small chunks. They compute quickly, and the device needs work while the host begins the next tower.
+# The same for small chunks, which compute quickly: the device needs work while the host begins the next tower.
 SMALL_AHEAD = 4
 # A chunk of at most this many bytes is small.
 SMALL_BYTES = 8 << 20
@@ -28,7 +28,7 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def chunk(self, start: int, stop: int) -> Tensor | tuple[Tensor, Tensor]:
-        """Pixels on the device, or what a frozen tower makes of them."""
+        """Pixels on the device, or the frozen tower's outputs for them."""
 
 
 class PairLoader:
@@ -61,7 +61,8 @@ class ChunkLoader:
         # The chunks that stay on the device; None if none does.
         self.resident: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
-        # For each chunk on the device the event before its copy: when it has passed, an earlier chunk is computed.
+        # One event for each chunk on the device, recorded before its copy. When it has passed, an earlier chunk is
+        # computed.
         self.events: deque[torch.cuda.Event] = deque()
         self.ahead = AHEAD
 

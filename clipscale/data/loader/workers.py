@@ -26,16 +26,16 @@ from clipscale.robustness.output import prepare_output
 
 # A wait for samples calls `poll` this often, in seconds.
 POLL_S = 0.25
-# Seconds in which workers may end by themselves. Those that do not are in a long read or decode, and are killed.
+# Seconds in which workers may end by themselves. Then they are killed: they are in a long read or decode.
 EXIT_S = 0.5
 # A worker that has nothing to deliver reports this often, in seconds, that it is alive.
 HEARTBEAT_S = 2.0
-# Size of the text about what a worker reads.
+# Most bytes of the text that says what a worker reads.
 STATUS_BYTES = 1024
 
 
 class InProcess:
-    """Does the work of one worker in the training process, when a sample is waited for (data.workers=0)."""
+    """Does the work of one worker in the training process, whenever samples are waited for (data.workers=0)."""
 
     def __init__(self, filler: BatchFiller) -> None:
         self.filler = filler
@@ -50,7 +50,10 @@ class InProcess:
         self._steps.append(step)
 
     def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
-        """`poll` is called between samples and while the storage is waited for. Raises what it raises."""
+        """Read until one more report, if workers are `needed`. Returns it.
+
+        Calls `poll` between samples and while the storage is waited for. Raises what it raises.
+        """
         self.filler.poll_while_waiting(poll)
         return [(0, next(self._reports))] if needed else []
 
@@ -60,11 +63,12 @@ class InProcess:
 
 
 def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[c_char]") -> None:
-    """A worker process: fills the requested batches in order. An error is sent to the training process.
+    """The main function of a worker process: fills the requested batches in order.
 
-    `status`: shared memory, into which it writes the shard or sample that it reads.
+    Sends an error to the training process. Writes the shard or sample that it reads into `status`, which is shared
+    memory.
 
-    It ends when the training process closes the connection. Signals to the whole job do not end it.
+    Ends when the training process closes the connection. Signals to the whole job do not end it.
     """
     prepare_output()
     gc.freeze()  # a collection would write to all objects shared with the server, and so copy their pages
@@ -116,8 +120,8 @@ class Workers:
 
         fill(step)         -> the worker fills its rows of that batch, after those requested before
         receive()         <-  reports of filled rows; the last one of a batch has the positions of its streams
-        a failure         <-  an exception, or the connection's end; raised after all reports before it
-        silence           <-  none for `timeout_s` while the worker is needed; raised
+        a failure         <-  an exception, or the end of the connection; raised after all earlier reports
+        silence           <-  no message for `timeout_s` while the worker is needed; raised
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
@@ -127,7 +131,7 @@ class Workers:
         self._connections: list[Connection] = []
         # The shard or sample that each worker reads, in shared memory.
         self._statuses: list[Array[c_char]] = []
-        # When each worker has sent its last message.
+        # The time of each worker's last message.
         self._heard_at: list[float] = []
         self._failure: Exception | None = None
         self.processes: list[BaseProcess] = []
@@ -159,9 +163,9 @@ class Workers:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
         `poll` every POLL_S.
 
-        Raises UserError if a worker has died, or if one of `needed` is silent for the time-out; what a worker has sent
-        as its failure; and what `poll` raises. Messages that came before a failure are returned first, since a save
-        needs their positions; the next call raises.
+        Raises UserError if a worker has died, or if one of `needed` is silent for the time-out. Also raises what a
+        worker has sent as its failure, and what `poll` raises. Messages that came before a failure are returned first,
+        since a save needs their positions; the next call raises.
         """
         begun = time.monotonic()
         while True:
@@ -177,8 +181,10 @@ class Workers:
             wait(self._connections, timeout=min(remaining_s, POLL_S))
 
     def _check_silence(self, needed: Sequence[int], begun: float) -> float:
-        """The seconds until the first worker is late: one of `needed`, and only since `begun`. Raises LoaderError if
-        one is."""
+        """The seconds until the first of the `needed` workers is late. Raises LoaderError if one is late already.
+
+        Its silence counts from `begun` on, when the wait began.
+        """
         silent_s = {worker: time.monotonic() - max(self._heard_at[worker], begun) for worker in needed}
         longest = max(silent_s, key=silent_s.__getitem__)
         remaining_s = self.timeout_s - silent_s[longest]
@@ -190,7 +196,7 @@ class Workers:
         return remaining_s
 
     def _drain(self, number: int) -> Iterator[Report]:
-        """The messages of a worker that have arrived. Sets `_failure` if it has failed or died."""
+        """Yield the messages of a worker that have arrived. Sets `_failure` if the worker has failed or died."""
         connection = self._connections[number]
         while True:
             try:
