@@ -15,7 +15,7 @@ from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo_folder import is_missing
 
-# Samples that are tried of the first shard of each source.
+# The number of samples that are tried in each source's first shard.
 SAMPLES = 64
 
 
@@ -33,7 +33,7 @@ def main(config: TrainConfig) -> None:
     if model.weights or model.image.weights or model.text.weights:
         build_model(model)
     shards = sets = 0
-    if not is_missing(sources):  # what the start renders
+    if not is_missing(sources):  # a missing demo set is rendered at the start
         shards = sum(check_source(source, config.data) for source in sources)
         epoch = counted_at_once(config.data, local_shards(config.data))
         for warning in {batch_exceeds_data(stage, epoch) for stage in stages_of(config)} - {""}:

@@ -13,14 +13,14 @@ from clipscale.log.table import TextTable, show
 
 
 def main(_: object = None) -> int:
-    """Print all findings; 1 if there is a problem."""
+    """Print all findings. Returns 1 if there is a problem."""
     rows = list(findings())
     show(TextTable(("", ""), rows))
     return int(any(level == "problem" for level, _ in rows))
 
 
 def findings() -> Iterator[tuple[str, str]]:
-    """Each `ok`, `note` (it works, but deserves a look) or `problem`, and a message."""
+    """Yield findings: `ok`, `note` (it works, but deserves a look) or `problem`, with a message."""
     versions = environment()["versions"]
     yield "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     yield "ok", f"{format_bytes(free_memory())} of host memory are free for this process"

@@ -26,17 +26,17 @@ from clipscale.tools.data.settings import CheckSettings
 
 @dataclass
 class Findings:
-    """What is wrong with a shard."""
+    """A shard's samples, and what is wrong with them."""
 
     samples: int = 0
-    # Sum of the samples' weights, by `data.sample_weights`.
+    # The sum of the samples' weights in `data.sample_weights`.
     weight: float = 0.0
     bytes: int = 0
     # Reason -> samples.
     broken: Counter[str] = field(default_factory=Counter)
     # Reason -> the first such sample, and what is wrong with it.
     examples: dict[str, str] = field(default_factory=dict)
-    # Why it could not be read to its end.
+    # Why the shard could not be read to its end; empty if it could.
     damage: str = ""
 
 
@@ -66,7 +66,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:
-    """Decode the shard's samples as training does; only the first `most`, if that is given."""
+    """Decode the shard's samples as training does. With `most`, only the first so many."""
     findings = Findings()
     problem = ReadFailure()
     chosen = selection(config)

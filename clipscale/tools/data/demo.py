@@ -60,7 +60,7 @@ def _write_training(folder: Path, count: int, processes: int) -> None:
         for number in range(TRAIN_SHARDS):
             write(number)
         return
-    # spawn: the caller may hold threads and locks. Ctrl-C is heard here alone.
+    # spawn, because the caller may hold threads and locks. Only this process handles Ctrl-C.
     context = multiprocessing.get_context("spawn")
     quiet = signal.SIGINT, signal.SIG_IGN
     with ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=quiet) as pool:
@@ -70,12 +70,12 @@ def _write_training(folder: Path, count: int, processes: int) -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
-                child.terminate()  # else a shard is rendered to its end
+                child.terminate()  # otherwise it would render its shard to the end
             raise
 
 
 def _write_training_shard(folder: Path, size: int, count: int, number: int) -> None:
-    """Write the shard of a number, of `size` of all `count` samples."""
+    """Write the shard with this number. It has `size` of all `count` samples."""
     _write_shard(folder / f"{number:05d}.tar", map(_train, range(count)[number * size : (number + 1) * size]))
 
 
@@ -120,7 +120,7 @@ def _objects(split: str, classes: Sequence[scenes.ShapeClass]) -> Iterator[Sampl
 
 
 def _retrieval() -> Iterator[Sample]:
-    """Scenes that differ, so that every caption has one right answer."""
+    """Yield scenes that differ, so that every caption has one right answer."""
     rng = Random("scenes")
     different: dict[scenes.Scene, None] = {}
     while len(different) < RETRIEVAL_IMAGES:

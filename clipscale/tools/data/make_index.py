@@ -1,4 +1,4 @@
-"""The verb `clipscale data index`, and what tools share that take shards as plain arguments."""
+"""The verb `clipscale data index`, and the shards that tools take as plain arguments."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def expanded(sources: Sequence[str]) -> list[str]:
 
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
-    """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
+    """Index the shards, and print their samples and bytes. Returns 1 if one is damaged or cannot be read."""
     urls = expanded(sources)
     subset = subset_of(DataConfig(only_keys=settings.only_keys, sample_weights=settings.sample_weights))
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))

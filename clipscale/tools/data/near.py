@@ -1,7 +1,7 @@
-"""Which of many unit features lie near each other: clusters, and near-duplicates inside them.
+"""Finds which of many unit features lie near each other: clusters, and near-duplicates inside them.
 
-n: samples, K: clusters, D: feature width. `load` reads the features (n, D) of samples; those of one cluster are in
-memory at a time, apart from a few numbers for each sample.
+n: samples, K: clusters, D: feature width. `load` reads the features (n, D) of samples. The features of one cluster are
+in memory at a time, and a few numbers for each sample.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from clipscale.common.terminal import tracked
 Load = Callable[[Tensor], Tensor]
 # Most cosines that are computed at once.
 CELLS = 1 << 24
-# Most samples from which the clusters are found.
+# The clusters are found from at most so many samples.
 TRAINED = 1 << 17
 # Rounds of k-means.
 ROUNDS = 10
-# Clusters of a sample in which its near-duplicates are looked for: some lie across a border.
+# A sample's near-duplicates are looked for in this many clusters, because some lie across a border.
 PROBES = 2
 
 
 def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:
-    """(n, at most PROBES) the clusters with the nearest centres to each sample, by spherical k-means."""
+    """Spherical k-means. Returns the clusters whose centres are nearest to each sample, (n, at most PROBES)."""
     trained = load(samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:TRAINED]])
     centres = trained[:count]
     step = max(1, CELLS // count)

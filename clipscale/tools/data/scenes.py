@@ -29,7 +29,7 @@ SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects as the layout's spots take them. Captions tell two scenes apart unless these are equal."""
+    """The objects at the spots of a layout. Captions tell any two different scenes apart."""
 
     layout: str
     objects: Sequence[ShapeClass]

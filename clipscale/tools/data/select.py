@@ -1,7 +1,8 @@
-"""`clipscale data select`: from the features of a set, how often training takes each of its samples.
+"""`clipscale data select`: decides from the features of a set how often training takes each of its samples.
 
-Its steps, in this order: pairs whose picture and text fit, near-duplicates, of which the best pair stays, and clusters.
-A page beside the weights shows what goes and what stays at each threshold. Samples are numbers in the set. N: samples.
+It keeps the pairs whose picture and text fit, then the best pair of near-duplicates, and then weighs by clusters. A
+page beside the weights shows what goes and what stays at each threshold. A sample is its number in the set.
+N: samples.
 """
 
 import base64
@@ -49,9 +50,10 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
 
 
 def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weights (N,), and what the page shows. A copy of the features lies in `folder` meanwhile.
+    """Choose the weights (N,). Returns them, and what the page shows. A copy of the features is in `folder` meanwhile.
 
-    Raises UserError if no sample can be used."""
+    Raises UserError if no sample can be used.
+    """
     cosines = torch.from_numpy(np.concatenate([*map(products, embedded.features(IMAGE), embedded.features(TEXT))]))
     cosines[~cosines.isfinite()] = torch.nan
     kept = cosines.argsort(descending=True, stable=True)[int(cosines.isnan().sum()) :]  # NaN comes first
@@ -102,7 +104,10 @@ def products(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 
 def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
-    """Reads features of pictures from one array on the disk, which is gone with this process."""
+    """Copy the pictures' features into one array on the disk, which disappears with this process.
+
+    Returns a function that reads rows of it.
+    """
     with TemporaryFile(dir=folder) as file:
         for array in embedded.features(IMAGE):
             array.tofile(file)
@@ -112,7 +117,7 @@ def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
 
 
 def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
-    """A Parquet file of the samples' keys and weights, 0 for those left out. Raises UserError for damaged keys."""
+    """Write a Parquet file of the samples' keys and weights; 0 leaves out. Raises UserError for damaged keys."""
     import pyarrow
     from pyarrow.parquet import write_table
 

@@ -1,4 +1,4 @@
-"""The arrays of `clipscale embed`: where they are, and the set that they make, for `explore`.
+"""Reads the arrays of `clipscale embed` as one set, for `explore` and `data select`.
 
 D: feature width.
 """
@@ -26,7 +26,7 @@ SHARDS = "shards.json"
 
 
 class FeaturesNote(TypedDict):
-    """What features are: the weights that compute them, and how their inputs are made."""
+    """The origin of features: the weights that compute them, and how their inputs are made."""
 
     model: str
     # Digests of the weights of both towers.
@@ -78,7 +78,7 @@ class EmbeddedSet:
     """A folder of arrays by `clipscale embed`, which somebody may have sent. `open_embedded_set` checks it."""
 
     folder: Path
-    # What the folder says of its features.
+    # The folder's description of its features.
     note: FeaturesNote
     # The shard that has the pictures of each part.
     sources: dict[str, str]
@@ -88,7 +88,7 @@ class EmbeddedSet:
     firsts: list[int]
 
     def damage_to_user_error(self) -> AbstractContextManager[None]:
-        """Around what reads the files: raises UserError for damaged ones."""
+        """Around code that reads the files: raises UserError for damaged ones."""
         return damaged_set_to_user_error(self.folder)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class EmbeddedSet:
             yield array
 
     def sample(self, number: int) -> Sample:
-        """The row of that number, counted through all parts, as the page names and shows it."""
+        """The sample with that number, counted through all parts, as the page names and shows it."""
         number_of_part = bisect_right(self.firsts, number) - 1
         path = self.paths[number_of_part]
         row = number - self.firsts[number_of_part]

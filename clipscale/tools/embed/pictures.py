@@ -1,4 +1,4 @@
-"""The pictures of an embedded set, from the shards that it was made of."""
+"""Reads the pictures of an embedded set from the shards that it was made of."""
 
 import io
 from functools import cache

@@ -3,7 +3,7 @@
     arrays     NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
     teacher=T  NAME.tar with all members, and KEY.T.npy, (2, D), for `distill.teachers`
 
-features.json says what the features are, and SHARDS where each file's samples come from.
+features.json says which weights computed the features, and SHARDS says where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
 """
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # The format of plain arrays. Any other format is the name of a teacher.
 ARRAYS = "features"
-# Reasons that lie in the shard itself, and stay. The others lie in the network or the server.
+# Reasons that lie in the shard itself, so that another try would not help. The others lie in the network or the server.
 DAMAGED = ("truncated_shard", "unreadable_shard")
 
 
@@ -60,7 +60,7 @@ def main(config: EmbedConfig) -> Embedded:
 
 
 def work(config: EmbedConfig) -> Embedded:
-    """One process's part. Raises UserError."""
+    """Do one process's part. Raises UserError."""
     world = init_world(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
     try:
@@ -89,7 +89,7 @@ def work(config: EmbedConfig) -> Embedded:
 
 
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> FeaturesNote:
-    """What the features are: the weights that compute them, and how their inputs are made."""
+    """The description of the features; see `FeaturesNote`."""
     note: FeaturesNote = {
         "model": settings.name,
         "weights": model.image.digest(),
@@ -150,7 +150,8 @@ def address(url: str) -> str:
 def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> ShardEntry | None:
     """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
 
-    A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
+    A damaged shard is written as far as it can be read, because another try would not help. None for one that could not
+    be fetched.
     """
     if not path.is_file():
         try:
@@ -166,8 +167,10 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
-    """A shard's samples with their features; for a teacher, with all members. Raises SourceError for a shard that could
-    not be fetched."""
+    """A shard's samples with their features; for a teacher, with all members.
+
+    Raises SourceError for a shard that could not be fetched.
+    """
     problem = ReadFailure()
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else limits(IMAGE_TYPES, captions)
@@ -200,7 +203,7 @@ def write_npy(path: Path, groups: Iterable[Group]) -> None:
 
 
 def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
-    """Write all samples with their members. One without features of its picture or text is written without both."""
+    """Write all samples with their members. A sample that lacks one of the two features is written without both."""
     member = f"{teacher}.npy"
     with shard_writer(path) as writer:
         for group in groups:

@@ -1,4 +1,4 @@
-"""The page's connections. One that sends no request is closed, so that others find room."""
+"""The page's connections. A connection that sends no request is closed, so that others are accepted."""
 
 from typing import Any, ClassVar
 
@@ -6,7 +6,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Most connections, and most requests at a time. Further ones are answered with status 503.
+# Most connections, and most requests, at a time. Further ones are answered with status 503.
 MAX_CONNECTIONS = 128
 # Most connections that have not asked yet. A browser opens some in advance.
 MAX_SILENT = 64
@@ -15,7 +15,7 @@ ASK_S = 10.0
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when it has not asked after ASK_S, or is the oldest of too many that have not."""
+    """A connection that is closed if it has sent no request after ASK_S, or if it is the oldest of too many such."""
 
     # Connections that have not asked yet, the oldest first.
     silent: ClassVar[dict["Connection", None]] = {}
@@ -43,7 +43,7 @@ class Connection(H11Protocol):
 
 
 def server(application: Starlette) -> uvicorn.Server:
-    """What serves an application. It ends within two seconds."""
+    """A server of an application. It ends within two seconds."""
     options = uvicorn.Config(
         application,
         http=Connection,

@@ -1,4 +1,4 @@
-"""Exact search in what `clipscale embed` has written, with its model, and the pictures of its shards.
+"""Searches exactly in the features that `clipscale embed` has written, with their model, and shows the pictures.
 
 D: feature width.
 """
@@ -26,10 +26,9 @@ SIDE = 320  # pixels of the longer side of a picture on the page
 
 
 def nearest_rows(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
-    """The `count` rows with the largest dot products, and the products, best first. Rows that are not finite are left
-    out.
+    """The `count` rows with the largest dot products, and the products, best first. Only finite rows count.
 
-    arrays: (rows, D) each, of any float type. Their rows are numbered through. One array at a time is in memory.
+    arrays: (rows, D) each, of any float type. Row numbers go on from array to array. One array at a time is in memory.
     """
     products = [array.astype(np.float32) @ query_D for array in arrays if len(array)]
     scores = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *products])).nan_to_num(-torch.inf, -torch.inf)
@@ -67,7 +66,7 @@ class Explorer:
         return {**self.embedded.sample(number), "number": number}
 
     def matches(self, query_D: np.ndarray, side: str, count: int) -> list[Sample]:
-        """The samples with the nearest features of that kind to a query, with their similarity, best first."""
+        """The samples whose features of that side are nearest to a query, with their similarity, best first."""
         matches = nearest_rows(self.embedded.features(side), query_D, count)
         return [{**self.sample(number), "score": score} for number, score in matches]
 

@@ -1,4 +1,4 @@
-"""The page's answers. A Host other than this machine's loopback is refused: foreign names may point here."""
+"""Answers the page's requests. Refuses a Host other than this machine's loopback: foreign names may point here."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 def application(explorer: Explorer) -> Starlette:
-    """The page and its answers, all to GET. They work in threads."""
+    """The page and its answers. All requests are GET, and are answered in threads."""
 
     def describe(request: Request) -> Response:
         """The model, and what its set holds."""
@@ -76,7 +76,7 @@ def application(explorer: Explorer) -> Starlette:
 
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
-    """Other pages may not ask: their browser says where a request comes from, and keeps the answers from them."""
+    """Refuse requests of other pages. Their browser says where a request comes from, and does not show them answers."""
     if request.headers.get("sec-fetch-site") not in OWN:
         return PlainTextResponse("another page asks", 403)
     response = await following(request)

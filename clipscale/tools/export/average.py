@@ -1,4 +1,4 @@
-"""Averages of weights: of a fine-tuned model and its start (WiSE-FT), or of runs and checkpoints (model soups)."""
+"""Averages weights: of a fine-tuned model and its start (WiSE-FT), or of runs and checkpoints (model soups)."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from clipscale.trained_model import load_model
 def average(
     model: ClipModel, config: ModelConfig, others: Sequence[str], shares: Sequence[float], weights: str
 ) -> list[float]:
-    """theta = sum_k w_k theta_k over the model and `others`, in the model; returns the w_k: `shares`, or equal ones.
+    """Set the model's weights to sum_k w_k theta_k over the model and `others`. Returns the w_k.
 
-    Sources: WiSE-FT (arXiv 2109.01903), model soups (arXiv 2203.05482). Sums are float64, and a share of 1 gives that
-    model bit for bit. `others`: values of `model.weights`. `weights`: `trained` or `ema`, which of a run's weights are
-    taken. Running statistics are averaged, too; counts come from the model with the largest share. Raises UserError
-    for shares that do not add up to 1, and for models of another architecture or of other pixels.
+    The w_k are the `shares`, or equal. Sources: WiSE-FT (arXiv 2109.01903), model soups (arXiv 2203.05482). Sums are
+    float64, and a share of 1 gives that model bit for bit. Running statistics are averaged, too; counts come from the
+    model with the largest share.
+
+    `others`: values of `model.weights`. `weights`: `trained` or `ema`, which of a run's weights are taken. Raises
+    UserError for shares that do not add up to 1, and for models of another architecture or of other pixels.
     """
     number = len(others) + 1
     chosen = [*shares] or [1 / number] * number

@@ -1,4 +1,4 @@
-"""A folder that transformers loads as CLIP or SigLIP: weights under its names, its configurations, and a tokenizer."""
+"""Writes a folder that transformers loads as CLIP or SigLIP: weights under its names, configurations, a tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from clipscale.tools.export.open_clip import weights
 
 START = "<|startoftext|>"
 END = "<|endoftext|>"
-# How the names of transformers' classes begin.
+# Model type -> the beginning of the names of transformers' classes.
 CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
 
 
@@ -35,7 +35,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
         state = to_transformers(weights(model), model_type)
         pixels = preprocessing(model, model_type)
         check_same_features(model, description, state)
-    except (ValueError, AttributeError, LookupError, RuntimeError) as error:  # what its towers lack
+    except (ValueError, AttributeError, LookupError, RuntimeError) as error:  # transformers' towers lack a part
         raise UserError(
             f"format=hf: transformers has no such model ({one_line(error)}); take format=open_clip"
         ) from error
@@ -58,7 +58,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
 
 
 def configuration(model: ClipModel) -> Record:
-    """config.json. Raises ValueError, LookupError and AttributeError for what is not part of CLIP or SigLIP."""
+    """config.json. Raises ValueError, LookupError and AttributeError for parts that CLIP and SigLIP do not have."""
     visual: Any = model.image.encoder
     text: Any = model.text.encoder
     words = transformer_config(text.transformer.resblocks, text.ln_final)
@@ -75,7 +75,7 @@ def configuration(model: ClipModel) -> Record:
         words["eos_token_id"] = {"argmax": 2, "eos": text.eos_id}[text.pool_type]  # 2: the largest token
         if model.logit_bias is not None:
             raise ValueError("CLIP has no logit bias")
-    # CLIP's classes of one tower read their own part alone, and assume 512 if it gives no width.
+    # CLIP's classes of one tower read only their own part, and assume a width of 512 if it gives none.
     projection = {"projection_dim": model.width} if model_type == "clip" else {}
     return {
         "architectures": [f"{CLASSES[model_type]}Model"],
@@ -87,7 +87,7 @@ def configuration(model: ClipModel) -> Record:
 
 
 def transformer_config(blocks: Any, norm: Any) -> Record:
-    """A transformer in the words of transformers."""
+    """A transformer in the words of transformers' configurations."""
     block = blocks[0]
     first, activation, *_ = block.mlp.children()
     x = torch.linspace(-3, 3, 9)
@@ -108,7 +108,7 @@ def transformer_config(blocks: Any, norm: Any) -> Record:
 
 @torch.no_grad()
 def check_same_features(model: ClipModel, config: Record, state: Weights) -> None:
-    """Raise ValueError unless the model that a reader of this folder builds has the same features."""
+    """Raise ValueError unless a model that is read from this folder has the same features."""
     again = encoders_of(hugging_face.description_of(config)).eval()
     again.load_state_dict(from_transformers(state), strict=False)
     side = model.image_size

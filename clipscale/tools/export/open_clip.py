@@ -1,4 +1,4 @@
-"""A folder that open_clip loads: weights under its names, and its description of the model and of the pictures."""
+"""Writes a folder that open_clip loads: weights under its names, and its description of model and pictures."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
         save_file(weights(model), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, open_clip_description(model, config))
     call = "open_clip.create_model_from_pretrained('local-dir:{}')"
-    # open_clip's description of a model has no word for it.
+    # open_clip's description of a model has no word for `correct_cls_mask`, so the call sets it.
     return f"model, preprocess = {call}; model.text.correct_cls_mask = True" if needs_correct_mask(model) else call
 
 

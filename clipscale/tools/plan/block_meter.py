@@ -68,7 +68,7 @@ class BlockMeter:
         return self.peak
 
     def enter(self, is_first: bool, block: nn.Module, inputs: tuple[object, ...]) -> None:
-        """A pass enters the first or the second block. The backward pass visits them in reverse order."""
+        """Called when a pass enters the first or the second block. The backward pass visits them in reverse order."""
         if self.is_backward:  # checkpointing runs the block again
             return
         self._mark(is_first)
@@ -76,7 +76,7 @@ class BlockMeter:
             inputs[0].register_hook(lambda _: self._mark(not is_first))
 
     def _mark(self, first_begins: bool) -> None:
-        """The first block begins (`first_begins`) or ends, in the forward or in the backward pass."""
+        """Called when the first block begins (`first_begins`) or ends, in the forward or in the backward pass."""
         peak = self.tracker.take_peak() - self.base
         self.peak = max(self.peak, peak + self.added)
         if self.entered is not None:  # what the first block added counts for each that is left out

@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many numbers a model's weights are."""
+    """The number of a model's parameters, as single numbers."""
 
     all: int
     trained: int
@@ -90,12 +90,12 @@ class DryRun:
     step: TrainStep
     # FLOPs of a picture, and of a caption as long as the context.
     flops: tuple[PassFlops, PassFlops]
-    # FLOPs of a caption in a captioner's decoder. It runs in the second pass alone.
+    # FLOPs of a caption in a captioner's decoder, which runs only in the second pass.
     decoder_flops: PassFlops
     memory: StateMemory
     # The meter of each tower's passes.
     meters: list[BlockMeter]
-    # The model's parameters, also of blocks that are left out.
+    # The model's parameters, with those of the blocks that are left out.
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
@@ -130,7 +130,7 @@ class DryRun:
 
     @cached_property
     def caption_share(self) -> float:
-        """See the function."""
+        """See the function of this name."""
         return caption_share(self.model)
 
     @property
@@ -148,7 +148,7 @@ class DryRun:
 
     @cached_property
     def image_output_bytes(self) -> int:
-        """Bytes of what a captioner's frozen image tower gives the decoder for one image; 0 for other models."""
+        """Bytes of a captioner's frozen image tower's output for one image; 0 for other models."""
         if not self.is_captioner or not is_frozen(self.model.image):
             return 0
         image, _ = self.inputs
@@ -158,18 +158,18 @@ class DryRun:
 
     @cached_property
     def passes(self) -> Callable[[int, int, bool, bool], ChunkMemory]:
-        """`measure_passes`, remembered: each chunk is measured once."""
+        """`measure_passes` with a cache: each chunk is measured once."""
         return cache(self.measure_passes)
 
     @cached_property
     def loss(self) -> Callable[[int], int]:
-        """`measure_loss`, remembered: each batch is measured once."""
+        """`measure_loss` with a cache: each batch is measured once."""
         return cache(self.measure_loss)
 
     def measure_passes(self, tower: int, size: int, no_gradients: bool, only_chunk: bool) -> ChunkMemory:
         """Measure a chunk of `size` rows of the image (0) or the text tower (1).
 
-        `no_gradients`: none exist yet. `only_chunk`: the tower has no other.
+        `no_gradients`: no gradients exist yet. `only_chunk`: the tower has no other chunk.
         """
         if tower == 1 and self.is_captioner:
             return ChunkMemory(0)
@@ -235,9 +235,9 @@ class DryRun:
 
 
 def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime) -> TrainStep:
-    """The step of a run with the model, on the meta device, with the loss of the machine that is planned for.
+    """Build the step of a run with the model on the meta device, and with the loss on the machine that is planned for.
 
-    It has no gradient scaler: that takes a few bytes, and tests the values of gradients, which are not there.
+    It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
     """
     give_memory(model)
     precision = Precision(DTYPES[config.precision], CPU)
@@ -257,7 +257,7 @@ def give_memory(model: nn.Module) -> None:
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, p in [*module.named_parameters(recurse=False)]:
-            if p not in new:  # else it is tied to another
+            if p not in new:  # otherwise it is tied to another
                 new[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
             module.register_parameter(name, cast(nn.Parameter, new[p]))
         for name, x in [*module.named_buffers(recurse=False)]:
@@ -265,12 +265,12 @@ def give_memory(model: nn.Module) -> None:
 
 
 def assumed_teachers(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
-    """Teachers as wide as the model, in float16: their own widths lie beside the shards, which a plan does not read."""
+    """Teachers as wide as the model, in float16: a plan does not read the shards, which have their real widths."""
     return tuple(TeacherFeatures(f"{name}.npy", model.width, "float16", 1.0) for name in config.distill.teachers)
 
 
 def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let one of torch's optimizers update all tensors of a group at once where it would on CUDA."""
+    """Let one of torch's optimizers update all tensors of a group at once if it would do so on CUDA."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for group in optimizer.param_groups:
@@ -279,20 +279,22 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def encodes_pairs(step: TrainStep) -> bool:
-    """Whether the step's one encoder is a captioner's, of pairs."""
+    """Whether the step has one encoder, a captioner's encoder of pairs."""
     return isinstance(step.encoder, PairBatchEncoder)
 
 
 def tower_modules(step: TrainStep) -> tuple[nn.Module, nn.Module]:
-    """The modules of both towers' passes. For a captioner one encoder of pairs, and an empty module."""
+    """The modules of both towers' passes. For a captioner these are its encoder of pairs and an empty module."""
     if encodes_pairs(step):
         return pair_encoder(step.model), nn.Module()
     return step.model.image, step.model.text
 
 
 def caption_share(model: ClipModel) -> float:
-    """Share of the context's tokens that the text tower computes for an average caption: 1, or less if captions are
-    sorted."""
+    """The share of the context's tokens that the text tower computes for an average caption.
+
+    It is 1, or less if captions are sorted.
+    """
     encoder = model.text.encoder
     trimmed = family_of(encoder).ignores_padding(encoder)
     return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / model.context_length) if trimmed else 1.0
@@ -307,7 +309,7 @@ def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bo
 
 @contextmanager
 def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int = 1) -> Iterator[DryRun]:
-    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
+    """Build a dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
 
     Raises UserError.
     """

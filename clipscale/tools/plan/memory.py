@@ -1,4 +1,4 @@
-"""Adds up a step's memory at any batch and chunk size from what its parts take, and the host's from its layout.
+"""Adds up a step's memory at any batch and chunk size from its measured parts, and the host's from its layout.
 
 All sizes in bytes, of one GPU unless the name says otherwise.
 """
@@ -42,15 +42,15 @@ class StepMemory:
 
 
 class StepModel:
-    """The memory of a step of `batch` samples on a rank, by pass, loss and update, each beyond what is live when it
-    begins."""
+    """The memory of a step of `batch` samples on a rank: of each pass, the loss and the update, beyond what is live as
+    it begins."""
 
     def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower) -> None:
         self.dry_run = dry_run
         self.batch = batch
         # Whether pixels and tokens stay on the device.
         self.resident = dry_run.config.offload == "none"
-        # Rows of pictures and of texts; for a captioner of pairs, and 0.
+        # Rows of pictures and of texts; for a captioner rows of pairs, and 0.
         self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts_per_sample
         # Rows of a chunk.
         image, text = (min(chunk, rows) for chunk, rows in zip(chunks, self.rows))
@@ -78,7 +78,8 @@ class StepModel:
         )
 
     def memory(self, kept: PerTower = (0, 0), kept_images: int = 0) -> StepMemory:
-        """`kept`: chunks whose graphs stay until their tower's second pass; `kept_images`: images whose outputs do."""
+        """Add up the parts. `kept`: chunks whose graphs stay until their tower's second pass. `kept_images`: images
+        whose outputs stay."""
         dry_run = self.dry_run
         features_per_row = 2 if dry_run.is_captioner else 1
         features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
@@ -99,7 +100,7 @@ class StepModel:
             if dry_run.trained[i]:
                 added = dry_run.memory.single_chunk if self.only_chunk[i] else dry_run.memory.gradients
                 replay = self.passes[i].replay
-                if kept[i]:  # kept graphs are used up before the first chunk is encoded again
+                if kept[i]:  # all kept graphs are freed before the first chunk is encoded again
                     replay -= self.passes[i].graph
                 peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay
             live += dry_run.memory.summed[i] - stays[i] - gradients[i]
@@ -108,7 +109,7 @@ class StepModel:
         return StepMemory(before, peak, kept, kept_images)
 
     def stays(self, tower: int, features: float, kept: int) -> float:
-        """Bytes that stay from a tower's first pass to its second one: its features, its kept graphs, and others."""
+        """Bytes that stay from a tower's first pass to its second one: features, kept graphs, inputs and weights."""
         memory = self.dry_run.memory
         size = features
         if self.resident:
@@ -119,13 +120,13 @@ class StepModel:
         return size + kept * self.passes[tower].graph
 
     def budget(self, most: float) -> float:
-        """The bytes for kept graphs with which the step takes at most `most`."""
+        """The most bytes that kept graphs may take if the step is to take at most `most` bytes."""
         graphs = {f"replay {name}": chunk.graph for name, chunk in zip(TOWERS, self.passes)}
         highest = max(size - graphs.get(part, 0) for part, size in self.memory().peak.items())
         return max(0.0, most - highest)
 
     def within(self, budget: float) -> StepMemory:
-        """The memory with what is kept in `budget` bytes: outputs of a frozen image tower first, then graphs."""
+        """The memory if `budget` bytes are for outputs of a frozen image tower, and what remains is for graphs."""
         size = self.dry_run.image_output_bytes
         kept_images = min(self.batch, int(budget // size)) if size else 0
         return self.memory(self.kept(budget - kept_images * size), kept_images)
@@ -144,7 +145,7 @@ class StepModel:
 class HostMemory(TypedDict):
     """Host memory of a node."""
 
-    # What holds memory in one process and its loader workers -> bytes.
+    # Part of the memory of one process and its loader workers -> bytes.
     process_bytes: dict[str, int]
     processes: int
     node_bytes: int

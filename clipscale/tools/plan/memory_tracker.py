@@ -22,8 +22,8 @@ from clipscale.tools.plan import ASSUMED
 
 # torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND = 512
-# The operations that are called most, and make tensors where their operands are. Layer norms are not among them: they
-# keep other types on a CPU.
+# The most frequent operations, whose outputs are on their operands' device. Layer norms are not among them: on a CPU
+# they return other types.
 FREQUENT = {
     torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.sum.dim_IntList,
     torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default, torch.ops.aten.empty_like.default,
@@ -36,7 +36,7 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of live storages: `live`, and their highest number, `peak`.
 
     A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
-    bytes are rounded up as a GPU's allocator does. What a kernel takes while it runs is not seen.
+    bytes are rounded up as a GPU's allocator does. A kernel's own working memory is not seen.
 
     `operations` counts what it has seen. A tensor without values reads as 1.0, 0 or false.
     """
@@ -89,7 +89,7 @@ def are_fake(args: tuple[object, ...]) -> bool:
 
 
 def from_shapes(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The output of an operation, on its operands' device. Quicker than FakeTensorMode itself."""
+    """The output of an operation, on its operands' device. It is faster than FakeTensorMode itself."""
     mode = args[0].fake_mode
     device = args[0].fake_device
     with in_kernel_invocation_manager(mode):
@@ -110,7 +110,7 @@ def without_memory() -> Iterator[MemoryTracker]:
 
 
 class DryRunRuntime(LossRuntime):
-    """The machine of a loss of tensors without values: a GPU of a compute capability, or (None) the CPU.
+    """The machine of a loss on tensors without values: a GPU of a compute capability, or (None) the CPU.
 
     Only the first tile or panel of a block is computed, because the others use the same buffers. On a GPU Triton's
     backend runs without its kernels.
@@ -141,7 +141,7 @@ class DryRunRuntime(LossRuntime):
 
 
 class DryCommunicator(Communicator):
-    """One of `size` ranks, of which the others do not exist: the tensors that it receives have shapes only."""
+    """One of `size` ranks. The others do not exist, so the tensors that it receives have only shapes."""
 
     def __init__(self, size: int) -> None:
         self.rank = 0
@@ -171,7 +171,7 @@ class DryCommunicator(Communicator):
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the same operations in float32 as on CUDA."""
-    kernels = torch.library.Library("aten", "IMPL")  # its kernels go with it
+    kernels = torch.library.Library("aten", "IMPL")  # its kernels disappear with it
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
         for name in ASSUMED.float32_on_cuda:
             packet, _, overload = name.partition(".")

@@ -26,10 +26,10 @@ from clipscale.tools.plan.text import render
 
 
 class Prediction:
-    """The steps of a run on a machine."""
+    """Predicts the steps of a run on a machine."""
 
     def __init__(self, config: PlanConfig, gpu: Hardware | None, dry_run: DryRun) -> None:
-        """`gpu`: None: a CPU."""
+        """`gpu`: None for a CPU."""
         self.config = config
         self.gpu = gpu
         self.dry_run = dry_run
@@ -50,7 +50,7 @@ class Prediction:
 
     @cached_property
     def chunk_sizes(self) -> PerTower:
-        """Returns the sizes that are set. An open one is assumed: `auto_chunk`, halved until the passes fit."""
+        """The sizes that are set. An `auto` size is assumed: `auto_chunk` of assumed.yaml, halved until passes fit."""
         fixed = [*self.config.cache.sizes]
         rows = (self.local, self.local * self.dry_run.texts_per_sample)
         for i, name in enumerate(TOWERS):
@@ -67,11 +67,11 @@ class Prediction:
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
-        """Memory of a step of `batch` samples on a rank, with what `cache.keep` keeps."""
+        """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
         step = StepModel(self.dry_run, batch, self.chunk_sizes)
         keep = self.config.cache.keep_budget
         budget = keep.bytes
-        if keep.is_unknown:  # a share of what is free before the step
+        if keep.is_unknown:  # takes a share of the memory that is free before the step
             if self.gpu:
                 share = MARGIN["cuda"]
                 free = self.free
@@ -88,7 +88,7 @@ class Prediction:
         return step <= self.free and host <= (self.config.host_memory or math.inf)
 
     def largest_batch(self) -> int:
-        """The largest batch that fits with these chunks: the set one, or a power of two on each rank; 0: none."""
+        """The largest batch that fits with these chunks: the run's own, or a power of two on each rank; 0 if none."""
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
         known = sizes.index(self.local)
@@ -98,7 +98,7 @@ class Prediction:
             first = known + 1
         else:
             end = known
-        # False, for sizes that fit, sorts before True
+        # sizes that fit give False, which sorts before True
         num_fitting = bisect(sizes, False, first, end, key=lambda size: not self.fits(size))
         return sizes[num_fitting - 1] * self.config.ranks if num_fitting else 0
 
@@ -165,7 +165,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
-    """`plan` without remedies."""
+    """The same as `plan`, without remedies."""
     gpu = target_gpu(config)
     check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
     show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
@@ -178,7 +178,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Record:
 
 
 def remedies(config: PlanConfig) -> list[str]:
-    """The first of the settings in assumed.yaml with which a run fits."""
+    """The first settings in assumed.yaml with which the run fits; none if there are none."""
     for words, values in ASSUMED.remedies.items():
         trial = config
         for name, value in values.items():

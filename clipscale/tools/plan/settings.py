@@ -30,10 +30,10 @@ class PlanConfig(TrainConfig):
 
 
 def on_machine(config: PlanConfig) -> PlanConfig:
-    """The settings with the machine to plan for: where they name no hardware, this one's GPUs, or its CPU if it has
-    none. A plan for a CPU is compared with this machine's free memory unless `host_memory` is set.
+    """Complete the settings with the machine to plan for.
 
-    Raises UserError for GPUs that the table does not have.
+    If they name no hardware, it is this machine's GPUs, or its CPU if it has none. A plan for a CPU is compared with
+    this machine's free memory unless `host_memory` is set. Raises UserError for GPUs that the table does not have.
     """
     if config.run:
         raise UserError(f"run={config.run}: a plan is of settings; give those of the run, without its name")

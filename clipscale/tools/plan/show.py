@@ -9,7 +9,7 @@ from clipscale.config.stages import stages_of
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
-# What a step does in its parts.
+# Part of a step -> what the step does in it.
 PARTS = {
     "encode": "the features of the whole batch",
     "loss": "the loss, and the gradients of the features",

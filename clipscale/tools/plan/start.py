@@ -1,4 +1,4 @@
-"""The plan of a run that starts, on this machine."""
+"""Plans a run that is starting, on this machine."""
 
 import torch
 
@@ -14,8 +14,9 @@ from clipscale.tools.plan.settings import PlanConfig
 
 
 def start_plan(config: TrainConfig) -> Record:
-    """The plan of the most demanding stage: `fits`, and the `lines` to print (none for an unknown GPU). Raises
-    UserError, and any error of the dry run.
+    """Plan the most demanding stage. Returns `fits`, and the `lines` to print (none for an unknown GPU).
+
+    Raises UserError, and any error of the dry run.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi

@@ -1,4 +1,4 @@
-"""What a rank holds beside a step's passes: weights, gradients, optimizer state, and weights that are gathered or cast.
+"""The memory of a rank beside a step's passes: weights, gradients, optimizer state, gathered and cast weights.
 
 All sizes in bytes.
 """
@@ -25,12 +25,12 @@ class GatheredWeights:
     held: int = 0
     # Further bytes in the first pass.
     encode: int = 0
-    # Further bytes in the second pass, with gradients that are not yet summed.
+    # Further bytes in the second pass, gradients that are not yet summed included.
     replay: int = 0
 
     @classmethod
     def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
-        """In stage 3 a block's weights are gathered while the one before computes."""
+        """Compute the bytes. In stage 3 a block's weights are gathered while the block before it computes."""
         type_of = gathered_type(tower, dtype)
 
         def size(parameters: set[nn.Parameter]) -> int:
@@ -49,17 +49,17 @@ class GatheredWeights:
 
 @dataclass(frozen=True)
 class StateMemory:
-    """What a rank holds beside a step's passes. Lists have an entry for each tower."""
+    """The memory of a rank beside a step's passes. Lists have an entry for each tower."""
 
     # Bytes between steps.
     state: int
     # Peak of an update beyond what is live before it.
     update: int
-    # Gradient bytes, while a tower's chunks add to them.
+    # Bytes of gradients while a tower's chunks add to them.
     gradients: list[int]
-    # Gradient bytes after a tower's last chunk. DDP: 0, as they are views of the buckets.
+    # Bytes of gradients after a tower's last chunk. Under DDP 0: they are views of the buckets.
     summed: list[int]
-    # Gradient bytes during a tower's replay if it has a single chunk, beyond those that the pass itself makes.
+    # Bytes of gradients during a tower's replay if it has a single chunk, beyond those that the pass itself makes.
     single_chunk: list[int]
     # Bytes of the weights that a step of several chunks casts once.
     casts: list[int]
@@ -67,7 +67,7 @@ class StateMemory:
 
 
 def one_of_each(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, int]]:
-    """The parameters that a dry update includes, each with the number of others that are like it, and left out.
+    """The parameters that a dry update includes. Each comes with the number of others like it, which are left out.
 
     An optimizer that updates parameters of one shape one by one, or in a fused kernel, takes no more memory for them
     than for one.
@@ -86,7 +86,7 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
     The peak is measured in a second update: the first one makes the optimizer's state.
     """
     updated = one_of_each(step.optimizer)
-    for _ in range(2):  # the first makes the state
+    for _ in range(2):  # the first update makes the state
         tracker.take_peak()
         for p, _ in updated:
             p.grad = torch.empty_like(p)
@@ -104,7 +104,7 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
 
 
 def state_memory(step: TrainStep, towers: Sequence[nn.Module], tracker: MemoryTracker, before: int) -> StateMemory:
-    """The memory of a rank that is alone. Makes the optimizer's state.
+    """The memory of a rank without other ranks. Makes the optimizer's state.
 
     `before`: live bytes before the step was built.
     """
@@ -130,11 +130,9 @@ def cast_bytes(tower: nn.Module, precision: Precision) -> int:
 def divided_among_ranks(
     memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, ranks: int, parallel: str
 ) -> StateMemory:
-    """State and gradients divided among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.
+    """Divide state and gradients among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.
 
-    `dtype`: autocast's.
-
-    DDP's buckets are as large as all gradients; the summed ones are views of them.
+    DDP's buckets are as large as all gradients, and summed gradients are views of them. `dtype`: autocast's type.
     """
     if parallel == "ddp":
         return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])

@@ -15,7 +15,7 @@ from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
-# Models of about the same size: the logarithm of their operations' ratio.
+# Models have about the same size if the logarithm of their operations' ratio is at most this.
 SAME_SIZE = math.log(1.6)
 # A chip reaches at most this many times the share of its peak that was measured on another chip.
 MAX_SHARE_RATIO = 1.2
@@ -32,10 +32,10 @@ class StepTime(TypedDict):
 
     # The evidence, in words.
     what: str
-    # The share of the arithmetic's rate that it shows.
+    # The share of the peak rate that the evidence shows.
     share: float
     step_s: float
-    # The host's part of it at least: launches bound steps of small chunks.
+    # The host's part of `step_s`, at least: launches bound steps of small chunks.
     issued_s: float
     samples_per_s: float
     # The lowest and the highest rate.
@@ -68,11 +68,13 @@ def step_time(
     in_chunks: bool,
     launches: float,
 ) -> tuple[float, StepTime | None]:
-    """The seconds that the arithmetic allows, and `time` of docs/plan.md.
+    """The fewest seconds that the arithmetic takes at the GPU's peak rate, and `time` of docs/plan.md.
 
-    `replayed_share`: by tower, the share of inputs with a second pass; `in_chunks`: more than one chunk; `launches`:
-    operations that the host of a GPU issues in the passes. For a CPU, whose peak is in no table: operations instead of
-    seconds, and None. Also None for a model much smaller than all known ones.
+    A CPU's peak is in no table: for it, operations instead of seconds, and None. `time` is also None for a model much
+    smaller than all known ones.
+
+    `replayed_share`: by tower, the share of inputs with a second pass. `in_chunks`: whether there is more than one
+    chunk. `launches`: operations that the host of a GPU issues in the passes.
     """
     image, text = dry_run.flops
     writes = dry_run.decoder_flops
@@ -122,9 +124,8 @@ def step_time(
 def plain_share(model: str, gpu: Hardware, forward: float) -> tuple[str, float, float]:
     """The share of the GPU's peak that the most similar plain step has reached: the evidence, the lowest, the highest.
 
-    These make a step similar, in this order: the kind of its model, new software, its size, the chip's speed. A share
-    of another chip changes as the two chips' rates are known to differ, and grows to at most MAX_SHARE_RATIO of the
-    highest.
+    These make a step similar, in this order: the kind of its model, new software, its size, the chip's speed. The share
+    of another chip is scaled by the known ratio of the two chips' rates, up to MAX_SHARE_RATIO times the highest.
     `forward`: operations of a sample.
     """
     speeds = PLAIN_STEPS["chips"]

@@ -1,4 +1,4 @@
-"""`clipscale report`: a page about runs that works offline."""
+"""`clipscale report`: writes a page about runs. The page works offline."""
 
 import os
 import re
@@ -26,7 +26,7 @@ Columns = dict[str, list[float | None]]
 
 
 class Curve(TypedDict):
-    """What is drawn of a run in a chart."""
+    """A run's curve in a chart."""
 
     points: Columns
     means: Columns
@@ -43,7 +43,7 @@ class Chart(TypedDict, total=False):
     gaps: bool
     # Whether it shows an evaluation.
     evaluation: bool
-    # Whether it stands behind a button.
+    # Whether a button shows it.
     more: bool
     # The curve of each run.
     runs: list[Curve]
@@ -52,7 +52,7 @@ class Chart(TypedDict, total=False):
 
 
 class Drawing(TypedDict):
-    """What the page's script draws."""
+    """The input of the page's script."""
 
     colours: list[str]
     dashes: list[str]
@@ -63,9 +63,9 @@ class Drawing(TypedDict):
 
 # The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
-# Points of a chart, about, over all its curves.
+# About so many points has a chart, over all its curves.
 CHART_POINTS = 3000
-# Charts of evaluations that stand next to the loss.
+# So many charts of evaluations stand next to the loss.
 FIRST_CHARTS = 4
 
 
@@ -78,7 +78,7 @@ def main(words: list[str], settings: ReportSettings) -> None:
 
 
 def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
-    """Write the page into the run's folder, or the one that holds all runs; or what `out` names. Returns its path.
+    """Write the page into the run's folder, the folder that holds all runs, or the file `out`. Returns its path.
 
     Raises UserError for runs without a step, and for what cannot be read or written.
     """
@@ -137,7 +137,7 @@ def report_page(runs: Sequence[Run]) -> str:
 
 
 def median_of(run: Run, key: str) -> float | None:
-    """The median of a field, where the run's records have it."""
+    """The median of a field over the run's records; None if none has it."""
     values = [value for value in (record.get(key) for record in run.records) if isinstance(value, int | float)]
     return median(values) if values else None
 
@@ -149,7 +149,7 @@ def compared_columns(
 
     - the columns that tell the runs apart;
     - the value of each column that is the same for all runs;
-    - the titles of scores that few runs have: at most half as many as have the most frequent score.
+    - the titles of scores that few runs have: at most half as many runs as have the most frequent score.
     """
     filled = {title: sum(map(bool, cells)) for title, cells in scores.items()}
     few = [title for title, count in filled.items() if 2 * count <= max(filled.values())]
@@ -170,20 +170,20 @@ def written_captions(run: Run) -> dict[str, list[dict[str, str]]]:
 
 
 def short_paths(values: Sequence[str]) -> Sequence[str]:
-    """Paths, or lists of them, without their folders if they still differ then."""
+    """Paths, or lists of them, without their folders, if they still differ then."""
     short = [re.sub(r"[^\[,'\"]*/(?=[^/,\]'\"])", "", value) for value in values]
     return short if len(set(short)) == len(set(values)) else values
 
 
 def card_note(run: Run, chart: Chart) -> str:
-    """What a score's card says beside it: how many captions differ, where some repeat."""
+    """The note on a score's card: how many captions are distinct, if some repeat."""
     name = chart["key"].rpartition("/")[0]
     rows = [row for row in run.rows if f"{name}/distinct" in row]
     return f"{rows[-1][f'{name}/captions']:,} captions, {rows[-1][f'{name}/distinct']:,} distinct" if rows else ""
 
 
 def curves(runs: Sequence[Run]) -> Drawing:
-    """What the page's script draws: `charts`, with the columns of each run's curve."""
+    """The input of the page's script: `charts`, with the columns of each run's curve."""
     bins = max(100, CHART_POINTS // len(runs) // 2)
 
     def columns(table: np.ndarray) -> Columns:  # with seven digits; null is a gap
@@ -220,9 +220,10 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def loss_title(batches: Set[int], objectives: Set[str]) -> str:
-    """The title of a chart of losses; empty: the losses cannot be compared.
+    """The title of a chart of losses; empty if the losses cannot be compared.
 
-    Softmax losses of different batches can be compared less ln(batch), the loss of a guess. Sigmoid losses cannot.
+    Softmax losses of different batches can be compared after subtracting ln(batch), the loss of a guess. Sigmoid losses
+    cannot.
     """
     if len(batches) == 1:
         return "loss"
@@ -266,6 +267,6 @@ def thinned_rows(table: np.ndarray, bins: int) -> np.ndarray:
 
 
 def bin_means(table: np.ndarray, bins: int) -> np.ndarray:
-    """The means of so many equal bins, without gaps."""
+    """The means of this many equal bins, without gaps."""
     finite = table[np.isfinite(table[:, 3])]
     return np.array([rows.mean(0) for rows in np.array_split(finite, bins) if len(rows)]).reshape(-1, 4)

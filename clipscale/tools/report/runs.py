@@ -1,4 +1,4 @@
-"""What a report shows of runs, read from their folders. Raises UserError for a damaged file."""
+"""Reads what a report shows of runs from their folders. Raises UserError for a damaged file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,7 +7,7 @@
     objects.py     rows of JSON in several forms
     parquet.py     rows of Parquet
     places.py      where a picture lies, and its bytes
-    kinds.py       what a file is that is not one of our pictures
+    kinds.py       the kinds of files that are not our pictures
 
-What cannot be used is left out and counted by its reason; it ends nothing.
+A pair that cannot be used is left out and counted by its reason. It never ends the command.
 """

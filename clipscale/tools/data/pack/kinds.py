@@ -1,8 +1,8 @@
-"""What files are that training does not read as pictures, by their first bytes."""
+"""Recognises files that training does not read as pictures, by their first bytes."""
 
 import re
 
-# Suffix of a kind of file -> how such files begin.
+# Suffix of a kind of file -> the pattern of such a file's beginning.
 BEGINNINGS = {
     ".tif": re.compile(rb"II[*+]\0|MM\0[*+]", re.I | re.S),
     ".avif": re.compile(rb"....ftyp(avi[fs]|mif1.{0,32}avif)", re.I | re.S),

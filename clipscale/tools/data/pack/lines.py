@@ -1,4 +1,4 @@
-"""The lines of a table that is a text, in any encoding that shows itself."""
+"""Reads the lines of a table that is a text, in any encoding that its bytes show."""
 
 import re
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from clipscale.common.errors import UserError
 from clipscale.data.captions import encoding_of
 from clipscale.data.sample import MAX_TEXT_BYTES
 
-# Bytes in which a table shows its encoding.
+# So many first bytes of a table show its encoding.
 START = 1 << 20
-# Characters of a line; what follows is another one.
+# Most characters of a line. What follows counts as another line.
 MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES
 
 
 def lines_of(file: Path) -> Iterator[str]:
-    """A text's lines, decoded by its byte order mark, or else as UTF-8, where wrong bytes become lone surrogates.
+    """A text's lines, decoded by its byte order mark, or else as UTF-8. Wrong bytes become lone surrogates.
 
-    Raises UserError for another encoding: most of the first lines with letters beyond ASCII are not UTF-8.
+    Raises UserError for another encoding, that is, if most of the first lines with letters beyond ASCII are not UTF-8.
     """
     with file.open("rb") as raw:
         start = raw.read(START)

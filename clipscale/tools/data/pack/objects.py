@@ -4,7 +4,7 @@
 - a list of rows,
 - an object that holds rows: by column, by picture, or as a list.
 
-Nested rows, such as conversations, are not read: there is a line of shell that makes a table of them.
+Nested rows, such as conversations, are not read. The message has a line of shell that makes a table of them.
 """
 
 import json
@@ -18,14 +18,14 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.data.pack.lines import lines_of
 from clipscale.tools.data.pack.separated import PICTURE, Row
 
-# Columns of nested rows, and how Python gets from there to the caption: the last answer of LLaVA's and of OpenAI's
-# conversations, the first of Karpathy's sentences.
+# Column of nested rows -> the Python that gets the caption from a row: the last answer of a conversation (LLaVA,
+# OpenAI), or the first of Karpathy's sentences.
 CAPTIONS = {
     "conversations": '["conversations"][-1]["value"]',
     "messages": '["messages"][-1]["content"]',
     "sentences": '["sentences"][0]["raw"]',
 }
-# Columns of nested rows, and how Python gets from there to the picture's name.
+# Column of nested rows -> the Python that gets the picture's name from a row.
 IMAGES = {"image": '["image"]', "images": '["images"][0]', "filename": '["filename"]', "file_name": '["file_name"]'}
 
 
@@ -61,7 +61,7 @@ def json_object(file: Path) -> Row | None:
 
 
 def rows_in(document: Row) -> Sequence[object]:
-    """The rows that an object holds; or itself as the only one."""
+    """The rows that an object holds. An object without rows is itself the only one."""
     if document and all(map(PICTURE.fullmatch, document)):  # pictures and their captions, or what else is known of each
         return [
             {"image": name} | (value if isinstance(value, dict) else {"caption": value})

@@ -1,4 +1,4 @@
-"""Pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
+"""Reads pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ from clipscale.tools.data.pack.tables import TABLES, PairTable, conversion, open
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Suffixes of a picture's text; of several the first is taken.
+# Suffixes of a picture's text. If there are several texts, the first suffix is taken.
 TEXTS = (".txt", ".caption")
 # Beginning of the reason why an image of another split is left out.
 SPLIT = "split_"
@@ -24,7 +24,7 @@ SPLIT = "split_"
 class Pair(NamedTuple):
     """A picture that is not read yet, and its captions."""
 
-    # What the source calls the picture.
+    # The picture's name in the source.
     name: str
     place: Place | Cell
     captions: list[str]
@@ -32,14 +32,14 @@ class Pair(NamedTuple):
     fields: Row
     # The file of its caption.
     text: Place | None = None
-    # Why it cannot be used, where that is known.
+    # Why the pair cannot be used; empty if nothing is known against it.
     broken: str = ""
-    # Decides whether the pair is held out; empty: the picture's bytes do.
+    # Pairs of one group are held out together. Empty: pairs with the same picture are.
     group: str = ""
 
 
 def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> list[PairTable]:
-    """The tables of a source: itself, or a folder's. COCO's captions and a folder of texts have none.
+    """The tables of a source: the file itself, or those in a folder. COCO's captions and a folder of texts have none.
 
     `columns`: the picture's, then the captions'; None: the usual names. `by`: the column that `holdout.by` names.
     Raises UserError, OSError, ValueError.
@@ -69,10 +69,10 @@ def is_coco(file: Path) -> bool:
 
 
 def pairs_of(path: Path, tables: Sequence[PairTable], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
-    """The pairs of a source with these tables. `root`: below which links and tables may name files; empty: the folder
-    of each. `splits`: which of Karpathy's splits are packed.
+    """The pairs of a source with these tables.
 
-    Raises UserError for a file that cannot be read to its end.
+    `root`: links and tables may name files below it; empty: below their own folder. `splits`: which of Karpathy's
+    splits are packed. Raises UserError for a file that cannot be read to its end.
     """
     if tables:
         return (pair for table in tables for pair in pairs_of_table(table, root))
@@ -80,8 +80,8 @@ def pairs_of(path: Path, tables: Sequence[PairTable], root: str, splits: Sequenc
 
 
 def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
-    """The pictures of a folder and those below it, with their texts. Then the other files, with their suffix as the
-    reason why they are left out."""
+    """Yield the pictures in and below a folder, with their texts. Then the other files: their suffix is the reason why
+    they are left out."""
     listed = visible(folder)
     pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
     texts = [path for path in listed if path.suffix.lower() in TEXTS]
@@ -102,8 +102,10 @@ def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
 
 
 def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
-    """COCO's caption annotations, or these of Karpathy's splits, with the pictures in a folder beside the file. Then
-    the images of his other splits, with the split as the reason why they are left out."""
+    """Yield COCO's caption annotations, or these of Karpathy's splits, with the pictures in a folder beside the file.
+
+    Then the images of Karpathy's other splits: the split is the reason why they are left out.
+    """
     from clipscale.eval.sets import captions  # here: it loads torch
 
     try:
@@ -151,14 +153,16 @@ def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:
 
 
 def is_plain(value: object, levels: int = 3) -> bool:
-    """Whether a value is a text, a number, or a list of them, of a few levels: deep ones cannot be pickled."""
+    """Whether a value is a text, a number, or a list of them, of a few levels: deeper lists cannot be pickled."""
     if isinstance(value, list):
         return levels > 0 and all(is_plain(item, levels - 1) for item in value)
     return isinstance(value, str | int | float)
 
 
 def visible(folder: Path) -> list[Path]:
-    """The files in a folder and those below it, and the links to folders, which are not followed. Names that begin with
-    a dot are left out."""
+    """The files in and below a folder, and the links to folders, which are not followed.
+
+    Names that begin with a dot are left out.
+    """
     paths = (path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
     return sorted(path for path in paths if path.is_symlink() or not path.is_dir())

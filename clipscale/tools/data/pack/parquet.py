@@ -1,4 +1,4 @@
-"""The rows of Parquet tables: texts, numbers and lists of them. Pictures inside are left for later, by their cells.
+"""Reads the rows of Parquet tables: texts, numbers and lists of them. For a picture a row has its cell, to read later.
 
 A text is read as bytes and decoded here: pyarrow would end the table at the first one that is not UTF-8.
 """
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
-    """The columns that are not read, with their types. Raises UserError if one of the chosen, of which the first is the
-    picture's, is among them."""
+    """The columns that are not read, with their types. Raises UserError if one of them is chosen.
+
+    `chosen`: the picture's column, then the captions'.
+    """
     unread = []
     for field in parquet_file(file).schema_arrow:
         wanted = field.name in chosen
@@ -34,8 +36,10 @@ def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
 
 
 def bytes_type(column_type: "DataType", wanted: bool = False) -> "DataType | None":
-    """The type as which a column is read, with bytes in the place of texts; None if it is not. `wanted`: its bytes are
-    texts."""
+    """The type as which a column is read, with bytes in the place of texts; None if it is not read.
+
+    `wanted`: whether bytes in the column are texts.
+    """
     from pyarrow import binary, binary_view, large_binary, large_list, list_, types
 
     if types.is_dictionary(column_type):
@@ -69,8 +73,7 @@ def is_picture(column_type: "DataType") -> bool:
 
 
 def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """The rows, with a Cell for a picture that lies inside. `chosen`: the columns that are wanted, of which the first
-    is the picture's."""
+    """The rows. A picture that lies inside is a Cell. `chosen`: the picture's column, then the captions'."""
     table = parquet_file(file)
     types = {field.name: field.type for field in table.schema_arrow}
     image = chosen[0]
@@ -96,7 +99,7 @@ def records(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> l
 
 
 def decoded(value: object) -> object:
-    """Texts in the place of bytes; those that are not UTF-8 become lone surrogates, as in other tables."""
+    """Turn bytes into texts. Bytes that are not UTF-8 become lone surrogates, as in other tables."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

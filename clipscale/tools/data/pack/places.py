@@ -1,7 +1,7 @@
-"""Reads what a source's pairs name: files below a root, addresses, cells of a Parquet file.
+"""Reads the pictures that a source's pairs name: files below a root, addresses, cells of a Parquet file.
 
-A table may come from strangers: paths are followed to where they really lie, which must be below the root, and of
-addresses only those of the web are fetched, or those that begin with the root.
+A table may come from strangers. So links in paths are followed, and the file must really lie below the root. Addresses
+are fetched only from the web, or if they begin with the root.
 """
 
 import re
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """A path or an address, as a source names it."""
 
     name: str
-    # What a path is relative to, or else to the root.
+    # A path is relative to this folder, or else to the root.
     folder: str
     # A folder without links, or the beginning of addresses.
     root: str
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
     # The row in it.
     row: int
     column: str
-    # What a path in the cell is relative to.
+    # A path in the cell is relative to this place.
     base: Place | None = None
 
 
@@ -54,7 +54,7 @@ def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
         data = cell_bytes(place, most + 1) if isinstance(place, Cell) else bytes_at(place, most + 1)
     except BrokenSampleError:
         raise
-    except Exception as error:  # of many kinds, by the scheme
+    except Exception as error:  # each scheme's library has its own
         raise BrokenSampleError("unreadable_file", str(error)) from error
     if not isinstance(data, bytes):
         raise BrokenSampleError("no_image")
@@ -68,7 +68,7 @@ def bytes_at(place: Place, most: int) -> bytes:
     if not ADDRESS.match(name):
         with local_file(place._replace(name=name)).open("rb") as file:
             return file.read(most)
-    # `a::b` is an address inside of another one to fsspec
+    # fsspec reads `a::b` as an address inside of another one
     if not name.startswith((*WEB, place.root)) or "::" in name or "/../" in name:
         raise BrokenSampleError("outside_root", name)
     if name.startswith(WEB):
@@ -118,7 +118,7 @@ class Column:
     """The cells of a column in a row group, a batch at a time: a group may decode to more than the memory."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        """`batches`: of the column's cells."""
+        """`batches`: the column's cells, batch by batch."""
         self.batches = batches
         self.cells: Sequence[Any] = ()
         # The row of the first cell in memory.

@@ -1,8 +1,8 @@
-"""The rows of separated values, as people and programs write them.
+"""Reads the rows of separated values, as people and programs write them.
 
-A value in quotes may have several lines. But captions also begin with a quote that nothing closes, and a reader that
-takes it for the start of such a value takes the rest of the table for its text. Here a quote opens a value of several
-lines only if it closes properly before another row begins. Else the line is read by itself.
+A value in quotes may have several lines. But captions may also begin with a quote that nothing closes. A reader that
+takes it for the start of a value reads the rest of the table as that value. Here a quote opens a value of several lines
+only if it closes properly before another row begins. Otherwise the line is read by itself.
 """
 
 import csv
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES
 
-# A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name.
+# A value that names a picture. `#N` says which of its captions follows (Flickr30k). No column has such a name.
 PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
 # A row of a table: values by column, of any type, since strangers write them.
 Row = dict[str, object]
-# Most lines of a value. Looking for the end of a quote takes as long for each line that opens one.
+# Most lines of a value. Each line that opens a quote may make the reader look so many lines ahead.
 MAX_LINES = 200
-# Lines in which a table shows how it names pictures.
+# So many first lines of a table show how it names pictures.
 FIRST_LINES = 100
 
 
@@ -60,7 +60,7 @@ class QuotedRow(NamedTuple):
     """A row by the rules of quotes."""
 
     values: list[str]
-    # The lines that it has; several if a value in quotes has.
+    # The number of its lines: several if a value in quotes has several.
     num_lines: int
 
 
@@ -83,7 +83,7 @@ def literal(line: str, separator: str) -> list[str]:
 
 
 def tolerant(line: str, separator: str) -> list[str]:
-    """The values of a line with quotes at wrong places; none if one is open at its end."""
+    """The values of a line with quotes at wrong places; none if a quote is still open at its end."""
     try:
         values = next(csv.reader([line.rstrip("\r\n") + "\n"], delimiter=separator), [])
     except csv.Error:  # a value over the limit
@@ -99,17 +99,17 @@ def header_values(line: str, separator: str) -> list[str]:
 
 
 class Separated:
-    """How a table is written: its separator, the names of its columns, and which of them is the picture's."""
+    """The form of a table: its separator, the names of its columns, and which of them is the picture's."""
 
     def __init__(self, separator: str, names: list[str], image: str) -> None:
         self.separator = separator
         self.names = names
         self.image = names.index(image)
-        # Whether names in the table's first lines end as names of pictures do. Then other values name no picture.
+        # Whether the table's first lines name pictures with a picture's suffix. Then other values name no picture.
         self.suffixed = False
 
     def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Row | None]]:
-        """The number of each row's first line, and its values by name; None for a row that has not as many."""
+        """The number of each row's first line, and its values by name; None if it has another number of values."""
         csv.field_size_limit(MAX_TEXT_BYTES)
         source = Lines(lines)
         first = [*islice(source, FIRST_LINES)]
@@ -124,7 +124,7 @@ class Separated:
     def values_of(self, line: str, source: Lines) -> list[str]:
         """The values of the row that the line begins; takes its other lines from the source.
 
-        There are fewer values than names, or more, if the row cannot be understood.
+        If the row cannot be understood, there are fewer or more values than names.
         """
         if '"' not in line:
             return literal(line, self.separator)

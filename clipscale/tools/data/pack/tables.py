@@ -1,6 +1,6 @@
-"""The rows of tables as people have them: separated values of any separator, JSON in several forms, Parquet.
+"""Reads the rows of tables as people have them: separated values of any separator, JSON in several forms, Parquet.
 
-A row is its number and its values by column, or None where it cannot be used: one bad row is one pair.
+A row is its number and its values by column, or None if it cannot be used. So a bad row costs one pair.
 """
 
 import re
@@ -22,7 +22,7 @@ from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_
 
 # The usual names of the pictures' column, and of the captions' column.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
-# What converts a file that is not a table, by its suffix.
+# Suffix of a file that is not a table -> the command that converts it.
 CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
 # First bytes of a file -> its suffix in CONVERSIONS.
 SIGNS = {
@@ -36,7 +36,7 @@ SIGNS = {
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
-# JSON: each row has the columns as keys.
+# So many first rows show the columns of JSON, where each row has them as keys.
 FIRST_ROWS = 100
 # Columns that a message names.
 MAX_NAMES = 20
@@ -55,8 +55,10 @@ class PairTable(NamedTuple):
 
 
 def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> PairTable:
-    """Find a table's form and columns; `columns` None: by their usual names. `by`: of the holdout. Raises UserError,
-    OSError, ValueError."""
+    """Find a table's form and columns. `columns`: see `tables_of`. `by`: the holdout's column.
+
+    Raises UserError, OSError, ValueError.
+    """
     suffix = file.suffix.lower()
     check_content(file)
     separator, first = header(file, columns) if suffix in SEPARATED else ("", [])
@@ -83,7 +85,7 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
 
 
 def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
-    """Raises UserError where a column is not there, or holds no texts in the rows that are `shown`, of JSON."""
+    """Raises UserError if a column is not there, or if its values in `shown`, the first rows of JSON, are no texts."""
     wanted = [*chosen, by] if by else chosen
     missing = [name for name in wanted if name not in names]
     with_objects = [name for name in chosen[1:] if is_nested(shown, name)]
@@ -113,7 +115,7 @@ def check_content(file: Path) -> None:
 
 
 def conversion(suffix: str, file: Path) -> str:
-    """What makes a table of a file of this kind; empty for an unknown one."""
+    """The command that makes a table of a file of this kind; empty for an unknown kind."""
     table = file.with_suffix("") if file.suffix == suffix else file.with_name(f"{file.stem}-2{file.suffix}")
     names = {"file": file, "table": table, "stem": file.with_suffix("")}
     return CONVERSIONS.get(suffix, "").format(**{name: shlex.quote(str(path)) for name, path in names.items()})
@@ -124,7 +126,7 @@ def repeated(names: Sequence[str]) -> list[str]:
 
 
 def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
-    """The picture's column and the captions'; of usual names those that are there, or else the first."""
+    """The picture's column, then the captions'. Without `columns`, the usual names that the table has, or the first."""
     if columns:
         return columns
     by_plain_name = {name.lower().replace(" ", "_"): name for name in reversed(names)}
@@ -138,8 +140,8 @@ def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
     """The separator, and the first line's values.
 
-    The separator is the one that gives the most columns with usual names. Of several, it is one by which the line names
-    a picture, then the one that gives the most values.
+    The separator is the one that gives the most columns with usual names. In a tie it is one by which the line names a
+    picture, and then the one that gives the most values.
     """
     line = next(lines_of(file), "")
     split = [(mark, header_values(line, mark)) for mark in SEPARATORS]
@@ -152,7 +154,7 @@ def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
 
 
 def named_columns(first: list[str]) -> list[str]:
-    """The names in a table's first line; `image`, `caption`, `caption_2` ... where that is a pair already."""
+    """The names in a table's first line. If that line is a pair already: `image`, `caption`, `caption_2` ..."""
     pictures = [value for value in first if PICTURE.fullmatch(value)]
     if not pictures:
         return first

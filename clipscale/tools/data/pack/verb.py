@@ -42,11 +42,11 @@ SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
 # What shards hold -> their folder in DIR.
 PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
-# Folders of sets that are kept apart.
+# Names of folders that hold a set's splits, which are kept apart.
 SPLITS = {"train", "val", "valid", "validation", "test"}
 # JPEG quality of resized pictures.
 QUALITY = 95
-# Reason why something is left out -> what helps.
+# Reason why something is left out -> the remedy.
 REMEDIES = {
     "unreadable_file": "paths are relative to the table, or else to root=DIR",
     "bad_json": "a line is one object of JSON, {...}",
@@ -59,12 +59,12 @@ REMEDIES = {
     **dict.fromkeys(TABLES, "a table is a source of its own, clipscale data pack TABLE"),
     **dict.fromkeys(OTHER_PICTURES, "convert them to JPEG or PNG"),
 }
-# What tables have where there is no text: pandas', R's and databases' words, and Excel's errors.
+# The words of pandas, R and databases for a missing text, and Excel's errors.
 NOTHING = re.compile(
     r"nan|null|none|na|n/a|<na>|undefined|#(n/a|na|nv|ref!|value!|name\?|div/0!|null!|num!|bezug!|wert!|zahl!)",
     re.I,
 )
-# Characters that show nothing: spaces of all kinds, and marks of no width.
+# Characters that cannot be seen: spaces of all kinds, and marks of no width.
 BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
 # The note of a part. `read`: the number of its pairs. `pairs`, `held-out pairs`: shard -> its samples. `left_out`:
 # reason -> names of pictures.
@@ -72,7 +72,7 @@ PartNote = TypedDict(
     "PartNote",
     {"read": int, "pairs": dict[str, int], "held-out pairs": dict[str, int], "left_out": dict[str, list[str]]},
 )
-# Chunks of the source that are read ahead of the oldest part in work, for each process.
+# For each process, so many chunks of the source are read ahead of the oldest part that is not yet written.
 CHUNKS_AHEAD = 2
 
 
@@ -144,7 +144,7 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) 
 
 
 def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
-    """What helps where pairs or files were left out for this reason. `left_out`: reason -> names."""
+    """The remedy where pairs or files were left out for this reason. `left_out`: reason -> names."""
     if reason.startswith(SPLIT):
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
     if reason in TEXTS:
@@ -183,7 +183,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
     out = Path(folder).expanduser()
     note = out / "pack.json"
     with files.damage_to_user_error("out", out, "choose another folder"):
-        out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
+        out.mkdir(parents=True, exist_ok=True)  # before the source is listed, in which it may lie
         begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
             empty = not any(out.rglob("*.tar"))
@@ -200,7 +200,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
             (out / folder).mkdir(parents=True, exist_ok=True)
-        for half in out.rglob(".*.tmp"):  # a killed command's
+        for half in out.rglob(".*.tmp"):  # left by a killed command
             half.unlink()
         files.write_json(note, begun)
     return out
@@ -210,7 +210,7 @@ def pack_parts(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
     futures: list[Future[None]] = []
     ahead = CHUNKS_AHEAD * cores()
-    # spawn: the caller may hold threads and locks
+    # spawn, because the caller may hold threads and locks
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         while chunk := list(islice(pairs, SHARD_SAMPLES)):
             number = len(futures)
@@ -253,7 +253,7 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
 def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
     """Whether a pair is held out, by a hash of its group, or else of the picture's bytes.
 
-    So equal ones are on one side, whatever else the source holds.
+    So pairs with the same group or picture are on one side, whatever else the source holds.
     """
     return hash64(pair.group or data) < fraction * 2**64
 
@@ -297,7 +297,7 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
 
 
 def is_text(text: str) -> bool:
-    """False for zeros, and for lone surrogates, which stand for bytes that are not UTF-8."""
+    """Whether a text has neither zeros nor lone surrogates, which stand for bytes that are not UTF-8."""
     return "\0" not in text and utf8(text) == text
 
 
