@@ -27,9 +27,9 @@ from clipscale.trained_model import load_model
 
 DEFAULTS = {"seeds": "0,1,2", "samples": "8k", "pictures": 200, "runs": "runs/captioner", "out": "runs/bench"}
 EXPERIMENTS = ("demo", "demo-coca")
+# A word of captions -> the colour or shape that it means.
 WORDS = {TABLES["other_words"].get(word, word): word for word in (*TABLES["colours"], *TABLES["shapes"])}
 WORDS |= {word: word for word in WORDS.values()}
-"""A word of captions -> the colour or shape that it means."""
 AT_ONCE, SHOWN = 50, 8
 
 

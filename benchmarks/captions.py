@@ -5,7 +5,7 @@
 
 Captions of the demo set get two sentences in front that say nothing of the picture, as captions of models begin. With
 `data.captions=txt` the model's context ends before the third. The test sets, retrieval among them, are the demo's own,
-with short captions. Each way trains for as many samples.
+with short captions. Each run trains for as many samples.
 """
 
 import json
@@ -23,14 +23,15 @@ from clipscale.tools.data.demo import render_demo
 from clipscale.tools.data.demo_folder import evaluation_sets
 
 DEFAULTS = {"seeds": "0,1,2", "pairs": 5000, "samples": "20k", "out": "runs/bench"}
-WAYS = {"all of it": "txt", "a sentence": "txt@sentence", "later": "txt@later", "later, all": "[txt@later=1,txt=1]"}
+# The name of a row -> `data.captions`.
+CAPTIONS = {"all of it": "txt", "a sentence": "txt@sentence", "later": "txt@later", "later, all": "[txt@later=1,txt=1]"}
 KINDS = ("photograph", "picture", "image", "rendering", "view")
 MOODS = ("calm", "plain", "quiet", "simple", "ordinary", "clear")
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     given = {"pairs": settings.pairs, "samples": settings.samples}
-    return "captions", [{"seed": seed, "way": way, **given} for seed in counts(settings.seeds) for way in WAYS]
+    return "captions", [{"seed": seed, "way": way, **given} for seed in counts(settings.seeds) for way in CAPTIONS]
 
 
 def measure(seed: int, way: str, pairs: int, samples: str) -> list[Row]:
@@ -38,12 +39,17 @@ def measure(seed: int, way: str, pairs: int, samples: str) -> list[Row]:
         folder = Path(name)
         render_demo(folder / "demo", pairs)
         lengthen(folder / "demo", folder / "long.tar")
-        words = (f"data.train={folder}/long.tar", f"data.captions={WAYS[way]}", f"seed={seed}", f"samples={samples}")
+        words = (
+            f"data.train={folder}/long.tar",
+            f"data.captions={CAPTIONS[way]}",
+            f"seed={seed}",
+            f"samples={samples}",
+        )
         called("train", "experiment=demo", *words, "eval.sets=[]", f"run={folder}/run")
         called("eval", f"run={folder}/run", f"eval.sets=[{','.join(evaluation_sets(folder / 'demo'))}]")
         (file,) = folder.glob("run/eval/*.json")
         results = json.loads(file.read_text())["results"]
-    return [{"captions": WAYS[way], **{head: results[of][metric] for head, (of, metric) in SCORES.items()}}]
+    return [{"captions": CAPTIONS[way], **{head: results[of][metric] for head, (of, metric) in SCORES.items()}}]
 
 
 def lengthen(demo: Path, out: Path) -> None:

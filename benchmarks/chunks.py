@@ -34,8 +34,8 @@ DEFAULTS = {
     "batch": "4k",  # pairs of a step
     "out": "runs/bench",
 }
-# The passes of a chunk, by autograd alone and as they are.
-WAYS = "autograd", "once"
+# Who casts the weights for the passes of a chunk: autograd alone in each pass, or the cache once.
+CAST_BY = "autograd", "once"
 # Bytes of a weight that is read in float32 and written in half precision.
 CAST = 6
 
@@ -73,10 +73,10 @@ def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[R
         towers = {"image": clip.image, "text": clip.text}
         cast = [layer.weights() for tower in towers.values() for layer, _ in layers_to_cast(tower, casts_to.autocast)]
         of_cast = CAST * sum(x.numel() for weights in cast for x in weights if x is not None)
-        for way in WAYS:
+        for cast_by in CAST_BY:
             less, more = (
                 [
-                    passes(tower, random_inputs(clip, n)[name], casts_to, once=way == "once")
+                    passes(tower, random_inputs(clip, n)[name], casts_to, once=cast_by == "once")
                     for name, tower in towers.items()
                 ]
                 for n in CHUNKS
@@ -84,10 +84,10 @@ def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[R
             small, large = (sum(sum(each.moved.values()) for each in counters) for counters in (less, more))
             of_sample = (large - small) / (CHUNKS[1] - CHUNKS[0])
             weights = small - CHUNKS[0] * of_sample
-            row[way] = {"weights_mb": round(weights / 1e6, 1), "sample_mb": round(of_sample / 1e6, 1)}
-            row[way]["operations"] = sum(each.operations for each in more)
-            row[way]["step_gb"] = {
-                size: round((-(-batch // size) * weights + (way == "once") * of_cast) / 1e9, 2) for size in chunks
+            row[cast_by] = {"weights_mb": round(weights / 1e6, 1), "sample_mb": round(of_sample / 1e6, 1)}
+            row[cast_by]["operations"] = sum(each.operations for each in more)
+            row[cast_by]["step_gb"] = {
+                size: round((-(-batch // size) * weights + (cast_by == "once") * of_cast) / 1e9, 2) for size in chunks
             }
     return [row]
 
@@ -99,12 +99,12 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
 
 
 def both(form: str, *keys: Any) -> Any:
-    """A cell with the figure of each way."""
+    """A cell with the figures of both, `CAST_BY`."""
 
     def cell(row: Row) -> str:
         values = []
-        for way in WAYS:
-            value = row[way]
+        for cast_by in CAST_BY:
+            value = row[cast_by]
             for key in keys:
                 value = value[key]
             values.append(form.format(value))
@@ -118,7 +118,8 @@ COLUMNS = {
     "MB of a chunk's weights": both("{:,.0f}", "weights_mb"),
     "operations of a chunk": both("{:,}", "operations"),
     "GB of weights in a step of 4k, by samples of a chunk": lambda row: "; ".join(
-        f"{size}: " + " -> ".join(f"{row[way]['step_gb'][size]:.1f}" for way in WAYS) for size in row["once"]["step_gb"]
+        f"{size}: " + " -> ".join(f"{row[cast_by]['step_gb'][size]:.1f}" for cast_by in CAST_BY)
+        for size in row["once"]["step_gb"]
     ),
 }
 

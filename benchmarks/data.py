@@ -40,8 +40,8 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 PEER = "open_clip"
+# Batches of a stream that are measured, after the first.
 BATCHES = 3
-"""Batches of a stream that are measured, after the first."""
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:

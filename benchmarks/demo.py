@@ -24,13 +24,13 @@ from clipscale.tools.data.demo_folder import user_folder
 
 DEFAULTS = {"seeds": "0,1,2,3,4", "samples": "56k", "runs": "runs/seeds", "out": "runs/bench"}
 RECORD = Path(__file__).parents[1] / "docs/benchmarks/demo.json"
+# Heads of the table -> set and metric.
 SCORES = {
     "objects": ("objects", "top1"),
     "unseen": ("unseen", "top1"),
     "image to text R@1": ("retrieval", "image_to_text_r1"),
     "text to image R@1": ("retrieval", "text_to_image_r1"),
 }
-"""Heads of the table -> set and metric."""
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:

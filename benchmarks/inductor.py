@@ -33,12 +33,12 @@ from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+# Inductor splits reductions by the number of multiprocessors.
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, warp_size=32, total_memory=80 << 30,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
 )  # fmt: skip
-"""Inductor splits reductions by the number of multiprocessors."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Fused:
 
     kernels: int = 0
     bytes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    # The kernels of each pass's first graph: the pass, the operations that a kernel computes, its bytes.
     groups: list[tuple[str, str, int]] = field(default_factory=list)
-    """The kernels of each pass's first graph: the pass, the operations that a kernel computes, its bytes."""
 
 
 @contextmanager

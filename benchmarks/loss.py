@@ -53,21 +53,21 @@ ADDMM_FLOPS = {torch.ops.aten.addmm: lambda start, a, b, *rest, **options: 2 * a
 GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}  # side and number of the matrix products after each step
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 
+# (image features (N, D), text features (N, D), logit scale ()) -> loss ().
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(image features (N, D), text features (N, D), logit scale ()) -> loss ()."""
 
 
 @dataclass(frozen=True)
 class Method:
     """A way to compute the loss."""
 
+    # Makes the loss for a job. Imports what it needs.
     build: Callable[[Row], LossFunction]
-    """Makes the loss for a job. Imports what it needs."""
     package: str = "torch"
+    # Kernels for CUDA alone, whose matmuls torch cannot count.
     cuda: bool = False
-    """Kernels for CUDA alone, whose matmuls torch cannot count."""
+    # N and D must be multiples of these.
     multiples: tuple[int, int] = (1, 1)
-    """N and D must be multiples of these."""
     sigmoid: bool = False
 
 

@@ -32,8 +32,8 @@ from clipscale.log.environment import environment
 
 Columns = dict[str, Callable[[Row], str]]
 
+# Share of the free memory that a process on the CPU may take.
 MARGIN = 0.95
-"""Share of the free memory that a process on the CPU may take."""
 
 
 def main(

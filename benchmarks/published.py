@@ -39,6 +39,7 @@ DEFAULTS = {
 }
 
 
+# GPUs, method, offload -> GiB of the loss and at the peak at 32k, 64k, 128k, 256k, 1024k, where it fits. ViT-L/14.
 TABLE_1 = {
     (8, "clip", False): ["16.67 46.40", "66.11 77.94", "", "", ""],
     (8, "openclip", False): ["2.27 43.97", "8.63 46.38", "33.64 51.23", "", ""],
@@ -48,21 +49,20 @@ TABLE_1 = {
     (32, "openclip", False): ["0.71 42.46", "2.45 43.06", "8.98 44.26", "34.35 46.71", ""],
     (32, "infcl", False): ["0.05 42.48", "0.09 43.08", "0.18 44.30", "0.35 46.71", "1.44 61.20"],
 }
-"""GPUs, method, offload -> GiB of the loss and at the peak at 32k, 64k, 128k, 256k, 1024k, where it fits. ViT-L/14."""
 
 
 @dataclass(frozen=True)
 class Method:
     """What a method's code keeps at the loss's peak, all float32."""
 
+    # Matrices of scores with as many columns as the batch.
     matrices: int
-    """Matrices of scores with as many columns as the batch."""
+    # Whether these have all of the batch's rows, or one rank's.
     all_rows: bool
-    """Whether these have all of the batch's rows, or one rank's."""
+    # Copies of all features of a tower.
     gathered: int
-    """Copies of all features of a tower."""
+    # Copies of one rank's features of a tower.
     local: int
-    """Copies of one rank's features of a tower."""
 
 
 METHODS = {
@@ -78,11 +78,11 @@ class Model:
     """What a model takes, of open_clip's own code."""
 
     width: int
+    # Float32 pixels and int64 tokens of a sample.
     sample: int
-    """Float32 pixels and int64 tokens of a sample."""
     weights: int
+    # The graph of a chunk of both towers at once, as in CLIP.forward.
     graph: int
-    """The graph of a chunk of both towers at once, as in CLIP.forward."""
 
 
 def measured(name: str, chunk: int, precision: str) -> Model:

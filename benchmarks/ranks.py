@@ -42,16 +42,16 @@ DEFAULTS = {
     "steps": 12,
     "out": "runs/bench",
 }
+# Float32 sums in another order are 1e-5 or so apart, a tensor whose gradients cancel 1e-4; a gradient that is averaged
+# instead of summed, or counted twice, a half or more.
 LIMIT = 1e-3
-"""Float32 sums in another order are 1e-5 or so apart, a tensor whose gradients cancel 1e-4; a gradient that is averaged
-instead of summed, or counted twice, a half or more."""
 SMALL = ["model=tiny", "data=demo", "cache.chunk=32", "precision=fp32", "data.workers=1"]
+# Updates that are the gradients times a number.
 SGD = ["optim.name=sgd", "optim.lr=0.1", "optim.weight_decay=0", "checkpoint.every=2", "checkpoint.keep=0"]
-"""Updates that are the gradients times a number."""
 QUIET = ["eval.sets=[]", "eval.every=0", "plan=false", "log.every=1", "schedule.warmup=0"]
+# Float32 products without TF32, whose rounding would hide what is looked for.
 EXACT = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Float32 products without TF32, whose rounding would hide what is looked for."""
-WAYS = {
+METHODS = {
     "ddp ring": ["loss.exchange=ring"],
     "ddp gather": ["loss.exchange=gather"],
     "zero2": ["launch.parallel=zero2"],
@@ -108,7 +108,9 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     runs = tempfile.mkdtemp(prefix="clipscale-ranks-")  # beside no record: a borrowed machine gives back few files
     atexit.register(shutil.rmtree, runs, ignore_errors=True)
     common = {key: value for key, value in vars(settings).items() if key != "out"} | {"runs": runs}
-    jobs: list[Row] = [{"case": "right", "method": way} for way in WAYS] + [{"case": "killed", "method": "ddp"}]
+    jobs: list[Row] = [{"case": "right", "method": method} for method in METHODS] + [
+        {"case": "killed", "method": "ddp"}
+    ]
     counts = [count for count in (1, 2, 4, 8, 16) if count <= settings.gpus]
     jobs += [{"case": "speed", "method": f"{count} processes", "procs": count} for count in counts]
     return f"ranks-{settings.device}", [job | common for job in jobs]
@@ -127,7 +129,7 @@ def right(job: Row, runs: Path) -> list[Row]:
     alone, run = runs / "alone", runs / "right"
     if not steps_of(alone):
         train(alone, 1, job["device"], words)
-    train(run, job["gpus"], job["device"], [*words, *WAYS[job["method"]]])
+    train(run, job["gpus"], job["device"], [*words, *METHODS[job["method"]]])
     return [compared(run, alone)]
 
 

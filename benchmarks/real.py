@@ -211,6 +211,7 @@ def shown(key: str, form: str) -> Any:
     return lambda row: format(row[key], form) if key in row else "-"
 
 
+# Figures: their heads and forms in the table.
 SHOWN = {
     "top1": ("top-1", ".1%"),
     "image_to_text_r1": ("image to text R@1", ".1%"),
@@ -220,7 +221,6 @@ SHOWN = {
     "wall_s": ("wall s", ".0f"),
     "peak_mib": ("largest process MiB", ",.0f"),
 }
-"""Figures: their heads and forms in the table."""
 COLUMNS = {key: shown(key, "") for key in ("set", "method", "seed", "samples")}
 COLUMNS |= {head: shown(key, form) for key, (head, form) in SHOWN.items()}
 

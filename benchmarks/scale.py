@@ -61,10 +61,10 @@ DEFAULTS = {
     "repeats": 3,
     "out": "runs/bench",
 }
+# Samples of a rank in a batch of `start`: 2M over 1,024.
 LOCAL = 2048
-"""Samples of a rank in a batch of `start`: 2M over 1,024."""
+# Samples of a rank in a batch of `step`. Bytes of features are in proportion.
 PAIRS = 16
-"""Samples of a rank in a batch of `step`. Bytes of features are in proportion."""
 MESSAGES = 50
 
 

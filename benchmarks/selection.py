@@ -35,8 +35,8 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 
+# Begins the key of a copy; the key of its original follows.
 COPY = "copy"
-"""Begins the key of a copy; the key of its original follows."""
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:

@@ -21,6 +21,7 @@ from words import Row, settings_of
 from clipscale.common.errors import UserError
 
 TABLES = ("table1", "table2", "table4", "figure4", "figure1", "dpr", "discrepancy")
+# These are Inf-CL's. Gradient Cache's table of Natural Questions needs that set; `dpr` trains on a made-up one.
 MISSING = {
     "table3": "the accuracies of Inf-CL's table 3 take its trainings: clipscale train -m experiment=infcl-vit-b16-lit "
     "model=lit-b16-bert batch=64k,256k,1024k, with the sets of eval.suite=infcl-table3",
@@ -29,7 +30,6 @@ MISSING = {
     "figure5": "the accuracies of Inf-CL's figure 5 take its trainings: clipscale train -m "
     "experiment=infcl-vit-b32-cc12m batch=8k,16k,32k,64k,128k, and so with infcl-vit-b32 for LAION-400M",
 }
-"""These are Inf-CL's. Gradient Cache's table of Natural Questions needs that set; `dpr` trains on a made-up one."""
 DEFAULTS = {"batches": "64,128,256,512", "chunk": 32, "repeats": 3, "steps": 400}
 
 

@@ -177,12 +177,12 @@ class Step:
         return [distinct[i % len(distinct)] for i in range(batch // size)]
 
     def run(self, inputs: Any, meter: Callable[[str], None]) -> None:
-        ways: dict[str, Callable[..., None]] = {
+        passes: dict[str, Callable[..., None]] = {
             "plain": self.plain,
             "open_clip": self.open_clip,
             "open_clip-plain": self.open_clip,
         }
-        ways.get(self.base, self.cached)(inputs, meter)
+        passes.get(self.base, self.cached)(inputs, meter)
 
     def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
         with self.precision.autocast():
@@ -293,6 +293,7 @@ def measure(**job: Any) -> list[Row]:
     return [row]
 
 
+# Kinds of kernels by patterns of their names; the first that fits.
 KERNELS = {
     "attention": r"flash|fmha|attention|sdpa|compute_dot_do_o|convert_dq",
     "convolution": r"conv(?!ert)|implicit|nchw",
@@ -303,7 +304,6 @@ KERNELS = {
     "copy": r"[Mm]emcpy|copy|Cat|aten::cat|stack|clone|transpose",
     "other": r"",
 }
-"""Kinds of kernels by patterns of their names; the first that fits."""
 
 
 def profile(step: Step, batch: int, most: int, step_ms: float) -> Row:

@@ -39,9 +39,10 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 CHUNKS = 8, 16
+# Inductor fuses by size, too.
 COMPILED_CHUNKS = 256, 512
-"""Inductor fuses by size, too."""
 CPU = torch.device("cpu")
+# Operations beside products, by kind; all others are `other`.
 KINDS = {
     "gelu": ("gelu", "gelu_backward", "sigmoid", "silu"),
     "norm": ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm"),
@@ -49,7 +50,6 @@ KINDS = {
     "copy": ("_to_copy", "copy_", "clone", "cat", "stack", "_unsafe_index", "constant_pad_nd", "slice_backward"),
     "add": ("add", "add_", "mul", "mul_", "addcmul", "addcmul_"),
 }
-"""Operations beside products, by kind; all others are `other`."""
 
 
 def kind_of(name: str) -> str:

@@ -45,10 +45,10 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 METHODS = {"clipscale": [], "clipscale-twice": ["cache.keep=none"], "open_clip": []}
+# Steps before the first that counts: the first measures graphs.
 WARM = 4
-"""Steps before the first that counts: the first measures graphs."""
+# Distinct pictures in the shards.
 PICTURES = 256
-"""Distinct pictures in the shards."""
 SMALL = {
     "embed_dim": 256,
     "vision_cfg": {"image_size": 64, "patch_size": 8, "layers": 6, "width": 256, "head_width": 64},
