@@ -97,7 +97,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     for each in fields(declared):
         name = prefix + each.name
         if each.name in inside:
-            used = [f"{name}.{each}" for each in only.get(each.name, "").split()]
+            used = [f"{name}.{part}" for part in only.get(each.name, "").split()]
             inner = settings_of(inside[each.name], name + ".")
             settings |= {key: setting for key, setting in inner.items() if not used or key in used}
         else:

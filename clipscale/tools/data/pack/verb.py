@@ -31,7 +31,7 @@ from clipscale.data.hashing import hash64, utf8
 from clipscale.data.picture import Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
-from clipscale.data.shards.writer import shard_writer
+from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
 from clipscale.tools.data.pack.places import read, resolved
@@ -308,6 +308,9 @@ class Shards:
         self._folder = folder
         self._name = name
         self._open = ExitStack()
+        # The shard that is being written, its writer, and its bytes. None before the first sample.
+        self._shard = ""
+        self._writer: ShardWriter | None = None
         self._bytes = 0
         # Shard -> its samples.
         self.sizes: dict[str, int] = {}
@@ -319,16 +322,16 @@ class Shards:
         self._open.__exit__(*error)
 
     def write(self, sample: Mapping[str, str | bytes]) -> None:
-        if not self.sizes or self._bytes >= SHARD_BYTES:
-            self._begin()
+        if self._writer is None or self._bytes >= SHARD_BYTES:
+            self._writer = self._begin()
         self._writer.write(sample)
         self.sizes[self._shard] += 1
         self._bytes += sum(map(len, sample.values()))
 
-    def _begin(self) -> None:
-        """End the shard that is being written, and begin another one."""
+    def _begin(self) -> ShardWriter:
+        """End the shard that is being written, and begin another one. Returns its writer."""
         self._open.close()
         self._shard = f"{self._name}_{len(self.sizes)}.tar" if self.sizes else f"{self._name}.tar"
-        self._writer = self._open.enter_context(shard_writer(self._folder / self._shard))
         self.sizes[self._shard] = 0
         self._bytes = 0
+        return self._open.enter_context(shard_writer(self._folder / self._shard))
