@@ -336,38 +336,3 @@ def parts_of_the_public_names(*_: int) -> list[set[str]]:
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
     ((cache, both),) = run_ranks(parts_of_the_public_names, 1)
     assert cache == {"common", "step"} and not both & {"data", "config", "distributed"}
-
-
-# Statements that are there for what they do to something else.
-EFFECTS = (ast.For, ast.While, ast.With, ast.Try, ast.Delete)
-# In a constructor, calls for their effect: on the object itself.
-ON_ITSELF = {"self.register_buffer", "self.resize", "vars(self).update"}
-# Functions that open, read, load, move, or make what the system keeps.
-OPENS = {
-    *("open", "open_memmap", "stat", "read_text", "read_bytes", "read_json", "read_yaml", "mmap", "memfd_create"),
-    *("init_world", "load_any", "load", "build_model", "fetch", "Popen", "Process", "run", "to", "grid", "fully_shard"),
-    *("open_embedded_set", "open_filler", "open_picture", "open_remote", "subset_of", "iter_batches"),
-}
-
-
-def test_a_constructor_stores() -> None:
-    """What opens, starts, loads, or changes others is a function whose name says so."""
-    constructors = [
-        (f"{path.relative_to(PACKAGE)}: {kind.name}", function)
-        for path in PACKAGE.rglob("*.py")
-        for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(kind, ast.ClassDef)
-        for function in kind.body
-        if isinstance(function, ast.FunctionDef) and function.name in ("__init__", "__post_init__")
-    ]
-    assert len(constructors) > 30
-    for place, function in constructors:
-        for node in ast.walk(function):
-            assert not isinstance(node, EFFECTS), f"{place}: {type(node).__name__} in line {node.lineno}"
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            assert called.rpartition(".")[2] not in OPENS, f"{place}: calls {called}"
-            if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
-                assert ast.unparse(node).startswith("self."), f"{place}: sets {ast.unparse(node)}"
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                called = ast.unparse(node.value.func)
-                assert called.endswith(".__init__") or called in ON_ITSELF, f"{place}: {called} for its effect"
