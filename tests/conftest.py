@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.forked_processes import share_one_server, start_the_server
+from tests.support.forked_processes import fork_a_server, share_one_server, start_a_server
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it in its environment already
     # Indexes know shards by their path: neither the user's nor an earlier session's.
@@ -76,8 +76,10 @@ def server() -> None:
     import torch
 
     # No fork could use what this process has begun with a device; and from 3.14 on the server wants a key.
-    if not torch.cuda.is_available() and sys.version_info < (3, 14):
-        start_the_server()
+    if torch.cuda.is_available() or sys.version_info >= (3, 14):
+        start_a_server()
+    else:
+        fork_a_server()
 
 
 Capture = pytest.CaptureFixture[str]

@@ -36,10 +36,11 @@ def forks() -> Forks:
 
 
 def share_one_server() -> None:
-    """From now on, processes that the package spawns are forks of this server too."""
+    """From now on, processes that the package spawns are forks of this server too.
+
+    An interpreter of its own has processes as users do (`interpreter.py`): tests/data/loader/test_fork_server.py.
+    """
     util.get_temp_dir()  # where the server listens; a run that starts it first would delete its own
-    multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])  # of one that is not a fork
-    vars(multiprocessing)["set_forkserver_preload"] = lambda names: None
     get_context = multiprocessing.get_context
 
     def context(method: str | None = None) -> Any:
@@ -48,8 +49,14 @@ def share_one_server() -> None:
     vars(multiprocessing)["get_context"] = context
 
 
-def start_the_server() -> None:
-    """What `forkserver.ensure_running` does, by a fork of this process. The server's forks start theirs with it too."""
+def start_a_server() -> None:
+    """Start multiprocessing's own server, where no fork of this process can be one. It imports the package for all."""
+    multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])
+    forkserver.ensure_running()
+
+
+def fork_a_server() -> None:
+    """Do what `forkserver.ensure_running` does, by a fork of this process. Its forks start theirs with it, too."""
     server = forkserver._forkserver  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:
