@@ -41,7 +41,7 @@ BREAKS = [
         "torch.utils._pytree",
         "clipscale/step/cache/encoder_inputs.py",
         {"for leaf in tree_leaves(tree) if": "for leaf in [tree] if"},
-        "tests/step/cache/test_grad_cache.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
+        "tests/step/cache/test_encoder_inputs.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
     ),
     Break(
         "torch.utils._pytree",
@@ -77,7 +77,7 @@ BREAKS = [
         "Tensor._base",
         "clipscale/step/cache/grad_cache.py",
         {'    factor = getattr(loss.grad_fn, "_saved_other", None)\n': "    factor = None\n"},
-        "tests/step/cache/test_grad_cache.py::test_a_loss_that_is_scaled_already_is_refused",
+        "tests/step/cache/test_mistakes.py::test_a_loss_that_is_scaled_already_is_refused",
     ),
     Break(
         "Tensor._base",
@@ -95,7 +95,7 @@ BREAKS = [
         "torch.nn.modules.batchnorm._BatchNorm",
         "clipscale/common/modules.py",
         {"return isinstance(module, _BatchNorm)": "return False"},
-        "tests/step/cache/test_grad_cache.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
+        "tests/step/cache/test_tower_passes.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
     ),
     Break(
         "torch._subclasses",

@@ -31,8 +31,9 @@ from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers
 from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import TrainLoop, train
-from tests.step.cache.test_grad_cache import assert_same, batch, gradients, models, one_graph
+from tests.step.cache.encoders import batch, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
+from tests.support.gradients import assert_same, gradients
 from tests.support.runs import curve, records, ten_step_config
 from tests.support.towers import samples, small_model
 from tests.test_exactness import Case, inputs_of, model_of

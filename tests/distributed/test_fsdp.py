@@ -18,7 +18,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import KeptGraphs
-from tests.step.cache.test_grad_cache import batch, models
+from tests.step.cache.encoders import batch, models
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model

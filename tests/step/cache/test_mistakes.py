@@ -1,0 +1,64 @@
+"""What the gradient cache refuses, with a message that names it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipscale.step.cache.grad_cache import GradCache
+from tests.step.cache.encoders import batch, models
+from tests.support.gradients import gradients
+
+MISTAKES = {
+    "one size of at least 1": {"chunks": 0},
+    "one for each of 2 encoders": {"chunks": [4]},
+    "chunks=1.5: one size of at least 1": {"chunks": 1.5},
+    "1 inputs for 2 encoders": {"inputs": [torch.ones(4, 3)]},
+    "the loss is 3.0: give one number": {"loss": lambda u, v: 3.0},
+    r"the loss is of shape \(8, 8\): give one number": {"loss": lambda u, v: u @ v.T},
+    "the loss is detached": {"loss": lambda u, v: (u @ v.T).sum().detach()},
+    "does not use the representations of encoder 1": {"loss": lambda u, v: u.sum()},
+    "returned 1 rows for 4 samples": {"image": lambda x: x[:1] * 2.0},
+    "returned a tuple, not a tensor; representation=": {"image": lambda x: (x,)},
+    "representation= returned a int": {"options": {"representation": lambda out: 1}},
+    "has 1 functions for 2 encoders": {"options": {"representation": [None]}},
+    "has trainable parameters": {"options": {"representation": nn.Linear(5, 5)}},
+    "holds no tensor": {"inputs": [{"input_ids": [[1, 2], [3]]}] * 2},
+    "empty batch": {"n": 0},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_named(message: str) -> None:
+    given = {**models(), "loss": lambda u, v: (u @ v.T).sum(), "chunks": 4, "n": 8, "options": {}} | MISTAKES[message]
+    with pytest.raises(ValueError, match=message):
+        cache = GradCache([given["image"], given["text"]], given["loss"], chunks=given["chunks"], **given["options"])
+        cache.step(*given.get("inputs", (x[: given["n"]] for x in batch(8))))
+
+
+def test_a_keyword_that_it_does_not_know_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
+        GradCache([nn.Linear(2, 2)], torch.sum, chunks=1, chunk_size=1)  # type: ignore[call-arg]
+
+
+def test_a_loss_that_is_scaled_already_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = models(dtype=torch.float32)
+    inputs = batch(12, torch.float32)
+
+    def cache_of(factor: Callable[[Tensor], Tensor], scaler: torch.amp.GradScaler = scaler) -> GradCache:
+        def loss(u: Tensor, v: Tensor) -> Tensor:
+            return factor(model["head"](u, v))
+
+        return GradCache([model["image"], model["text"]], loss, chunks=4, scaler=scaler)
+
+    with pytest.raises(ValueError, match=r"the loss ends in scaler\.scale\(\.\.\.\)"):
+        cache_of(scaler.scale).step(*inputs)
+    assert not any(gradient.any() for gradient in gradients(model).values())
+    cache_of(lambda value: 1024.0 * value).step(*inputs)
+    cache_of(lambda value: value * torch.tensor(1024.0)).step(*inputs)
+    unused = torch.amp.GradScaler("cpu", enabled=False)
+    value = cache_of(unused.scale, unused).step(*inputs)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        scaler.scale(value).backward()
