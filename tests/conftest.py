@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All modules are there, and stay: the garbage collector need not look at them again."""
+    """All modules are loaded and stay, so the garbage collector need not look at them again."""
     del sys.modules["wandb"]
     gc.freeze()
     gc.set_threshold(10_000)
@@ -66,13 +66,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Lets the collector take the rest, which Triton's bindings would print at the end."""
+    """Let the collector free the rest, which Triton's bindings would print at the end."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
-    """Before the first test, when no thread has begun, and its output is pytest's already."""
+    """Starts before the first test: no thread has begun, and its output is pytest's already."""
     import torch
 
     # No fork could use what this process has begun with a device; and from 3.14 on the server wants a key.
@@ -96,7 +96,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of all of pytest's workers, which whoever comes first makes."""
+    """A folder that all of pytest's workers share. The first one makes it."""
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent

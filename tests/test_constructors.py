@@ -147,7 +147,7 @@ def test_a_constructor_changes_only_its_object() -> None:
 
 
 def test_what_a_constructor_calls_is_followed() -> None:
-    """Through a helper of another module, a method, and a class's own function; not into a function made for later."""
+    """Helpers of other modules, methods, and functions of a class are; a function that is made for later is not."""
     sources = {
         "a": "def read(path):\n return load(path)\n\ndef load(path):\n return path.read_bytes()",
         "b": """

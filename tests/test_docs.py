@@ -88,7 +88,7 @@ def laid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's, where the first command that needs the demo set renders it."""
+    """A user's cache, where the first command that needs the demo set renders it."""
     return shared(tmp_path_factory, "cache", Path.mkdir)
 
 
@@ -96,7 +96,7 @@ Commands = list[tuple[Block, list[str]]]
 
 
 def read(shell: str, folder: Path) -> Commands:
-    """The words that a shell gives to the programs, which only note them, where all commands are typed."""
+    """Type all commands in a shell. Returns the words that it gives to the programs, which only note them."""
     beside(folder)
     note = f"""printf '%s\\037' "${{0##*/}}" "$@" >>{folder}/noted; echo >>{folder}/noted"""
     path = programs(folder / "bin", f"{PROGRAMS} block", note)

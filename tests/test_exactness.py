@@ -128,10 +128,10 @@ def objective(case: Case) -> str:
 
 
 def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
-    """The oracle: whole captions in the batch's order.
+    """The oracle in one graph: whole captions in the batch's order.
 
-    Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first, and captions
-    as they are cut.
+    Chunks matter only for the order in which random numbers are drawn. Each rank draws its own, first for images, then
+    for captions as they are cut.
     """
     model = model_of(case)
     images = []

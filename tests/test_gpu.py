@@ -206,7 +206,7 @@ def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_where_pixels_wait_kept_graphs_found_chunks_and_half_precision_leave_the_curve(
     demo: Path, plain: list[float], tmp_path: Path, changes: dict[str, Any], most: float
 ) -> None:
-    """What is copied to the device is page-locked."""
+    """Memory that is copied to the device is page-locked."""
     assert run(demo, tmp_path / "run", **changes) == pytest.approx(plain, rel=most)
     assert {line["host_pinned"] for line in records(tmp_path / "run")} == {CUDA}
 
@@ -240,7 +240,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, tmp_path: Pa
 def test_the_host_waits_for_the_scale_of_the_loss_alone(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the events that it waits for: the loss, the norm, and the records of the step before."""
+    """It also waits for events: of the loss, of the norm, and of the records of the step before."""
     run_step = TrainLoop.run_step
     waited = []
 

@@ -40,7 +40,7 @@ def changes(folder: Path) -> list[str]:
 
 
 def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
-    """Nor limits, which somebody chose, nor what only a GPU computes."""
+    """Messages stay, and limits, which somebody chose, and code that only a GPU runs."""
     assert changes(tmp_path) == [
         'FEW: Literal["few"] = 3 -> FEW: Literal["few"] = 4',
         'def f(x: int = 1) -> "T": -> def f(x: int = 2) -> "T":',

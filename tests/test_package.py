@@ -274,7 +274,7 @@ def test_the_page_of_the_command_line_has_all_modules(folder: str) -> None:
 
 
 # A docstring that opens so goes on with the name above it: half a sentence.
-HALF = re.compile(r"(Of|So|Also|Else|As|And|Or|But|Not|Unless|That of|Those of)\b")
+HALF = re.compile(r"(Of|So|Also|Else|As|And|Or|But|Not|Nor|Unless|Beyond|Such as|Bit for bit|That of|Those of)\b")
 
 
 @pytest.mark.parametrize("folder", ["clipscale", "tests", "benchmarks"])

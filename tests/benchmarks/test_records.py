@@ -44,7 +44,7 @@ def commits(record: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("record", sorted(RECORDS.rglob("*.json")), ids=lambda path: str(path.relative_to(RECORDS)))
 def test_every_commit_of_a_record_stands_on_a_page_that_shows_it(record: Path) -> None:
-    """On the page beside it, or on one that links to it."""
+    """It stands on the page beside the record, or on one that links to it."""
     pages = {page: page.read_text() for page in RECORDS.parent.rglob("*.md")}
     showing = [text for page, text in pages.items() if page == record.with_suffix(".md") or links(page, text, record)]
     named = [*commits(json.loads(record.read_text()))]

@@ -102,7 +102,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
 
 
 def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_its_own(tmp_path: Path) -> None:
-    """Its records stay its own, too."""
+    """The run keeps its own records, too."""
     run, store = tmp_path / "run", tmp_path / "store"
     save(tmp_path, [1, 2])
     for folder in run, store:
@@ -228,7 +228,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
 
 
 def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is full when all other files are there."""
+    """The store is full when it has all other files."""
     put_file = LocalFileSystem.put_file
 
     def put(self: LocalFileSystem, source: str, target: str, **options: object) -> None:

@@ -88,7 +88,7 @@ def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    """Its new checkpoints have lower numbers than the old ones."""
+    """The run's new checkpoints have lower numbers than the old ones."""
     for step, keep in ((9, 0), (10, 0), (5, 2), (6, 2), (7, 2)):
         save(tmp_path, step, some_state(), keep=keep)
     assert steps(tmp_path) == [6, 7, 9, 10]
@@ -187,7 +187,7 @@ def test_damage_anywhere_in_a_file_of_several_blocks_is_found(
 
 
 def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
-    """Going back twice to a step, and a step that is damaged twice."""
+    """A run goes back twice to one step, and one step is damaged twice."""
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
@@ -302,6 +302,6 @@ def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:
-    """The number in its meta.json: CRC-32 as zlib and gzip have it."""
+    """The number in meta.json is the CRC-32 of zlib and gzip."""
     (tmp_path / "file").write_bytes(b"123456789")
     assert size_and_crc32(tmp_path / "file") == (9, 0xCBF43926)

@@ -50,7 +50,7 @@ def begin(work: Callable[..., Any], given: Any) -> int:
 
 
 def kill(child: int) -> None:
-    """Fails if it has ended by itself."""
+    """Kill a process. Fails if it has ended by itself."""
     ended, status = os.waitpid(child, os.WNOHANG)
     assert not ended, f"it ended by itself with status {os.waitstatus_to_exitcode(status)}"
     os.killpg(child, signal.SIGKILL)
@@ -80,10 +80,11 @@ def losses(run: Path) -> list[float]:
 def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     demo: Path, tmp_path: Path, request: pytest.FixtureRequest, copied: bool
 ) -> None:
-    """Bit for bit, with patch dropout, whose random state has to come back. Half of the kills come at any moment of the
-    start or the steps, the others in the step, or its save, that follows a new one. No kill takes back what was saved.
+    """The curves are equal bit for bit, with patch dropout, whose random state has to come back.
 
-    `copied`: to S3. Half of the kills of each kind take the run's folder with them.
+    Half of the kills come at any moment of the start or the steps. The others come in the step that follows a new one,
+    or in its save. No kill takes back what was saved. `copied`: whether the run is copied to S3; then half of the kills
+    of each kind also remove the run's folder.
     """
     numbers, run = random.Random(SEED), tmp_path / "killed"
     kills = int(os.environ.get("CLIPSCALE_KILLS", 20 if copied else 100))

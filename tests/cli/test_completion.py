@@ -47,7 +47,7 @@ TYPED = "clipscale train model=vit-b32-q"
 
 @pytest.mark.parametrize("shell", ["bash --norc -i", "zsh -f -i"])
 def test_a_shell_completes_what_is_typed(folder: Path, environment: dict[str, str], shell: str) -> None:
-    """A preset after its key, and a path and a run with a blank, which is quoted."""
+    """It completes a preset after its key, and a path and a run with a blank, which it quotes."""
     name = shell.split()[0]
     if not shutil.which(name):
         pytest.skip(f"{name} is not installed")

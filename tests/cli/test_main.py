@@ -78,7 +78,7 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
 def test_a_finished_run_is_answered_from_its_folder_and_keeps_its_settings(
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its warm-up covers all of it, which is warned of."""
+    """The run's warm-up covers all of it, which makes a warning."""
     sets = f"eval.sets={classification_set(tmp_path / 'colours')}"
     words = tiny(f"data.train={shards}", "run=a", sets, "schedule.warmup=9")
     status, _, err = cli(*words)
@@ -121,7 +121,7 @@ OTHERS = [("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar")
     ],
 )  # fmt: skip
 def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: str, after: str) -> None:
-    """Hydra does the same: what is typed after a script's words counts."""
+    """Hydra does the same, so that words typed after a script's words count."""
     _, out, err = cli("train", *before.split(), after, "--cfg", "job")
     _, alone, silent = cli("train", *(word for word in before.split() if word[:3] == "bat"), after, "--cfg", "job")
     assert out == alone
@@ -214,7 +214,7 @@ def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
 def test_a_stopped_run_says_how_it_goes_on(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, shards: str, words: str, way: str
 ) -> None:
-    """Where the same command would begin another run, or be refused, with the run's name."""
+    """If the same command would begin another run, or be refused, the line has the run's name."""
 
     def stopped(config: TrainConfig, **_: object) -> None:
         (Path(config.run) / "checkpoints/step_00000003").mkdir(parents=True)
@@ -226,7 +226,7 @@ def test_a_stopped_run_says_how_it_goes_on(
 
 
 def without_output(*commands: list[str]) -> None:
-    """On a full disk, with a reader that has gone, in an encoding that lacks a letter."""
+    """The output fails: the disk is full, the reader has gone, or the encoding lacks a letter."""
     read, gone = os.pipe()
     os.close(read)
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -292,7 +292,7 @@ def test_ctrl_c_during_the_imports_says_nothing() -> None:
 
 
 def test_timm_finds_no_wandb_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would load it for a function that nothing here calls: a second, and folders in TMPDIR."""
+    """timm would load it for a function that nothing here calls. That takes a second, and makes folders in TMPDIR."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     del sys.modules["wandb"]  # it comes back as it was
     monkeypatch.delitem(sys.modules, "timm.utils.summary", raising=False)

@@ -59,7 +59,7 @@ def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
 
 
 def test_a_test_set_that_is_not_there_is_answered_before_numpy_is_loaded() -> None:
-    """Nor torch, nor Pillow: the answer comes in a second."""
+    """torch and Pillow are not loaded either, so the answer comes in a second."""
     code = (
         "import sys; from clipscale.cli.main import main; status = main(['train', 'data=demo', 'eval.sets=[/missing]'])"
     )
@@ -68,7 +68,7 @@ def test_a_test_set_that_is_not_there_is_answered_before_numpy_is_loaded() -> No
 
 
 def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:
-    """Status 2 and one line, which names what is wrong, and then the remedy."""
+    """Assert status 2 and one line, which names the mistake and then the remedy."""
     status, _, err = answer
     assert (status, err.count("\n"), "Traceback" in err) == (2, 1, False), err
     start, actual, rest = err.partition(wrong)
@@ -111,7 +111,7 @@ def test_wandb_needs_a_key_only_where_the_environment_lets_it_ask(
 
 
 def test_a_batch_beyond_the_data_is_refused_from_its_counts(cli: Cli, shards: str) -> None:
-    """In the words that were typed: 48 samples, and no length or some epochs."""
+    """The line has the words that were typed. There are 48 samples, and no length or some epochs."""
     words = [word for word in tiny(f"data.train={shards}", "batch=4k") if not word.startswith("samples=")]
     one_line(cli(*words), "batch=4096: the 48 samples in data.train make 1536", "32 epochs, the default")
     one_line(cli(*words, "epochs=2"), "batch=4096: the 48 samples in data.train make 96", "epochs=2")

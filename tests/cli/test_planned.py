@@ -33,7 +33,7 @@ def die(*_: Any) -> None:
 
 
 def moved(connection: Connection, config: TrainConfig) -> None:
-    """The planner's work where torch has moved the private modules that it imports."""
+    """Do the planner's work after torch has moved the private modules that it imports."""
     sys.modules["clipscale.tools.plan.planner"] = None  # type: ignore[assignment]
     planners(connection, config)
 
@@ -55,7 +55,7 @@ def test_a_planner_that_fails_costs_a_line(
 
 
 def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would last for hours."""
+    """The run would last for hours."""
     monkeypatch.setattr(Planner, "_answer", answer)
     status, _, err = cli(*tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true"))
     assert status == 2, err
@@ -66,7 +66,7 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, mo
 def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_signals(
     monkeypatch: pytest.MonkeyPatch, loading: Any
 ) -> None:
-    """An import swallows the interrupt, or a script's background ignores it."""
+    """An import swallows the interrupt, or a background script ignores it."""
     monkeypatch.setattr(Planner, "_answer", answer)
     before = signal.signal(signal.SIGINT, loading)
     try:

@@ -48,7 +48,7 @@ def sweep(shards: str, *words: str) -> int:
 def test_a_launchers_runs_are_those_of_our_own_sweep(
     trained: list[TrainConfig], shards: str, capsys: Capture, swept: tuple[str, ...]
 ) -> None:
-    """Their settings, folders and copies; a failure ends nothing but its run."""
+    """They have its settings, folders and copies. A failure ends only its run."""
     architecture = ("model.architecture.text_cfg.context_length=16", "data.filter=['c!=\"x,y\"']")
     words = ("samples=1k", *architecture, "checkpoint.copy=s3://b/c/", "optim.lr=1e-3", *swept)
     assert sweep(shards, *words) == 1

@@ -65,7 +65,7 @@ def test_no_two_runs_share_a_folder_or_a_copy(
 
 
 def test_runs_that_would_share_a_folder_are_refused(trained: list[TrainConfig], shards: str, capsys: Capture) -> None:
-    """A field of that name, and no field."""
+    """One case has a field of that name, the other has none."""
     assert main(("train", "-m", *TINY, f"data.train={shards}", "run=s", "data.same='null',null")) == 2
     assert trained == []
     assert "runs/s/data.same=null" in capsys.readouterr().err

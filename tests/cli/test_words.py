@@ -50,7 +50,7 @@ def answer(*words: str) -> str:
 
 
 def test_every_flag_of_open_clip_is_answered_by_a_setting_or_by_why_there_is_none(flags: list[str]) -> None:
-    """Typed as a flag and as a key."""
+    """It is typed as a flag and as a key."""
     wrong = []
     for flag in flags:
         key = flag.removeprefix("--").replace("-", "_")

@@ -35,7 +35,7 @@ def test_the_table_of_tags_is_open_clips() -> None:
 def test_a_package_that_a_model_does_not_need_is_hidden_while_open_clip_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes seconds. Afterwards, whoever imports it finds it."""
+    """Importing it takes seconds. Afterwards any import finds it."""
     assert libraries.unneeded_packages(architecture(), fetches=False) == [], "open_clip is here already"
     packages = "open_clip", "timm", "transformers", "huggingface_hub"
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:

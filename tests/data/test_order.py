@@ -87,7 +87,7 @@ def test_a_shard_is_read_from_its_first_sample_unless_some_are_skipped() -> None
 
 
 def test_a_shard_drawn_twice_is_shuffled_twice() -> None:
-    """Two streams draw it at the same number, or one stream at two numbers."""
+    """Two streams draw it at the same number, or one stream draws it at two numbers."""
     order = Resampled((0,), (1000,), 4, seed=3)
     keys = [next(order.segments(stream, epoch)).shuffle_key for stream in range(4) for epoch in range(4)]
     assert len({*keys}) == 16

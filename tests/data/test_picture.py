@@ -106,7 +106,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 @pytest.mark.parametrize("most", [65535, 4095])
 @pytest.mark.parametrize("colour", [0, 2, 4])
 def test_sixteen_bits_are_the_same_picture_wherever_it_is_decoded(colour: int, most: int) -> None:
-    """Grey, RGB, and grey with alpha; in all of 16 bits, or in the lower 12 of them."""
+    """Pictures are grey, RGB, or grey with alpha. They use all of 16 bits, or the lower 12."""
     channels = {0: 1, 2: 3, 4: 2}[colour]
     values = np.random.default_rng(0).integers(0, most + 1, (64, 64, channels))
     data = png(values, colour)
@@ -119,7 +119,7 @@ def test_sixteen_bits_are_the_same_picture_wherever_it_is_decoded(colour: int, m
 
 
 def test_the_embeddings_inputs_of_different_greys_differ() -> None:
-    """Twelve white ones made `data select` keep one of twelve."""
+    """When all twelve became white, `data select` kept one of twelve."""
     pixels = [EvalTransform(8)(png(np.full((9, 9, 1), level), 0)) for level in range(2000, 60_000, 5000)]
     assert len({each.tobytes() for each in pixels}) == 12 and all(len(np.unique(each)) == 1 for each in pixels)
 
@@ -218,7 +218,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
 
 
 def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few bytes each, and each takes as long as a whole picture: one such file held a worker for two minutes."""
+    """A scan has a few bytes, and takes as long as a whole picture. One such file held a worker for two minutes."""
     data = encode(opened(picture(2, (40, 40))), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     many = data[:-2] + 20 * scan + data[-2:]

@@ -152,8 +152,11 @@ class Tied(nn.Module):
 
 
 def unlike(rank: int, ranks: int) -> list[float]:
-    """The largest differences of sharded towers' outputs: of a ConvNeXt, whose stages are repeated, and the blocks in
-    them; and of tied weights under autocast, which rounds one use of them."""
+    """The largest differences of sharded towers' outputs.
+
+    The towers are a ConvNeXt, which repeats its stages and the blocks in them, and tied weights under autocast, which
+    rounds one use of them.
+    """
     torch.manual_seed(0)
     convnext = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
     x, tokens = torch.randn(2, 3, 64, 64), torch.arange(6)
@@ -191,7 +194,7 @@ REDUCED = {keep: [2 + 2 * (keep > 0), 2, 2] for keep in (0, 3000)}
 
 
 def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
-    """How often each of three steps reduces something over ranks; and the graphs kept where other ranks' are larger."""
+    """How often each of three steps reduces something over ranks, and the graphs kept if other ranks' are larger."""
     world, counts = World(rank, ranks, CPU), []
     for keep in REDUCED:
         m = models()
@@ -241,8 +244,10 @@ def roomy_and_crowded(rank: int, ranks: int, stages: str) -> list[tuple[dict[str
     ("stages", "left"), [("zero2 zero3", 0), pytest.param("ddp ddp", CHUNKS, marks=pytest.mark.slow)]
 )
 def test_a_graph_that_does_not_fit_on_one_rank_is_kept_on_none(stages: str, left: int) -> None:
-    """Bit for bit, with dropout, in this step and the next. DDP's is tried, whatever the GPU says: its first pass with
-    a graph is a collective."""
+    """With dropout, this step and the next stay the same bit for bit.
+
+    DDP tries the graph whatever the GPU says, because its first pass with a graph is a collective.
+    """
     for (plain, kept), (dropped, few) in run_ranks(roomy_and_crowded, 2, stages):
         assert kept == 4 * [CHUNKS] and few == 4 * [left]
         assert all(torch.equal(plain[name], dropped[name]) for name in plain)

@@ -82,7 +82,7 @@ def test_others_are_refused_with_those_that_work(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactorbv", "muon"])
 def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_path: Path, name: str) -> None:
-    """From two ranks in shards to two ranks, to one, and to two again."""
+    """It goes from two ranks in shards to two ranks, to one, and to two again."""
     optim = OptimConfig(name=name, lr=1e-3, eps=None)
     whole = four_step_config(
         shards,

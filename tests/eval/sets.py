@@ -34,7 +34,7 @@ def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> b
 
 
 def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], files: Mapping[str, str]) -> Path:
-    """CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
+    """Write CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
     (root / "test").mkdir(parents=True, exist_ok=True)
     for index, members in enumerate(shards):
         write_tar(root / "test" / f"{index}.tar", members)
@@ -75,7 +75,7 @@ def retrieval_set(
 
 
 def pair_set(root: Path, broken: int = -1) -> Path:
-    """Training's layout: a picture of each colour with two captions."""
+    """A set in training's layout: a picture of each colour with two captions."""
     root.mkdir(parents=True)
     texts = [json.dumps({"captions": [name, f"all {name}"]}) for name in NAMES]
     write_tar(root / "00000.tar", members("json", texts, shown(broken=broken)))

@@ -100,7 +100,7 @@ def written_of_a_set(rank: int, size: int, root: str, batch: int) -> list[dict[s
 
 
 def test_the_file_has_eight_pictures_with_what_was_written_of_them(tmp_path: Path) -> None:
-    """The first that are usable, of as many batches as they take."""
+    """They are the first usable pictures, from as many batches as that takes."""
     root = ten_pairs(tmp_path)
     written = written_of_a_set(0, 1, str(root), 16)
     assert [one["caption"] for one in written] == [name for name in TEN if name != BROKEN][:8]

@@ -241,7 +241,7 @@ def test_a_class_without_a_picture_counts_and_is_said(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("name", ["objectnet", "wds_objectnet", "objectnet-1.0/images", "others"])
 def test_the_red_frame_of_objectnets_pictures_is_cut_off(tmp_path: Path, name: str) -> None:
-    """Two pixels, as its authors do. A picture without one, and other sets, stay as they are."""
+    """It is two pixels wide, as its authors say. A picture without a frame, and other sets, stay as they are."""
     noise = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
     framed = np.full((13, 16, 3), (255, 0, 0), np.uint8)
     framed[2:-2, 2:-2] = noise

@@ -51,7 +51,7 @@ def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: 
 
 
 def test_where_captions_repeat_a_perfect_model_is_perfect_and_another_is_not() -> None:
-    """A shop's photographs: 1,936 of 64 titles."""
+    """The set is a shop's: 1,936 photographs of 64 titles."""
     title = torch.randint(0, 64, (1936,), generator=torch.Generator().manual_seed(0))
     of = Relevance(torch.arange(1936), torch.arange(1936), title.unique(return_inverse=True)[1])
     perfect = torch.eye(64)[title]

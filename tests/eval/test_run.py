@@ -58,7 +58,7 @@ def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: P
 
 
 def test_a_disk_that_takes_no_results_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0's alone: the others would wait for it."""
+    """The disk of rank 0 alone is full. The other ranks would wait for rank 0."""
     sets = two_sets(tmp_path)
     (tmp_path / "run").touch()
     assert evaluate(ColourModel(), evaluation(EvalConfig(sets=sets)), ONE_RANK, file=ResultsFile(tmp_path / "run", 1))
@@ -171,7 +171,7 @@ def test_equal_captions_and_pictures_of_held_out_pairs_are_right_answers(
 
 
 class ShortModel(ColourModel):
-    """Gives the first numbers of the features alone."""
+    """A model that gives only the first numbers of the features."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

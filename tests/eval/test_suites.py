@@ -86,7 +86,7 @@ def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_place_within_a_folder_comes_before_the_folder(tmp_path: Path) -> None:
-    """ImageNet and Flickr30k are unpacked so."""
+    """ImageNet and Flickr30k are unpacked in this way."""
     folders(tmp_path / "imagenet" / "val", ["n01498041", "n01443537"])
     folders(tmp_path / "imagenet" / "train", ["n01498041", "n01443537"])
     karpathy_json(tmp_path / "flickr30k").rename(tmp_path / "flickr30k" / "dataset_flickr30k.json")

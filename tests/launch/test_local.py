@@ -142,7 +142,7 @@ def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs
 def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves no file."""
+    """The mistake leaves no file."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with refused(rf"^run={tmp_path}/run: found by a worker$"):
@@ -153,7 +153,7 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
 def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One GPU more at a time. Of the last one the machine does not say where it is."""
+    """Each case has one GPU more. The machine does not say where the last one is."""
     monkeypatch.setattr(local, "GPUS", tmp_path)
     monkeypatch.setattr("shutil.which", str)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)

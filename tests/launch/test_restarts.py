@@ -34,7 +34,7 @@ def free_port() -> int:
 def test_a_start_shares_no_key_with_the_one_before_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank may have asked and ended: its successor asks again."""
+    """A rank may have asked and ended. Its successor then asks again."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "localhost")

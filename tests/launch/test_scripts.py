@@ -52,7 +52,7 @@ def test_the_kubernetes_manifest_asks_for_what_kubernetes_takes_and_its_user_can
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
 def test_any_user_of_the_image_can_write_its_runs(name: str) -> None:
-    """Into the folder of the image, which a new volume copies, and into one that is made before docker would do it."""
+    """The user writes into the image's folder, which a new volume copies, or one that was made before docker does."""
     usage, _, build = (LAUNCH.parent / "docker" / name).read_text().partition("\nFROM ")
     made = usage.find("#   mkdir -p runs\n")
     runs = usage.find("#   docker run ")

@@ -52,7 +52,7 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
 def test_a_second_start_is_refused_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[TrainConfig], object]
 ) -> None:
-    """The command line refuses it. Under torchrun the run does."""
+    """The command line refuses the start. Under torchrun the run does."""
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
     lock = RunLock(tmp_path)
     lock.acquire()
@@ -73,7 +73,7 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest
 
 
 def test_a_failed_start_leaves_no_folder_and_one_that_holds_something_stays(tmp_path: Path) -> None:
-    """Nor one that was there; a start that has waited for the lock makes the folder anew."""
+    """A folder that was there stays, too. A start that has waited for the lock makes the folder anew."""
     for name, left in (("new", []), ("kept", ["checkpoints", "config.yaml", "run.lock"]), ("old", ["checkpoints"])):
         folder = tmp_path / name
         if name == "old":

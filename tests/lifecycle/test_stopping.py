@@ -75,7 +75,7 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
 
 
 def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> None:
-    """torch handles them where it starts the workers of a run of several processes."""
+    """torch handles signals where it starts the workers of a run of several processes."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interruptible():
@@ -179,7 +179,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_signal_ends_an_evaluation(demo: Path, whole: list[float], tmp_path: Path, step: int) -> None:
-    """One between two steps, and that at the end."""
+    """One case is an evaluation between two steps, the other is the one at the end."""
     sets = EvalConfig(every=2 - step, sets=[str(demo / "objects")], limit=8, batch=4)
     config = two_step_config(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(step * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM

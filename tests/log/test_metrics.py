@@ -124,7 +124,7 @@ def test_a_line_of_a_large_run_fits_100_columns_and_has_no_value_twice() -> None
 
 
 def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Steps of four seconds; a line of the first, of every other one, but not within ten seconds, and of the last."""
+    """Steps take four seconds. The first one, every other one after ten seconds, and the last one have a line."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with closing(open_log(tmp_path, every=2, total=2000)) as log:
@@ -262,7 +262,7 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
 
 
 def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Ten parts of 25 seconds, and ten of a millisecond."""
+    """One case has ten parts of 25 seconds, the other ten of a millisecond."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with closing(open_log(tmp_path)) as log:

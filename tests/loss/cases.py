@@ -58,7 +58,7 @@ class Phi(nn.Module):
 
 
 def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Unit rows (n, D) and (m, D) in float64 of the named kind."""
+    """Two tensors of unit rows, (n, D) and (m, D), in float64, of the named kind."""
     generator = torch.Generator().manual_seed(seed)
     u = torch.randn(n, width, generator=generator, dtype=torch.float64)
     v = torch.randn(m, width, generator=generator, dtype=torch.float64)

@@ -26,7 +26,7 @@ def taught(teachers: Teachers, **fixed: Any) -> LossFunction:
 
 
 def dense(teachers: Teachers, weights: tuple[float, float], **fixed: Any) -> LossFunction:
-    """The same of a whole batch in one graph."""
+    """The same loss of a whole batch in one graph."""
     first, second = weights
 
     def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor, **options: Any) -> Tensor:

@@ -173,7 +173,7 @@ def test_gradients_of_a_sum_over_pairs_keep_their_precision_under_any_factor(fac
 def test_gradients_of_1e_6_of_a_sum_over_pairs_wait_in_float32_for_the_loss_scalers_factor(
     stripe: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Late in training; float16 has few such numbers before the factor."""
+    """Gradients are so small late in training. float16 has few such numbers before the factor."""
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", stripe)
     u, v = (x.half() for x in features(24, 26, 256, "aligned"))
     scaled = lambda *a, **k: 2.0**16 * contrastive_loss(*a, **k)  # noqa: E731

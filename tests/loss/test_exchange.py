@@ -24,7 +24,7 @@ WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 def test_dot_product_is_exact_on_any_number_of_ranks(
     ranks: Workers, world_size: int, exchange: str, backend: str
 ) -> None:
-    """Every size and scale, float32, and keys, in tiles on three ranks; elsewhere the largest."""
+    """Three ranks try every size and scale, float32, and keys, in tiles. Other numbers of ranks try the largest."""
     m = 7 if exchange in ("replicated", "local") else 9  # of more texts than images it is gather
     cases = [(1, 1, 1.0), (7, m, 1.0), (1, 1, 100.0), (7, m, 100.0)]
     for objective in OBJECTIVES:
@@ -94,7 +94,7 @@ def test_any_subgroup_of_ranks_is_exact(ranks: Workers, world: tuple[int, ...]) 
     [pytest.param(o, marks=pytest.mark.slow if o in ("softmax_image", "softmax_text") else ()) for o in OBJECTIVES],
 )
 def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers, objective: str) -> None:
-    """Two nodes of two ranks, four of one, and one of four; with a module, which counts each pair once."""
+    """There are two nodes of two ranks, four of one, or one of four. A module counts each pair once."""
     torch.manual_seed(0)
     phi = Phi(6).double()
     for here in (1, 2, 4):
@@ -134,7 +134,7 @@ def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
 
 
 def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
-    """What a rank says where rank 1 differs from the others."""
+    """A rank's message if rank 1 differs from the others."""
     u = torch.randn(4, 6)
     if rank == 1:
         u = {"sizes": torch.randn(5, 6), "types": u.double(), "NaN": u * torch.nan}[kind]

@@ -64,7 +64,7 @@ def test_the_same_inputs_give_the_same_bits_twice(backend: str) -> None:
 @only_on_cuda
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_extra_memory_is_linear_in_the_batch(backend: str) -> None:
-    """Beyond features and their gradients; a 64k x 64k matrix of bfloat16 would take 8 GiB."""
+    """Features and their gradients do not count. A 64k x 64k matrix of bfloat16 would take 8 GiB."""
     extras = []
     for n in (2**14, 2**15, 2**16):
         u, v = (torch.randn(n, 768, device="cuda").bfloat16().requires_grad_() for _ in range(2))

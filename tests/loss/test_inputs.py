@@ -89,7 +89,7 @@ def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(types: st
 
 
 def test_float16_and_bfloat16_meet_in_the_type_that_holds_both() -> None:
-    """Texts beyond float16's largest number, and images of more digits than bfloat16 has."""
+    """Texts exceed float16's largest number, and images have more digits than bfloat16."""
     u, v = (2**-10 * U).half(), 2.0**20 * V.bfloat16()
     actual, true = results(contrastive_loss, u, v, 0.01), oracle(u.float(), v.float(), 0.01)
     for name, x, t in zip(("value", "images", "texts", "scale"), actual, true):
@@ -125,7 +125,7 @@ def test_a_module_runs_under_the_callers_autocast_in_both_passes() -> None:
 
 
 def test_a_module_may_have_a_parameter_that_no_score_uses() -> None:
-    """It gets a gradient of zero; the others are as without it."""
+    """The parameter gets a gradient of zero. The other gradients are the same as without it."""
     torch.manual_seed(0)
     similarity = Phi(4)
     names = [name for name, _ in similarity.named_parameters()]
@@ -180,7 +180,7 @@ def test_every_field_of_the_config_is_a_keyword_of_the_function() -> None:
 @pytest.mark.parametrize("inside", ["ieee", "tf32"])
 @pytest.mark.parametrize("value", [True, False])
 def test_both_of_torchs_interfaces_can_be_read_inside_and_are_restored(inside: str, value: bool) -> None:
-    """The caller's precision of float32 matmuls, around the loss's own."""
+    """The interfaces give the precision of float32 matmuls: the loss's own inside, the caller's after."""
     matmul = torch.backends.cuda.matmul
     first = matmul.allow_tf32
     matmul.allow_tf32 = value

@@ -61,9 +61,10 @@ def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
 def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
     objective: str, dtype: torch.dtype, bytes_each: int
 ) -> None:
-    """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left afterwards.
+    """Half-precision features and their gradients do not count. Nothing is left afterwards, by the memory tracker.
 
-    The sigmoid's in float16 are float32 until the caller's factor is known."""
+    The sigmoid's gradients in float16 are float32 until the caller's factor is known.
+    """
     n, width = 2**20, 768
     with without_memory() as memory, cuda_autocast():
         u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))

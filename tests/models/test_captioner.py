@@ -32,7 +32,7 @@ def open_clips(model: ClipModel) -> CoCa:
 @pytest.mark.parametrize("is_lean", [False, True])
 @pytest.mark.parametrize("weights", ["new", "given"])
 def test_loss_and_gradients_are_open_clips(weights: str, is_lean: bool) -> None:
-    """Over captions of any length, with the mask of new weights and with open_clip's mask."""
+    """Captions have any length. The mask is that of new weights, or open_clip's."""
     model = small_captioner(is_lean).double()
     assert (type(model.decoder) is LeanDecoder) == is_lean
     model.text.encoder.correct_cls_mask = weights == "new"
@@ -114,7 +114,7 @@ def test_sums_of_chunks_add_up_to_the_batch() -> None:
 
 
 def test_a_new_decoder_is_a_function_of_the_seed() -> None:
-    """open_clip leaves a part of it as the memory was."""
+    """open_clip leaves a part of the decoder uninitialised."""
     first = small_captioner()
     second = small_captioner()
     assert all(p.isfinite().all() for p in first.parameters())

@@ -85,7 +85,7 @@ def test_two_of_many_blocks_count_for_all(train: str, monkeypatch: pytest.Monkey
 
 
 def test_a_captioners_decoder_costs_its_layers_and_the_vocabulary() -> None:
-    """Backward twice the forward pass: everything below it trains, too."""
+    """The backward pass costs twice the forward pass, because everything below the decoder trains, too."""
     config = ModelConfig(name="small", architecture=captioner_architecture(12, 6, 8, 50))
     model = build_model(config)
     labels = 5

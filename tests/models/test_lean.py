@@ -139,7 +139,7 @@ def test_a_cut_caption_has_the_feature_of_the_whole_one() -> None:
 
 
 def test_bf16_is_as_near_to_float64_as_open_clips() -> None:
-    """Under autocast: at most twice open_clip's own distance, and never more than a percent."""
+    """Under autocast the distance is at most twice open_clip's own, and never more than a percent."""
     reference, ours = both(SMALL, torch.float32)
     for tower, rows in zip(("visual", "text"), inputs(32)):
         truth = deepcopy(getattr(reference, tower)).double()(rows)

@@ -106,7 +106,7 @@ def test_what_cannot_be_adapted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def adapting(shards: str, root: Path, **changes: Any) -> TrainConfig:
-    """A run of adapters from a checkpoint of random weights, with what else a run may have."""
+    """The settings of a run of adapters from a checkpoint of random weights, with these other settings."""
     torch.manual_seed(5)
     save_model(root / "base", build_model(PLAIN), PLAIN)
     tower = TowerConfig(layer_decay=0.5)
@@ -124,7 +124,7 @@ def adapting(shards: str, root: Path, **changes: Any) -> TrainConfig:
 
 
 def test_a_run_goes_on_bit_for_bit_where_its_start_has_changed(shards: str, tmp_path: Path) -> None:
-    """Its checkpoints hold the frozen weights, too."""
+    """The run's checkpoints hold the frozen weights, too."""
     whole = adapting(shards, tmp_path)
     train(whole)
     start = load_model(tmp_path / "base")[0].state_dict()

@@ -70,8 +70,10 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: P
 
 
 def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int], list[bool]]:
-    """Starts of which rank 1 alone knows that they are other attempts: their first steps, and which of the towers whose
-    chunk sizes are looked for are sharded."""
+    """Start the runs. Only rank 1 knows that these are other attempts.
+
+    Returns their first steps, and for each tower whose chunk size is looked for whether it is sharded.
+    """
     steps, is_sharded = list[int](), list[bool]()
 
     def rate(tower: nn.Module, inputs: torch.Tensor) -> float:
@@ -92,7 +94,7 @@ def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int
 
 @pytest.mark.slow  # a run of two ranks, and two starts
 def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_path: Path) -> None:
-    """An agent counts only its own restarts; and a rank whose memory is short tries fewer sizes."""
+    """torchrun's agent counts only its own restarts, and a rank with little memory tries fewer sizes."""
     config = four_step_config(
         shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2")
     )
@@ -106,7 +108,7 @@ def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_pat
 def test_a_batch_larger_than_the_data_is_warned_of(
     shards: str, tmp_path: Path, capsys: Capture, batch: int, times: str
 ) -> None:
-    """There are 48 pairs."""
+    """The data has 48 pairs."""
     train_loop(four_step_config(shards, tmp_path / "run", batch=batch, samples=batch), ONE_RANK).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
@@ -216,7 +218,7 @@ def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, t
 
 
 def test_a_folder_with_a_log_alone_is_taken(shards: str, tmp_path: Path) -> None:
-    """A shell's; the folder is nobody's."""
+    """A shell has made the log, and no run has the folder."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job.out").touch()
     assert train(four_step_config(shards, tmp_path / "run"))["step"] == 4

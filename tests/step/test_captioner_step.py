@@ -49,7 +49,7 @@ KEYS = np.arange(BATCH) % 7
 
 
 def taught_features() -> Tensor:
-    """The teacher's, of all pictures and captions: (BATCH, 2, 7)."""
+    """The teacher's features of all pictures and captions: (BATCH, 2, 7)."""
     return F.normalize(torch.randn(BATCH, *TEACHER.shape, generator=torch.Generator().manual_seed(2)), dim=-1)
 
 
@@ -124,7 +124,7 @@ def step_of(case: Case, world: World) -> TrainStep:
 def last_of(
     step: TrainStep, rank: int, ranks: int, numbers: range, teachers: tuple[TeacherFeatures, ...] = ()
 ) -> StepResult:
-    """The last of several steps with this rank's share of the batch."""
+    """Run several steps with this rank's share of the batch. Returns the last one's answer."""
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
     batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
@@ -289,7 +289,7 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
 
 @pytest.mark.slow  # two starts of two ranks
 def test_a_rank_without_room_for_a_graph_gathers_what_the_others_gather() -> None:
-    """The decoder's weights, which a pass without a graph needs not."""
+    """The other ranks gather the decoder's weights, which a pass without a graph does not need."""
     for (plain, kept), (dropped, none) in zip(run_ranks(crowded, 2, False), run_ranks(crowded, 2, True), strict=True):
         assert kept > 1 and none == 0
         assert all(torch.equal(plain[name], dropped[name]) for name in plain)

@@ -38,8 +38,11 @@ def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: f
     ("fails_at", "lora"), [(2, 0), *(pytest.param(0, lora, marks=pytest.mark.slow) for lora in (0, 3))]
 )
 def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int, lora: int) -> None:
-    """At the shorter last chunk, of two samples. In a process of its own: once torch has been forced to run
-    eagerly, it holds a function's arguments until its end, and tests that follow and measure memory fail."""
+    """The compiler may fail at the shorter last chunk, of two samples.
+
+    The test has a process of its own. Once torch has been forced to run eagerly, it holds a function's arguments until
+    its end, and tests that follow and measure memory would fail.
+    """
     if lora:
         pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     run_ranks(compiled, 1, fails_at, lora)

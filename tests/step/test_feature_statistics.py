@@ -59,7 +59,7 @@ def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
 
 
 def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They arrive when the next step has begun, and are in the record of their own."""
+    """They arrive when the next step has begun, and belong to the record of their own step."""
     begun: list[int] = []
     second = Event()
     apply, eigvalsh = Schedule.apply, torch.linalg.eigvalsh

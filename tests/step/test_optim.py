@@ -40,7 +40,7 @@ def test_only_matrices_are_decayed_and_factors_scale_the_rate() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0, 100.0])
 def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None) -> None:
-    """After a gradient ten times as large as the last."""
+    """The gradient is ten times as large as the last one."""
     options = {"clipping_threshold": clip, "momentum_dtype": "float32"}
     config = OptimConfig(name="adafactorbv", lr=1.0, weight_decay=0.0, betas=(0.0, 0.98), options=options)
     model = small_model()

@@ -1,6 +1,4 @@
-"""A frozen tower's weights are stored in half precision without a trace; batch normalisation is trained in one chunk,
-or frozen.
-"""
+"""A frozen tower's weights in half precision change nothing; batch normalisation trains in one chunk, or is frozen."""
 
 import copy
 from dataclasses import replace

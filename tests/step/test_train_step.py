@@ -22,7 +22,7 @@ from tests.support.runs import four_step_config, loop_with_batches
 def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
     message: tuple[int, int, int], chunks: int, save: bool
 ) -> None:
-    """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
+    """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save."""
     next_step = NextStepInfo(AsyncReduction(torch.tensor(message)))
     assert (next_step.num_text_chunks, next_step.wants_save) == (chunks, save)
 

@@ -10,7 +10,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "blue", "ring
 
 
 def save_bert(folder: Path) -> Any:
-    """Write it, with a language model's head and the names of BERT's first release, and return it without the head."""
+    """Write a BERT with a language model's head and the names of BERT's first release. Returns it without the head."""
     import transformers
 
     torch.manual_seed(0)

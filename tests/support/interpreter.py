@@ -6,6 +6,6 @@ import sys
 
 
 def interpreted(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What it returns and prints, with these variables in its environment."""
+    """Run the code with these variables in its environment. Returns what it returns and prints."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)

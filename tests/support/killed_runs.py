@@ -29,8 +29,10 @@ def command(folder: Path, environment: dict[str, str], *words: str) -> None:
 
 
 def whole_and_killed(folder: Path, environment: dict[str, str], words: list[str]) -> tuple[Path, Path]:
-    """The folders of two runs of 40 steps on two ranks. One is killed after the eighth and started again: its losses
-    are the other's, bit for bit."""
+    """Make two runs of 40 steps on two ranks. Returns their folders.
+
+    One is killed after the eighth step and started again. Its losses are the other's, bit for bit.
+    """
     words = [*words, "samples=640", "launch.procs=2", "checkpoint.every=3"]
     command(folder, environment, "run=whole", *words)
     log = folder / "runs/killed/metrics.jsonl"

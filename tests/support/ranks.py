@@ -26,7 +26,7 @@ class Workers:
         self._pipes = pipes
 
     def run(self, function: Callable[..., Any], ranks: int | tuple[int, ...], *args: Any) -> list[Any]:
-        """On the named ranks, or on the first so many. Fails with the traceback of each rank that failed."""
+        """Run it on the named ranks, or on the first so many. Fails with the traceback of each failed rank."""
         chosen = tuple(range(ranks)) if isinstance(ranks, int) else ranks
         order = _packed((function, chosen, args))
         for pipe in self._pipes:  # every rank: all ranks make a group

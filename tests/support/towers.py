@@ -25,7 +25,7 @@ def architecture(
 
 
 def captioner_architecture(side: int = 12, patch: int = 3, tokens: int = 8, words: int = 50) -> dict[str, Any]:
-    """The same of a captioner, with an image's 5 tokens after the first and 2 layers of the decoder."""
+    """The same for a captioner. An image has 5 tokens after the first one, and the decoder has 2 layers."""
     small = architecture(side, patch, tokens, words) | {"embed_dim": 32}
     pooled = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 6, "output_tokens": True}
     small["vision_cfg"] |= pooled

@@ -8,5 +8,5 @@ from clipscale.common.errors import UserError
 
 
 def refused(match: str) -> Any:
-    """The context expects a UserError whose one line matches."""
+    """A context that expects a UserError of one matching line."""
     return pytest.raises(UserError, match=match)

@@ -15,7 +15,7 @@ WRONG = {"shards": "data.train={}/bad.tar", "weights": "model.weights={}/half.pt
 
 
 def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tmp_path: Path) -> None:
-    """A batch beyond the data is warned of."""
+    """A batch larger than the data makes a warning."""
     sets = f"eval.sets={classification_set(tmp_path / 'colours')}"
     status, out, err = cli(*tiny(f"data.train={shards}", "run=a", sets, "batch=1k", "samples=2k"), "--check")
     assert status == 0 and "batch=1024 is larger than the" in err, err

@@ -75,6 +75,6 @@ def test_sources_share_the_window_by_their_weights() -> None:
 
 
 def test_a_shard_without_samples_is_counted_as_one(tmp_path: Path) -> None:
-    """Its count is not known, so it is read to its end."""
+    """The shard's count is not known, so it is read to its end."""
     (item,) = items_of(Segment(0, 0, 0, None, None), str(write_tar(tmp_path / "x.tar", [])))
     assert (item.error, item.is_missing, item.url) == ("empty_shard", True, str(tmp_path / "x.tar"))

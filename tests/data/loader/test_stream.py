@@ -80,7 +80,7 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
 
 
 def test_keys_follow_the_field(tmp_path: Path) -> None:
-    """Three samples in a row share a url."""
+    """Three neighbouring samples share a url."""
     members = []
     for i in range(30):
         about = {"url": f"u{i // 3}"}

@@ -93,7 +93,7 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
 
 
 def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path) -> None:
-    """One that is listed twice, too."""
+    """A shard that is listed twice is, too."""
     paths = [*write_shards(tmp_path / "a", [3, 5, 7]), *write_shards(tmp_path / "b", [2, 4, 6])]
     make(paths)
     urls = [str(paths[number]) for number in (4, 0, 2, 3, 4, 1)]

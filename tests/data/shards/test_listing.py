@@ -14,7 +14,7 @@ from tests.support.user_errors import refused
 
 
 def test_braces_globs_folders_and_lists_name_the_same_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Gaps are left out with a warning."""
+    """Missing shards are left out with a warning."""
     paths = [str(path) for path in write_shards(tmp_path / "set", [1, 1, 1])]
     (tmp_path / "list").write_text(f"# three shards\n{paths[0]}\n\n{paths[1]}\n{paths[2]}\n")
     folder = tmp_path / "set"

@@ -47,7 +47,7 @@ def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
 
 
 def harmed(data: bytes, kind: str) -> bytes:
-    """A shard of ten samples, cut off or overwritten in the middle, or of something else."""
+    """A shard of ten samples that is cut off, overwritten in the middle, or replaced by something else."""
     packed = gzip.compress(data)
     half = len(packed) // 2
     kinds = {"cut": data[: 512 * 25 + 100], "cut between": data[: 512 * 24], "packed": packed[:half] + os.urandom(half)}

@@ -36,7 +36,7 @@ def read(url: str) -> tuple[list[RawSample], ReadFailure, Counter[str]]:
 
 
 def assert_reads(url: str, path: Path) -> Counter[str]:
-    """What is in the file is read at the address; returns the counted faults."""
+    """Assert that the address gives the file's content. Returns the counted faults."""
     (remote, problem, counts), (local, *_) = read(url), read(str(path))
     assert [(raw.key, raw.members) for raw in remote] == [(raw.key, raw.members) for raw in local], problem
     assert problem.reason is None
@@ -82,7 +82,7 @@ def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: b
 
 
 def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 kB, of which a time limit leaves about 2."""
+    """Blocks have 4 kB, and a time limit leaves about 2 kB of each."""
     path = write_shards(tmp_path, [7])[0]
     monkeypatch.setattr(requests, "WAIT_S", 0.2)
     web.faults = lambda number, _: "slow"
@@ -112,7 +112,7 @@ def test_a_server_that_stays_away_ends_in_one_line(
 
 
 def test_a_busy_server_says_how_long_to_wait(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to a bound, which is beyond the first random wait here."""
+    """The server is obeyed up to a bound, which is longer than the first random wait here."""
     path = write_shards(tmp_path, [4])[0]
     times: list[float] = []
     monkeypatch.setattr(store, "MAX_WAIT_S", 0.6)
@@ -121,7 +121,7 @@ def test_a_busy_server_says_how_long_to_wait(tmp_path: Path, web: Web, monkeypat
 
 
 def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> None:
-    """Folders without end, a little at a time: each answer is progress."""
+    """It sends folders without end, a little at a time, so that each answer is progress."""
     (tmp_path / "0.tar").write_bytes(5000 * tarfile.TarInfo("folder/").tobuf())
     web.faults = lambda number, _: "slow"
     begun = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> N
 
 
 def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:
-    """It does not retry every shard of the set for hours."""
+    """The run does not retry every shard of the set for hours."""
     write_shards(tmp_path, [30] * 5)
     urls = f"{web.url}/{{00000..00004}}.tar"
     with open_stream(urls, batch=10, shard_streams=1, shuffle=2, order="resampled") as stream:
@@ -177,7 +177,7 @@ def test_what_was_not_asked_for_is_not_read(tmp_path: Path, name: str) -> None:
 
 
 class Hub(Web):
-    """Redirects to another host, `/store/`, which gets no secret: a header or word of the query for the first one."""
+    """Redirects to another host, `/store/`. That one gets no secret: no header or query that is for the first one."""
 
     secret = "authorization"
 
@@ -235,7 +235,7 @@ def test_storage_without_credentials_is_one_line_at_once(monkeypatch: pytest.Mon
 def test_google_without_credentials_is_one_line_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    """gcsfs takes minutes to say so."""
+    """gcsfs itself would take minutes."""
     pytest.importorskip("gcsfs")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")

@@ -1,6 +1,4 @@
-"""A run over a subset of full shards is the run over shards that hold only the subset; samples come as often as they
-weigh.
-"""
+"""A run over a subset of full shards is the run over shards of the subset; samples come as often as they weigh."""
 
 import json
 import random

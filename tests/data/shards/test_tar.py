@@ -158,7 +158,7 @@ OTHERS = {  # files that are not tars: their names and bytes, and words of the l
 def test_the_line_about_a_file_that_is_no_tar_says_what_it_is(
     tmp_path: Path, capsys: Capture, name: str, data: bytes, said: list[str]
 ) -> None:
-    """Its first bytes say it, not its name: in the check, the index, and where a run refuses it."""
+    """The check, the index and a run that refuses it go by its first bytes, not by its name."""
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(UserError) as error:

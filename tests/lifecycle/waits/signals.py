@@ -18,8 +18,10 @@ HEARD_S = 30.0
 
 @contextmanager
 def signalled(ready: Callable[[], bool], number: int = signal.SIGTERM) -> Iterator[None]:
-    """This process gets the signal when it has been `ready` for half a second; within HEARD_S the run in the body
-    drops its step, and saves."""
+    """Send this process the signal when it has been `ready` for half a second.
+
+    Asserts that the run inside drops its step and saves within HEARD_S.
+    """
     sent: list[float] = []
     heard: list[float] = []
     save = TrainLoop.save_at_once

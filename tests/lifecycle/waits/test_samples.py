@@ -34,7 +34,7 @@ from tests.support.runs import curve, four_step_config, train_on_rank
 def test_a_run_whose_storage_falls_silent_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    """In the training process and in a worker. The resumed run has the curve of an undisturbed one."""
+    """The training process or a worker reads it. The resumed run has the curve of an undisturbed one."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     write_shards(tmp_path / "set", [24, 24])
     with serving(Web(tmp_path)) as web:
@@ -122,7 +122,7 @@ def evaluated(shards: str, tmp_path: Path, batch: int) -> TrainConfig:
 
 @pytest.mark.slow  # below two ranks do it
 def test_a_run_whose_pictures_of_an_evaluation_do_not_come_is_saved(shards: str, tmp_path: Path) -> None:
-    """After the step before it, and its resumed run has the curve of an undisturbed one."""
+    """It is saved after the step before the evaluation. The resumed run has the curve of an undisturbed one."""
     config = evaluated(shards, tmp_path, 3)
     results = tmp_path / "run/eval"
     silent = SilentPictures(lambda: (results / "step_00000001.json").exists())

@@ -38,7 +38,7 @@ def start_asleep(config: TrainConfig) -> dict:
 
 
 def start_in_a_library(config: TrainConfig) -> dict:
-    """One that waits where no handler runs."""
+    """A start that waits where no handler runs."""
     Path(config.run).mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     store.get("nobody sets it")

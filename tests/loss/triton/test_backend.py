@@ -43,7 +43,7 @@ SOFTMAXES = ("softmax", "softmax_image", "softmax_text")
 
 
 def triton(u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: Any) -> list[Tensor]:
-    """The results, on the CPU."""
+    """The Triton backend's results, on the CPU."""
     actual = results(contrastive_loss, u.to(DEVICE), v.to(DEVICE), scale, bias, backend="triton", **options)
     return [x.cpu() for x in actual]
 

@@ -158,7 +158,7 @@ def test_a_file_of_weights_executes_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code ran from a folder of open_clip that held a checkpoint, too."""
+    """A folder of open_clip with a checkpoint inside once executed code."""
     monkeypatch.chdir(tmp_path)
     folder = run(open_clip_folder(tmp_path / "got", random_model(1)), random_model(2))
     step = folder / "checkpoints/step_00000003"
@@ -175,7 +175,7 @@ def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
 
 
 def test_a_compressed_file_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
-    """2 MB of zeros may be 2 GiB of weights."""
+    """A file of 2 MB may hold 2 GiB of zeros."""
     stored = tmp_path / "stored.pt"
     packed = tmp_path / "packed.pt"
     torch.save(state_of(random_model(1)), stored)

@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, where the test runs."""
+    """A copy of the folder, where the test runs."""
     monkeypatch.chdir(tmp_path)
     return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
@@ -134,7 +134,7 @@ WRONG = {
 def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only of tags, the last two cases, open_clip has to be asked."""
+    """The last two cases are tags, which only open_clip knows."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     (place / "empty").mkdir()
     *light, tag, other = (["train", "data=demo", *words.split()] for words in WRONG)
@@ -193,7 +193,7 @@ OTHERS = [
 def test_weights_of_another_model_are_refused_by_their_shapes(
     tmp_path: Path, write: Callable[[Path, ClipModel], Path], change: dict[str, Any], message: str
 ) -> None:
-    """When the settings are read, before a plan or a model."""
+    """It happens when the settings are read, before a plan or a model."""
     weights = str(write(tmp_path, random_model(1)))
     other = {key: SMALL[key] | value if isinstance(value, dict) else value for key, value in change.items()}
     part = "text" if "text_cfg" in change else "image"

@@ -1,5 +1,4 @@
-"""A loss of single samples beside the loss of the batch: GradCache's gradient equals one graph's, and the decoder has
-one pass."""
+"""With a loss of single samples beside the batch's, GradCache's gradient equals one graph's, and decoders run once."""
 
 import math
 from functools import cache
@@ -73,8 +72,11 @@ def contrast(features: Tensor) -> Tensor:
 
 
 def one_graph(model: Pairs, chunk: int, kept: int, weight: float) -> tuple[Tensor, Tensor]:
-    """The contrast and the sum of cross entropies of one graph, chunk by chunk only for the order of random numbers:
-    a decoder in the second pass uses those that the first pass of the next chunk begins with."""
+    """The contrastive loss and the sum of cross entropies, in one graph.
+
+    It goes chunk by chunk for the order of random numbers: a decoder in the second pass uses those with which the first
+    pass of the next chunk begins.
+    """
     rows, total = [], torch.zeros((), dtype=torch.float64)
     for i, (pixels, tokens) in enumerate(zip(*(x.split(chunk) for x in batch()))):
         features, image, embedded = model.features(pixels, tokens)

@@ -27,7 +27,7 @@ class Nested(nn.Module):
 
 
 def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
-    """As in dense retrieval, one encoder gets queries and more passages: positives, then hard negatives."""
+    """In dense retrieval one encoder gets queries, and more passages: positives, then hard negatives."""
     torch.manual_seed(0)
     required = Nested().double()
     actual = copy.deepcopy(required)

@@ -33,7 +33,7 @@ def cached(
 
 
 def graphs_of(model: ClipModel) -> list[int]:
-    """Bytes of a graph of each tower."""
+    """The bytes of one graph of each tower."""
     sizes = []
     for tower, rows in zip((model.image, model.text), samples(N)):
         with measured_graph() as size:
@@ -43,7 +43,7 @@ def graphs_of(model: ClipModel) -> list[int]:
 
 
 def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -> None:
-    """The last chunk is a remainder, and the first one sets aside what stays."""
+    """The last chunk is a remainder, and the first one also allocates what stays."""
     model = small_model()
     size = graphs_of(model)[0]
     cache = cached(model, 2.5 * size)
@@ -146,7 +146,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
 
 @pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])
 def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
-    """Half of it and 4 GiB at least; the ranks of a machine share the rest."""
+    """It leaves half of the memory, and at least 4 GiB. The ranks of a machine share the rest."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(graph_memory, "free_memory", lambda: free << 30)
     for ranks in (1, 2):
@@ -158,7 +158,7 @@ def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, 
 def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
     full: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit for bit with dropout, in this step and in all that follow; said once."""
+    """With dropout, this step and all that follow are the same bit for bit. One line says it."""
 
     class Full(nn.Module):
         """Has memory for the graphs of its first `full` calls."""
@@ -217,7 +217,7 @@ def test_the_policy_of_each_chunks_graph(
 
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6)])
 def test_the_first_of_three_graphs_does_not_count_and_that_of_two_does(sizes: list[int], agreed: int) -> None:
-    """It also holds what later ones reuse. Of two chunks the second one may be shorter."""
+    """The first graph also holds what later ones reuse. But the second of two chunks may be shorter."""
     meter = GraphMeter()
     meter.start_step(3, measure=True)
     meter._measured = sizes

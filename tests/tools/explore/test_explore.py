@@ -126,7 +126,7 @@ def served(application: Any) -> Iterator[int]:
 
 
 def test_connections_that_do_not_ask_lock_nobody_out_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do those that send the beginning of a request."""
+    """Connections that send only the beginning of a request do not either."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse
     from starlette.routing import Route

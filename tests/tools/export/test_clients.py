@@ -202,7 +202,7 @@ def test_sentence_transformers(exports: Callable[[str], Exported], kind: str) ->
 
 
 def test_gradients_are_those_of_the_cached_loss_of_sentence_transformers(tmp_path: Path) -> None:
-    """By the block of docs/howto/gradcache.md, with a model of the library."""
+    """The code is the block of docs/howto/gradcache.md, with a model of the library."""
     library = client("sentence_transformers")
     save_bert(tmp_path)
     modules = client("sentence_transformers.models")

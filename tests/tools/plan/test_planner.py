@@ -32,7 +32,7 @@ def plan_settings(*words: str) -> Any:
 
 @pytest.fixture
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models have a speed, too."""
+    """Give models of any size a speed."""
     monkeypatch.setattr(step_time, "MIN_FLOPS", 0)
 
 

@@ -54,7 +54,7 @@ def sides(out: Path) -> tuple[list[dict], list[dict]]:
 
 
 def test_a_picture_is_held_out_by_its_bytes(tmp_path: Path) -> None:
-    """Under any name, with any caption, in any order, at any size, and with more pictures beside it."""
+    """Its name, caption, order and size do not matter, nor do more pictures beside it."""
     folder = tmp_path / "in"
     folder.mkdir()
     for number in range(24):

@@ -19,7 +19,7 @@ CAPTIONS = st.lists(st.sampled_from(["a dog", '"', '""', ", ", "\n", "\r\n", "\t
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_quote_is_a_letter_where_its_line_alone_is_a_row(tmp_path: Path, case: dict) -> None:
-    """Captions by row; null: a row that cannot be told."""
+    """The cases have captions by row; null is a row that cannot be read."""
     file = tmp_path / case.get("name", "t.csv")
     file.write_text(case["table"], newline="")
     table = open_table(file, None)

@@ -258,7 +258,7 @@ def test_without_pyarrow_one_line_names_the_extra(
 
 
 def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Whole, from a server that sends them in pieces."""
+    """They are fetched whole from a server that sends them in pieces."""
     with serving(Web(pictures)) as web:
         web.faults = lambda number, path: "drip"
         (pictures / "table.csv").write_text(f"image,caption\n{web.url}/deep/red.png,red\n{web.url}/gone.png,gone\n")
