@@ -32,6 +32,7 @@ from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
+from clipscale.log.records import StepRecord
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
 from clipscale.trained_model import load_model
@@ -137,6 +138,14 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     (last,) = checkpoint.checkpoints_of(finished)
     assert last.name == "step_00000010"
     assert checkpoint.read_values(last).version == __version__
+
+
+def test_a_record_has_the_fields_that_are_declared(finished: Path) -> None:
+    found = {name for line in records(finished) for name in line}
+    parts = ("encode", "loss", "replay", "optim")
+    measured = {"step_s", "mem_peak_bytes", *(f"{part}_s" for part in parts), *(f"mem_{part}_bytes" for part in parts)}
+    a_captioners = {"contrastive_loss", "caption_loss"}
+    assert found == StepRecord.__annotations__.keys() - a_captioners - {"waited_s"} | measured
 
 
 def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
