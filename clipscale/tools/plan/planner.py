@@ -2,8 +2,8 @@
 
 import math
 from bisect import bisect
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, replace
 from functools import cached_property
 
 from clipscale.common.errors import UserError
@@ -155,8 +155,22 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
     `search`: also look for the largest batch.
     """
-    result = predicted(config, search=search)
-    result["remedies"] = [] if result["fits"] else remedies(config)
+    gpu = target_gpu(config)
+    trials: dict[str, PlanConfig] = {}
+    with open_dry_run(config, gpu) as dry:
+        prediction = Prediction(config, gpu, dry)
+        result = prediction.result()
+        if search and (gpu or config.host_memory):
+            result["largest_batch"] = prediction.largest_batch()
+        if not result["fits"]:
+            trials = remedies(config)
+        same_step = {words: trial for words, trial in trials.items() if has_same_step(trial, config)}
+        fitting = next((words for words, trial in same_step.items() if fits(trial, gpu, dry)), None)
+    result["remedies"] = []
+    for words, trial in trials.items():
+        if words == fitting or (words not in same_step and fits(trial, gpu)):
+            result["remedies"] = [words]
+            break
     result["epoch_samples"] = None
     if config.data.sample_weights:
         with suppress(UserError, OSError):  # a plan needs no data
@@ -164,26 +178,33 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     return result | {"conclusion": render("conclusion", **result)}
 
 
-def predicted(config: PlanConfig, *, search: bool = True) -> Record:
-    """The same as `plan`, without remedies."""
-    gpu = target_gpu(config)
+def open_dry_run(config: PlanConfig, gpu: Hardware | None) -> AbstractContextManager[DryRun]:
+    """A dry run of the plan. Raises UserError."""
     check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
     show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
-    with dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes) as dry:
-        prediction = Prediction(config, gpu, dry)
-        result = prediction.result()
-        if search and (gpu or config.host_memory):
-            result["largest_batch"] = prediction.largest_batch()
-    return result
+    return dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes)
 
 
-def remedies(config: PlanConfig) -> list[str]:
-    """The first settings in assumed.yaml with which the run fits; none if there are none."""
+def fits(config: PlanConfig, gpu: Hardware | None, dry: DryRun | None = None) -> bool:
+    """Whether the run fits, by a dry run that serves it too, or by its own."""
+    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
+    with nullcontext(dry) if dry else open_dry_run(config, gpu) as known:
+        return Prediction(config, gpu, known).fits(config.batch // config.ranks)
+
+
+def remedies(config: PlanConfig) -> dict[str, PlanConfig]:
+    """The run with each of the settings in assumed.yaml that changes it, by the words that set it, the best first."""
+    trials = {}
     for words, values in ASSUMED.remedies.items():
         trial = config
         for name, value in values.items():
             trial = changed(trial, name, value)
         same = trial.loss.objective == config.loss.objective  # loss=infcl is another loss than a sigmoid
-        if trial != config and same and predicted(trial, search=False)["fits"]:
-            return [words]
-    return []
+        if trial != config and same:
+            trials[words] = trial
+    return trials
+
+
+def has_same_step(trial: PlanConfig, config: PlanConfig) -> bool:
+    """Whether one dry run serves both: they differ in nothing but chunks, kept graphs and buffers."""
+    return replace(trial, cache=config.cache, data=replace(trial.data, buffers=config.data.buffers)) == config

@@ -16,8 +16,9 @@ from clipscale.common import files
 from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import format_count, parse_count
 from clipscale.models.towers import build_model
-from clipscale.tools.plan import ASSUMED, step_time
-from clipscale.tools.plan.planner import plan, predicted
+from clipscale.tools.plan import ASSUMED, planner, step_time
+from clipscale.tools.plan.dry_run import dry_run
+from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import on_machine
 from tests.conftest import TINIEST, Capture
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
@@ -71,7 +72,7 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Capture) -> No
 @pytest.mark.usefixtures("of_any_size")
 def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
     words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "cache.keep=none", "optim=adamw"]
-    alone, both = (predicted(plan_settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
+    alone, both = (plan(plan_settings(*words, f"caption.weight={weight}"), search=False) for weight in (0, 2))
     phases = {name: both["device"]["phases"][name]["extra_bytes"] for name in ("encode", "replay")}
     pairs = 256
     labels = 27
@@ -90,9 +91,7 @@ def test_a_captioners_decoder_takes_its_memory_and_its_time() -> None:
 @pytest.mark.usefixtures("of_any_size")
 def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_tokens_are_kept() -> None:
     words = ["model=coca-tiny", "batch=4k", "hardware=a100-80g", "cache.chunk=256", "model.image.train=none"]
-    again, half, once = (
-        predicted(plan_settings(*words, f"cache.keep={keep}"), search=False) for keep in (0, "14M", "56M")
-    )
+    again, half, once = (plan(plan_settings(*words, f"cache.keep={keep}"), search=False) for keep in (0, "14M", "56M"))
     # 25 tokens and a feature, of 128 numbers in bf16.
     size = 26 * 128 * 2
     assert [plan["second_pass"]["image"] for plan in (again, half, once)] == pytest.approx([1.0, 0.5, 0.0], abs=0.1)
@@ -103,11 +102,17 @@ def test_a_frozen_image_tower_of_a_captioner_has_one_pass_for_images_whose_token
     assert times[0] > times[1] > times[2]
 
 
-def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy() -> None:
-    """A captioner's logits, 27 x 49,408 numbers of each pair, of 256 pairs at once take more than the machine has."""
+def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captioner's logits, 27 x 49,408 numbers of each pair, of 256 pairs at once take more than the machine has.
+
+    One dry run serves every size of the chunks.
+    """
+    opened = []
+    monkeypatch.setattr(planner, "dry_run", lambda *given: opened.append(given) or dry_run(*given))
     words = ["model=coca-tiny", "batch=1k", "hardware=cpu", "host_memory=6G", "precision=fp32", "optim=adamw"]
     result = plan(plan_settings(*words), search=False)
     assert (result["fits"], result["chunk"]["image"], result["remedies"]) == (False, 256, ["cache.chunk=64"])
+    assert len(opened) == 1
     assert plan(plan_settings(*words, "cache.chunk=64"), search=False)["fits"]
 
 
@@ -155,7 +160,7 @@ def test_what_does_not_fit_names_what_does() -> None:
     assert not result["fits"] and result["largest_batch"] < 2**20
     batch = format_count(result["largest_batch"])
     assert result["conclusion"].endswith(f"try data.buffers=1, or batch={batch}")
-    assert predicted(replace(config, batch=result["largest_batch"]))["fits"]
+    assert plan(replace(config, batch=result["largest_batch"]))["fits"]
 
 
 @pytest.mark.slow
