@@ -22,7 +22,8 @@ class AdaptedAttention(nn.Module):
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
         self.num_heads = attention.num_heads
-        self.in_proj = nn.Linear(attention.embed_dim, 3 * attention.embed_dim, device="meta")
+        outputs, inputs = attention.in_proj_weight.shape
+        self.in_proj = nn.Linear(inputs, outputs, device="meta")
         self.in_proj.weight = attention.in_proj_weight
         self.in_proj.bias = attention.in_proj_bias
         self.out_proj = attention.out_proj
