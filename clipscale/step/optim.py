@@ -158,16 +158,16 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
 
     Raises UserError for other texts, and for epochs if `per_epoch` is None.
     """
-    if text.endswith("ep") and per_epoch is None:
-        raise UserError(
-            f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
-        )
     steps, count, unit = parse_length(setting, text)
     if steps:
         return int(steps)
     if unit == "%":
         return round(float(count) / 100 * total)
-    return round(float(count) * (per_epoch or 0))
+    if per_epoch is None:
+        raise UserError(
+            f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
+        )
+    return round(float(count) * per_epoch)
 
 
 @dataclass(frozen=True)
