@@ -49,11 +49,11 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
         p.grad = torch.empty_like(p)
     counter = Counter()
 
-    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    def add_weight_grad(total: Tensor, a: Tensor, b: Tensor) -> None:
         counter.operations += 1
         counter.moved["add"] += 2 * total.nbytes
 
-    with patch("clipscale.models.linear.add_product", add_product), counter, cuda_autocast():
+    with patch("clipscale.models.linear.add_weight_grad", add_weight_grad), counter, cuda_autocast():
         with torch.no_grad(), precision.autocast(), cast_weights.used(builds_graph=False, sums_gradients=False):
             tower(inputs)
         with precision.autocast(), cast_weights.used(builds_graph=True, sums_gradients=False):

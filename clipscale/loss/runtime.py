@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common import ranks
+from clipscale.common.half_products import add_half_product
 from clipscale.loss.exchange import Communicator
 from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
@@ -63,9 +64,9 @@ class LossRuntime:
             kernel[(programs,)](*arguments, **options)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
-        """out (float32) += factor * a b by the GEMM library, accumulated in float32."""
+        """out (float32) += factor * a b, accumulated in float32."""
         if a.is_cuda and a.dtype != torch.float32:
-            torch.addmm(out, a, b, out_dtype=torch.float32, alpha=factor, out=out)
+            add_half_product(out, a, b, factor)
         else:
             product(a, b, out, factor, beta=1)
 

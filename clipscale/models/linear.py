@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale.common.cast_layer import Cast, CastLayer
+from clipscale.common.half_products import add_half_product
 from clipscale.models.replacement import Replacement
 
 
@@ -65,7 +66,7 @@ class _Linear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         weight_grad = torch.zeros_like(half, dtype=torch.float32) if needs_weight else ctx.weight_grad
         if weight_grad is not None:
-            add = torch.ops.clipscale.add_product if torch.compiler.is_compiling() else add_product
+            add = torch.ops.clipscale.add_weight_grad if torch.compiler.is_compiling() else add_weight_grad
             add(weight_grad, rows.t(), x.flatten(0, -2))
         return (
             gradient @ half if needs_x else None,
@@ -75,14 +76,14 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (float32) += a b (half precision). On a GPU the product is not rounded in between."""
+def add_weight_grad(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (float32) += a b (half precision). On a CPU the product is rounded before it is added."""
     if a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        add_half_product(total, a, b)
     else:
         total += a @ b
 
 
-# `add_product` as an operation of torch: the compiler calls it as it is, and knows that it changes `total` in place.
-_add_product = torch.library.custom_op("clipscale::add_product", add_product, mutates_args=("total",))
-_add_product.register_fake(lambda total, a, b: None)
+# The same as an operation of torch: the compiler calls it as it is, and knows that it changes `total` in place.
+_add_weight_grad = torch.library.custom_op("clipscale::add_weight_grad", add_weight_grad, mutates_args=("total",))
+_add_weight_grad.register_fake(lambda total, a, b: None)
