@@ -16,12 +16,13 @@ from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import find_verified
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.checkpoint.state import CheckpointState
-from clipscale.common.checkpoints import Best, checkpoints_of, locate, path_of, step_of
+from clipscale.common.checkpoints import Best, Goal, checkpoints_of, locate, path_of, step_of
 
 __all__ = [
     "Best",
     "CheckpointState",
     "Copies",
+    "Goal",
     "Retention",
     "Saver",
     "UnwritableError",

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
-from clipscale.common.checkpoints import LOWER_IS_BETTER
+from clipscale.common.checkpoints import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.units import did_you_mean, one_of
 from clipscale.config.train import TrainConfig
@@ -155,7 +155,7 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
 
 def default_words(swept: PluginSweep) -> list[str]:
     """Words with defaults that suit runs, for the launcher's and sweeper's keys that the user has not typed."""
-    low = not swept.metric or swept.metric.rpartition("/")[2] in LOWER_IS_BETTER
+    low = not swept.metric or Goal.parse("sweep.metric", swept.metric).is_minimum
     suitable = {
         # a run may be requeued as often as its time limit ends it: it goes on where it was
         "hydra.launcher.max_num_timeout": 1000,

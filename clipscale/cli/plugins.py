@@ -28,7 +28,7 @@ from clipscale.cli import train as cli_train
 from clipscale.cli.job_folder import JobFolder
 from clipscale.cli.plugin_settings import PluginSweep, common_words, compose_sweep, default_words, key_of
 from clipscale.common import files
-from clipscale.common.checkpoints import Best
+from clipscale.common.checkpoints import Goal
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
@@ -146,15 +146,18 @@ def objective(result: RunResult, metric: str) -> float:
 
     Names are as in `checkpoint.best`. Raises UserError.
     """
-    label = Best(Path(), metric).label(result["eval"])
-    metrics = result["eval"][label] if metric and label else {"loss": result["loss"]}
-    key = metric.rpartition("/")[2] or "loss"
-    if key not in metrics or (metric and label is None):
+    if not metric:
+        value: float | None = result["loss"]
+    else:
+        goal = Goal.parse("sweep.metric", metric)
+        label = goal.likeliest_set(result["eval"])
+        value = result["eval"][label].get(goal.metric) if label else None
+    if value is None:
         measured = [f"{label}/{name}" for label, metrics in result["eval"].items() for name in metrics]
         raise UserError(f"sweep.metric={metric}: the run has {one_of(measured)}; the same command with one of them")
-    if not math.isfinite(metrics[key]):
-        raise UserError(f"sweep.metric={metric}: it is {metrics[key]} after the run; the sweeper cannot use that")
-    return metrics[key]
+    if not math.isfinite(value):
+        raise UserError(f"sweep.metric={metric}: it is {value} after the run; the sweeper cannot use that")
+    return value
 
 
 class AfterSignal(Enum):

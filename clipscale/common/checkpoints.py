@@ -120,38 +120,57 @@ class SetLabel(NamedTuple):
         return self.path[-len(short.path) :] == short.path and self.marks[: len(short.marks)] == short.marks
 
 
+class Goal(NamedTuple):
+    """A metric on a set, `SET/METRIC` as in RUN/eval/step_N.json, by which checkpoints or runs are compared."""
+
+    # It may leave out what `SetLabel.is_meant_by` says.
+    label: str
+    metric: str
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Self:
+        """Raises UserError, with the setting's `key`, for another form."""
+        label, _, metric = text.rpartition("/")
+        if not label or not metric:
+            raise UserError(f"{key}={text}: give SET/METRIC, as imagenet1k/top1")
+        return cls(label, metric)
+
+    def __str__(self) -> str:
+        return f"{self.label}/{self.metric}"
+
+    @property
+    def is_minimum(self) -> bool:
+        """Whether the lowest value is the best."""
+        return self.metric in LOWER_IS_BETTER
+
+    def possible_sets(self, labels: Iterable[str]) -> list[str]:
+        """The sets that the goal may mean, among these."""
+        short = SetLabel.parse(self.label)
+        return [label for label in labels if SetLabel.parse(label).is_meant_by(short)]
+
+    def likeliest_set(self, labels: Iterable[str]) -> str | None:
+        """The set that the goal means, among these; None if there is no such set."""
+        return min(self.possible_sets(labels), key=len, default=None)
+
+
 @dataclass(frozen=True)
 class Best:
     """Finds the best of a run's checkpoints, by the results of the run's own evaluations."""
 
     run: Path
-    # `SET/METRIC`, as in RUN/eval/step_N.json. SET may leave out what `SetLabel.is_meant_by` says.
-    goal: str
-
-    @property
-    def metric(self) -> str:
-        return self.goal.rpartition("/")[2]
-
-    def labels(self, labels: Iterable[str]) -> list[str]:
-        """The sets that the goal may mean, among these."""
-        short = SetLabel.parse(self.goal.rpartition("/")[0])
-        return [label for label in labels if SetLabel.parse(label).is_meant_by(short)]
-
-    def label(self, labels: Iterable[str]) -> str | None:
-        """The set that the goal means, among these; None if there is no such set."""
-        return min(self.labels(labels), key=len, default=None)
+    goal: Goal
 
     def results(self, step: int) -> dict[str, dict[str, float]]:
         """The metrics at a step of each set that the goal may mean. Empty if the step was not evaluated on any."""
         with suppress(*files.DAMAGED):
             results = files.read_record(self.run / EVAL / f"step_{step:08d}.json")["results"]
-            return {label: dict(results[label]) for label in self.labels(results)}
+            return {label: dict(results[label]) for label in self.goal.possible_sets(results)}
         return {}
 
     def values(self, step: int) -> dict[str, float]:
         """Set -> its metric at a step, for the sets that the goal may mean. Values that were not measured, or are not
         numbers, are left out."""
-        found = {label: metrics.get(self.metric) for label, metrics in self.results(step).items()}
+        found = {label: metrics.get(self.goal.metric) for label, metrics in self.results(step).items()}
         return {
             label: value for label, value in found.items() if isinstance(value, int | float) and not math.isnan(value)
         }
@@ -168,7 +187,7 @@ class Best:
             return None
         label = min(counts, key=lambda label: (-counts[label], len(label)))
         measured = {step: values_of_step[label] for step, values_of_step in values.items() if label in values_of_step}
-        choose = min if self.metric in LOWER_IS_BETTER else max
+        choose = min if self.goal.is_minimum else max
         return choose(measured, key=measured.__getitem__)
 
     def report_improvement(self, step: int, pending: int | None) -> bool:
@@ -196,7 +215,7 @@ def best_of(run: Path) -> Path:
     goal = files.settings_of_run(run).get("checkpoint", {}).get("best", "")
     if not goal:
         raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
-    step = Best(run, goal).among(map(step_of, checkpoints_of(run)))
+    step = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, checkpoints_of(run)))
     if step is None:
         raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / EVAL}; give a step's number")
     return path_of(run, step)

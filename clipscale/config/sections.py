@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from clipscale.common import files
+from clipscale.common.checkpoints import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.units import did_you_mean, one_of, parse_count
@@ -79,8 +80,8 @@ class CheckpointConfig:
     def check(self) -> None:
         """Raises UserError for another form of `every`, and of `best`."""
         validate(self, "interval")
-        if self.best and not all(self.best.rpartition("/")[::2]):
-            raise UserError(f"checkpoint.best={self.best}: give SET/METRIC, as imagenet1k/top1")
+        if self.best:
+            Goal.parse("checkpoint.best", self.best)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class SweepConfig:
 
     def check(self) -> None:
         """Raises UserError for another form of `metric`."""
-        if self.metric and not all(self.metric.rpartition("/")[::2]):
-            raise UserError(f"sweep.metric={self.metric}: give SET/METRIC, as imagenet1k/top1")
+        if self.metric:
+            Goal.parse("sweep.metric", self.metric)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,9 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = make_evaluation(config, world)
-    for name, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
-        check_goal(name, goal, [eval_set.label for eval_set in evaluation.sets])
+    for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
+        if goal:
+            check_goal(key, goal, [eval_set.label for eval_set in evaluation.sets])
 
     # Which settings and which checkpoint.
     settled = settle(config, world, fetches=copies is None)
@@ -129,18 +130,20 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
     )
 
 
-def check_goal(name: str, goal: str, labels: list[str]) -> None:
-    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `name`: the setting's."""
-    found = checkpoint.Best(Path(), goal).labels(labels)
-    if goal and len(found) != 1:
+def check_goal(key: str, goal: str, labels: list[str]) -> None:
+    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's."""
+    found = checkpoint.Goal.parse(key, goal).possible_sets(labels)
+    if len(found) != 1:
         what = "several such sets are" if found else "no such set is"
-        raise UserError(f"{name}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
+        raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
 
 
 def begin_copies(settled: SettledRun, world: World) -> checkpoint.Copies:
     """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
     settings = settled.config.checkpoint
-    best = checkpoint.Best(settled.folder, settings.best) if settings.best else None
+    best = None
+    if settings.best:
+        best = checkpoint.Best(settled.folder, checkpoint.Goal.parse("checkpoint.best", settings.best))
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
     copies = checkpoint.Copies(settled.folder, settings.copy, retention)
     if copies.address and world.is_rank0:

@@ -257,7 +257,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
     for step, value in values.items():
         result(tmp_path, step, value, goal.rpartition("/")[2])
-    retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, goal))
+    retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, checkpoint.Goal.parse("checkpoint.best", goal)))
     saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
@@ -283,7 +283,7 @@ def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path:
     for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
         results = {"birds (limit 9)": {"top1": value}} | ({"birds": {"top1": 0.4}} if step == 1 else {})
         files.write_json(tmp_path / f"eval/step_{step:08d}.json", {"results": results})
-    assert checkpoint.Best(tmp_path, "birds/top1").among([1, 2, 3]) == 2
+    assert checkpoint.Best(tmp_path, checkpoint.Goal("birds", "top1")).among([1, 2, 3]) == 2
 
 
 @pytest.mark.parametrize(("goal", "line"), [("birds/top11", "metrics: top1"), ("dogs/top1", "metrics: none")])
@@ -291,14 +291,14 @@ def test_a_goal_without_a_result_names_the_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], goal: str, line: str
 ) -> None:
     result(tmp_path, 1, 0.3)
-    assert not checkpoint.Best(tmp_path, goal).report_improvement(1, None)
+    assert not checkpoint.Best(tmp_path, checkpoint.Goal.parse("checkpoint.best", goal)).report_improvement(1, None)
     assert line in caplog.text + "".join(capsys.readouterr())
 
 
 def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
-    goal = checkpoint.Best(Path(), "holdout/loss")
-    assert goal.label(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
-    assert goal.label(["holdouts", "shop/uphold"]) is None
+    goal = checkpoint.Goal("holdout", "loss")
+    assert goal.likeliest_set(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
+    assert goal.likeliest_set(["holdouts", "shop/uphold"]) is None
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:

@@ -277,7 +277,6 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
 
 def test_a_goal_means_one_evaluated_set() -> None:
     check_goal("checkpoint.best", "holdout/loss", ["objects", "shop/holdout (limit 9)"])
-    check_goal("checkpoint.best", "", [])
     with refused(r"checkpoint\.best=holdout/loss: several such sets are evaluated; .* of shop/holdout, zoo/holdout"):
         check_goal("checkpoint.best", "holdout/loss", ["shop/holdout", "objects", "zoo/holdout"])
     with refused(r"sweep\.metric=birds/top1: no such set is evaluated; .* of objects"):
