@@ -58,7 +58,15 @@ class KeepBudget:
         """What remains if `used` bytes are taken."""
         return replace(self, bytes=self.bytes - used)
 
-    def graphs(self, chunks: int, bytes_each: int) -> int:
+    def after_tower(self, num_kept: int, bytes_each: float) -> "KeepBudget":
+        """What remains for the next towers if a tower keeps `num_kept` graphs.
+
+        One graph is reserved even if it keeps none: its replay builds one while the kept graphs of later towers are
+        alive.
+        """
+        return self.minus(max(1, num_kept) * bytes_each)
+
+    def graphs(self, chunks: int, bytes_each: float) -> int:
         """How many of the `chunks` keep their graphs. `bytes_each`: bytes of one graph; 0 before it is measured."""
         if self.bytes == math.inf:
             return chunks

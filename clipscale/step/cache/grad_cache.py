@@ -148,12 +148,11 @@ class GradCache:
 
         `reserved`: bytes of `keep_bytes` that are not for graphs.
         """
-        # Reserve one graph per earlier tower even if it keeps none: its replay builds one while the kept graphs of
-        # later towers are alive.
-        used = sum(max(1, tower.graphs.num_kept) * tower.graphs.meter.bytes_each for tower in self.towers[:i])
-        keep_budget = (
-            replace(self.keep_budget, bytes=0) if self._keeps_none else self.keep_budget.minus(used + reserved)
-        )
+        keep_budget = self.keep_budget.minus(reserved)
+        for tower in self.towers[:i]:
+            keep_budget = keep_budget.after_tower(tower.graphs.num_kept, tower.graphs.meter.bytes_each)
+        if self._keeps_none:
+            keep_budget = replace(keep_budget, bytes=0)
         return self.towers[i].encode(tower_input, self.chunks[i], keep_budget, before_chunk)
 
     def backward(self, value: Tensor) -> None:

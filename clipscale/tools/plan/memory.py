@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
+from clipscale.common.keep_budget import KeepBudget
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.tools.plan import ASSUMED
@@ -133,12 +134,10 @@ class StepModel:
 
     def kept(self, budget: float) -> PerTower:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
-        image_graph = self.passes[0].graph
-        text_graph = self.passes[1].graph
-        images = min(self.counts[0], int(budget // image_graph)) if image_graph else 0
-        # A tower that keeps no graph still builds one at a time, beside the other tower's kept graphs.
-        rest = max(0, budget - max(1, images) * image_graph)
-        texts = min(self.counts[1], int(rest // text_graph)) if text_graph else 0
+        image_graph, text_graph = (chunk.graph for chunk in self.passes)
+        for_images = KeepBudget.at_most(budget)
+        images = for_images.graphs(self.counts[0], image_graph)
+        texts = for_images.after_tower(images, image_graph).graphs(self.counts[1], text_graph)
         return images, texts
 
 
