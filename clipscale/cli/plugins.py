@@ -33,6 +33,7 @@ from clipscale.common.errors import StoppedError, UserError, one_line, to_user_e
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
 from clipscale.common.run_records import RESULT
+from clipscale.common.signals import SIGNALS
 from clipscale.common.terminal import print_failure, print_line
 from clipscale.common.units import counted, one_of
 from clipscale.config.presets import conf_dir
@@ -42,7 +43,7 @@ from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.robustness.output import ignore_output_errors, prepare_output
 from clipscale.tools.data.demo_folder import is_missing
 
-# Signals that joblib's parent passes on. Ctrl-C and a terminal's hangup come to the whole group of processes.
+# Signals that come to the whole group of processes; the others are passed on to the children.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)
 
 
@@ -262,8 +263,7 @@ def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
         first = StoppedError(f"{stop_message(number)}; {what_remains(swept)}", number)
         raise first
 
-    numbers = (*TO_GROUP, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, stop) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
         if first:  # an import has swallowed the interrupt

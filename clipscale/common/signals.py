@@ -1,11 +1,12 @@
-"""Keeps signals that go to a whole job away from helper processes. Their parents end them."""
+"""The signals that end a run, and how they are kept away from helper processes. Their parents end them."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-# Ctrl-C, a closed terminal, and the signals that schedulers send to all processes of a job. The ranks handle them.
+# Ctrl-C, a closed terminal, and the signals that schedulers send to all processes of a job. Each ends a run. The ranks
+# handle them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from clipscale.common import ranks, terminal
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.hardware import cores
-from clipscale.common.signals import blocked
+from clipscale.common.signals import SIGNALS, blocked
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
@@ -63,7 +63,8 @@ TRAIN_FUNCTION = "clipscale.train:train"
 NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+# What the launcher passes on to the workers.
+HANDLED = (*SIGNALS, signal.SIGQUIT)
 # Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 # Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown.

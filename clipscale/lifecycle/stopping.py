@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.signals import SIGNALS
 from clipscale.common.terminal import main_rank
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 # A process may get one Ctrl-C twice, from the terminal and from the launcher. A repetition within this time is ignored.
 SAME_CTRL_C_S = 1.0
-# Signals that ask a run to end.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
 # Calls of `poll` between two votes, at most.
@@ -100,13 +99,13 @@ def stop_in_context(error: BaseException | None) -> StoppedError | None:
 def _handling_signals(
     handler: Callable[[int, FrameType | None], None], listener: Callable[[int], None]
 ) -> Iterator[None]:
-    """Handle Ctrl-C and STOP_SIGNALS. SIGHUP stays ignored where it is (nohup).
+    """Handle SIGNALS. SIGHUP stays ignored where it is (nohup).
 
     `handler` runs in the main thread, as soon as that runs Python. While it waits in a collective, no handler runs. So
     `listener(number)` runs at once, in a thread of its own.
     """
     before: dict[int, Any] = {}
-    for number in (*STOP_SIGNALS, signal.SIGINT):
+    for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     reader, writer = os.pipe()
