@@ -127,7 +127,6 @@ class TrainLoop:
                 wait_for_first_samples(batch)
             if self.step == ready.step:
                 show_task(f"step {step}, the first of this start")
-            self.stream.take_waited_s()  # resets the count: the record has the waiting of this step alone
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
                 batch, self.stream, step, save=overdue, before_chunk=self.make_before_chunk(len(batch))

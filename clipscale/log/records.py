@@ -43,8 +43,7 @@ class StepRecord(TypedDict, total=False):
     caption_tokens: float
     mfu: float | None
     data_wait_frac: float
-    # The fields from here on are the loader's. `waited_s` is logged as `data_wait_frac`.
-    waited_s: float
+    # The fields from here on are the loader's.
     broken: int
     faults: int
     broken_by: dict[str, int]

@@ -96,14 +96,13 @@ class StepRecords:
         result = unfinished.result
         timer = result.timer
         rate = record["batch"] / timer.total
-        waited_s = record.pop("waited_s")
         complete = {
             **record,
             "logit_scale": unfinished.logit_scale.read()[0],
             **(result.statistics.read() if result.statistics else {}),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._world_size,
-            "data_wait_frac": waited_s / timer.total,
+            "data_wait_frac": result.waited_s / timer.total,
             **timer.record(),
             "mfu": self._flops.utilisation(rate / self._world_size, result.widths),
         }

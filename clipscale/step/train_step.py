@@ -66,6 +66,8 @@ class StepResult:
     grad_norm: float | None
     next_step: NextStepInfo
     timer: StepTimer
+    # Seconds of the step in which this rank waited for samples.
+    waited_s: float
     # Width in tokens -> captions that the text tower computed at it.
     widths: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
@@ -113,6 +115,7 @@ class TrainStep:
         and what `before_chunk` raises.
         """
         timer = StepTimer(self.world.device)
+        waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
             features, caption_chunks = self.encoder.encode(batch, before_chunk)
@@ -133,6 +136,7 @@ class TrainStep:
             grad_norm=numbers.grad_norm if numbers.is_finite else None,
             next_step=next_step,
             timer=timer,
+            waited_s=stream.waited_s - waited_before,
             widths=self.widths(caption_chunks),
             statistics=statistics,
         )

@@ -18,12 +18,12 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     """A monotonic clock promises only that it never goes back: a virtual machine's may show the same time again."""
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
-    stream, flops = Mock(record=lambda: {"waited_s": 0.0}), Mock(utilisation=lambda *_: None)
+    stream, flops = Mock(record=dict), Mock(utilisation=lambda *_: None)
     records = StepRecords(open_log(tmp_path), 1, flops, stream)
     timer = StepTimer(torch.device("cpu"))
     with timer("encode"):
         pass
-    done = StepResult(0.5, {}, 1.0, Mock(), timer, widths={8: 8}, statistics=None)
+    done = StepResult(0.5, {}, 1.0, Mock(), timer, waited_s=0.0, widths={8: 8}, statistics=None)
     records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")

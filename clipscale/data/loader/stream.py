@@ -55,8 +55,6 @@ class LoaderRecord(TypedDict):
 
     broken: int
     faults: int
-    # Seconds since the last record.
-    waited_s: float
     host_pinned: bool
     broken_by: dict[str, int]
     faults_by: dict[str, int]
@@ -88,7 +86,8 @@ class TrainStream:
         # request that is repeated.
         self.broken: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
-        self._waited_s = 0.0
+        # Seconds that this process has waited for samples.
+        self.waited_s = 0.0
         self._defers = False
         self._poll: Callable[[], None] = lambda: None
         # The error of the workers, or of a wait for them. After it, reads return at once and rows may be garbage, so
@@ -103,21 +102,14 @@ class TrainStream:
             self._request(step)
 
     def record(self) -> LoaderRecord:
-        """This rank's counts since the start, and `waited_s`, which it resets."""
+        """This rank's counts since the start."""
         return {
             "broken": self.broken.total(),
             "faults": self.events.total(),
-            "waited_s": self.take_waited_s(),
             "host_pinned": self._arena.pinned,
             "broken_by": dict(self.broken),
             "faults_by": dict(self.events),
         }
-
-    def take_waited_s(self) -> float:
-        """Seconds that this process has waited for samples since the last call. Resets them."""
-        seconds = self._waited_s
-        self._waited_s = 0.0
-        return seconds
 
     def defer_failures(self) -> None:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
@@ -209,7 +201,7 @@ class TrainStream:
         while self.failure is None and needed:
             self._receive(needed, poll)
             needed = missing()
-        self._waited_s += time.monotonic() - begun
+        self.waited_s += time.monotonic() - begun
 
     def _receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> None:
         """Handle the messages that have arrived; waits for one if workers are `needed`. Sets `failure`, and raises it
