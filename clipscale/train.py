@@ -203,8 +203,7 @@ class TrainLoop:
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
-        together = self.world.size == 1 or (isinstance(error, UserError) and error.on_all_ranks)
-        return together and not self.train_step.is_updating
+        return self.world.raises_on_all_ranks(error) and not self.train_step.is_updating
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

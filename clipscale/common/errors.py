@@ -5,8 +5,6 @@ import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
-from typing import Self
 
 from clipscale.common.printable import printable
 
@@ -18,17 +16,8 @@ class UserError(Exception):
     a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
-    # Whether every rank raises it, at the same place.
-    on_all_ranks = False
-
     def __init__(self, message: object) -> None:
         super().__init__(printable(message))
-
-    def of_all_ranks(self) -> Self:
-        """A copy of this error, for every rank to raise."""
-        shared = copy(self)
-        shared.on_all_ranks = True
-        return shared
 
 
 class StoppedError(UserError):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,8 @@ class World:
     # The store in which ranks leave each other signals; None with one process. It has a connection of its own, since a
     # rank that waits may be using the others.
     signal_store: dist.Store | None = field(default=None, compare=False, repr=False)
+    # Errors that every rank raises, at the same place. Weak references: an error holds the frames that it has left.
+    shared_errors: WeakSet[UserError] = field(default_factory=WeakSet, compare=False, repr=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -143,8 +146,17 @@ class World:
             problem = error
         for error_of_rank in self.all_gather_object(problem):
             if error_of_rank:
-                raise error_of_rank if self.size == 1 else error_of_rank.of_all_ranks()
+                self.raise_on_all_ranks(error_of_rank)
         return result
+
+    def raise_on_all_ranks(self, error: UserError) -> NoReturn:
+        """Raise an error that every rank raises, at the same place; see `raises_on_all_ranks`."""
+        self.shared_errors.add(error)
+        raise error
+
+    def raises_on_all_ranks(self, error: Exception) -> bool:
+        """Whether every rank raises this error at the same place, so that a collective may follow."""
+        return self.size == 1 or error in self.shared_errors
 
     def leave_signal(self, signal_number: int) -> None:
         """Leave a signal for the ranks that ask. Safe in any thread."""

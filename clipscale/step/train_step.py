@@ -228,10 +228,12 @@ class TrainStep:
         """
         self.world.raise_together(stream.check)
         if not self.precision.can_lower_loss_scale:
-            raise UserError(
-                f"step {step}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
-                "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
-            ).of_all_ranks()
+            self.world.raise_on_all_ranks(
+                UserError(
+                    f"step {step}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
+                    "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+                )
+            )
 
     def gradient_norm(self) -> Tensor:
         """The global norm of the gradients, 0-d. Before, sums those of scale and bias over ranks, and unscales all."""

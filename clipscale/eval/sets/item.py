@@ -141,7 +141,7 @@ class EvalSet(ABC):
         total = broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(broken)}"
         if total == len(self):
-            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again").of_all_ranks()
+            encoder.world.raise_on_all_ranks(UserError(f"{counts}; nothing is left to evaluate, fetch the set again"))
         if total and encoder.world.is_rank0:
             warn_once(counts)
         return broken
