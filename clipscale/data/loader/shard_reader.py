@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import count, islice
+from typing import NamedTuple
 
 from clipscale.data.addresses import basename
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
@@ -121,11 +122,22 @@ class Window:
     items: list[Item] = field(default_factory=list)
     num_bytes: int = 0
 
+    @classmethod
+    def of(cls, epoch: int, segment: Segment, samples: Sequence[RawSample]) -> "Window":
+        """`samples`: in the order in which they are given out."""
+        return cls([(epoch, segment, sample) for sample in reversed(samples)], _num_bytes(samples))
+
     def pop(self) -> Item:
         """Remove the next one."""
         item = self.items.pop()
         self.num_bytes -= item[2].num_bytes
         return item
+
+
+class Progress(NamedTuple):
+    """One more sample of the window that is read."""
+
+    window_bytes: int
 
 
 class WindowEnd(Enum):
@@ -175,8 +187,9 @@ class ShardReader:
         self._store = store
         self._subset = subset
         self._on_open = on_open
-        # The shard that is read now.
+        # The shard that is read now, and its samples from the first that has not been read.
         self.url = ""
+        self._raw_samples: Generator[RawSample, None, None] = _no_samples()
         self.epoch, self.index = start
         # The window that is given out while the next one is read.
         self._ready = Window()
@@ -194,7 +207,7 @@ class ShardReader:
                         yield self._next_ready()
                     self._ready = read
                 else:
-                    yield from self._make_room(read)
+                    yield from self._make_room(read.window_bytes)
 
     def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
@@ -218,9 +231,8 @@ class ShardReader:
             sample = RawSample.missing(sample.url, "fruitless_shard", sample.url)
         return segment, sample
 
-    def _reads(self) -> Generator[int | Window, None, None]:
-        """Read all windows from the position on. Yields after each sample the bytes of its window so far, and each
-        window at its end."""
+    def _reads(self) -> Generator[Progress | Window, None, None]:
+        """Read all windows from the position on. Yields after each sample, and each window at its end."""
         skip = self.index
         order = self._shards.order
         assert not isinstance(order, WeightedSources), "each source has a reader of its own"
@@ -229,63 +241,74 @@ class ShardReader:
                 yield from self._read_segment(epoch, segment)
             skip = 0
 
-    def _read_segment(self, epoch: int, segment: Segment) -> Generator[int | Window, None, None]:
+    def _read_segment(self, epoch: int, segment: Segment) -> Generator[Progress | Window, None, None]:
         """Read the windows of one segment. Yields as `_reads`."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         failure = ReadFailure()
-        reader = self._open(url, failure, cursor)
+        self._open(url, failure, cursor)
         try:
-            is_last = False
-            while not is_last:
-                raws = yield from self._read_window(reader, cursor)
-                end = WindowEnd.of(cursor, raws)
-                if end is WindowEnd.CUT and cursor.is_part:  # a smaller window needs other samples: read it again
-                    cursor.resize(len(raws))
-                    reader.close()
-                    reader = self._open(url, failure, cursor)
-                    self._skip(reader, cursor.start)
-                    continue
-                if end is not WindowEnd.FULL:
-                    cursor.resize(len(raws))
+            while True:
+                raws, end = yield from self._read_window(failure, cursor)
                 missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
                 samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
-                is_last = not cursor.advance() or end is WindowEnd.SHARD_END
+                is_last = not cursor.advance()
                 if end is WindowEnd.SHARD_END:
+                    is_last = True
                     samples += _placeholder_of_rest(cursor, failure, url)
-                items = [(epoch, segment, sample) for sample in reversed(samples)]
-                yield Window(items, _num_bytes(samples))
+                yield Window.of(epoch, segment, samples)
+                if is_last:
+                    return
         finally:
-            reader.close()
+            self._raw_samples.close()
 
     def _read_window(
-        self, reader: Iterator[RawSample], cursor: WindowCursor
-    ) -> Generator[int | Window, None, list[RawSample]]:
-        """Read the current window, up to WINDOW_BYTES. After each sample yields the window's bytes so far. Returns the
-        samples."""
+        self, failure: ReadFailure, cursor: WindowCursor
+    ) -> Generator[Progress, None, tuple[list[RawSample], WindowEnd]]:
+        """Read the current window. Yields after each sample. Returns the samples, and makes the window smaller where
+        they are fewer."""
+        while True:
+            raws = yield from self._read_samples(cursor)
+            end = WindowEnd.of(cursor, raws)
+            needs_others = end is WindowEnd.CUT and cursor.is_part
+            if end is not WindowEnd.FULL:
+                cursor.resize(len(raws))
+            if not needs_others:
+                return raws, end
+            # Of a smaller window other samples belong to the segment, which were perhaps skipped: read it again.
+            self._open(self.url, failure, cursor)
+            self._skip(cursor.start)
+
+    def _read_samples(self, cursor: WindowCursor) -> Generator[Progress, None, list[RawSample]]:
+        """Read the samples of the current window, up to WINDOW_BYTES. Yields after each one. Returns them."""
         raws = []
         num_bytes = 0
-        for raw in islice(reader, cursor.size):
+        for raw in islice(self._raw_samples, cursor.size):
             self._store.poll()
             raws.append(raw)
             num_bytes += raw.num_bytes
-            yield num_bytes
+            yield Progress(num_bytes)
             if num_bytes > WINDOW_BYTES or cursor.segment is self.abandoned:
                 break
         return raws
 
-    def _skip(self, reader: Iterator[RawSample], samples: int) -> None:
-        for _ in islice(reader, samples):
+    def _skip(self, samples: int) -> None:
+        for _ in islice(self._raw_samples, samples):
             self._store.poll()
 
-    def _open(self, url: str, failure: ReadFailure, cursor: WindowCursor) -> Generator[RawSample, None, None]:
-        """The shard's samples from the first on. Sets `url`; notes in `failure` why reading ends early."""
+    def _open(self, url: str, failure: ReadFailure, cursor: WindowCursor) -> None:
+        """Begin at a shard's first sample. `failure` receives why reading ends early."""
+        self._raw_samples.close()
         self.url = url
         self._on_open(url)
         offsets = partial(index.sample_offsets, count=self._store.count)
-        return read_shard(
+        self._raw_samples = read_shard(
             url, failure, cursor.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets
         )
+
+
+def _no_samples() -> Generator[RawSample, None, None]:
+    yield from ()
 
 
 def _num_bytes(samples: Sequence[RawSample]) -> int:

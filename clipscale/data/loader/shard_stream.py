@@ -29,11 +29,11 @@ from clipscale.data.train_transform import TrainTransform
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
 MAX_BROKEN_IN_SHARD = 20_000
-# A stream gives up after this many broken samples in a row, or so many visits to shards without a usable one. The
+# A stream gives up after this many broken samples in a row, or so many segments without a usable one. The
 # limits are generous: one bad shard of a few must not end a run, and a stream of a small set may hold a single sample
 # an epoch.
 MAX_BROKEN = 200_000
-MAX_FRUITLESS_VISITS = 200
+MAX_UNUSABLE_SEGMENTS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.
 MAX_UNREACHABLE = 3
 
@@ -100,13 +100,13 @@ class ShardStream:
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream].samples
-        # The three below count what was skipped since the last usable sample. A visit is a segment's shuffle key and
-        # its shard.
+        # The three below count what was skipped since the last usable sample. A segment is named by its
+        # shuffle key and its shard.
         # Reason -> broken samples.
         self._reasons: Counter[str] = Counter()
-        # Visit -> broken samples that were read.
-        self._visits: Counter[tuple[int, int]] = Counter()
-        # Visits to shards that could not be reached.
+        # Segment -> broken samples that were read.
+        self._segments: Counter[tuple[int, int]] = Counter()
+        # Segments of shards that could not be reached.
         self._unreachable: set[tuple[int, int]] = set()
 
     @property
@@ -174,26 +174,26 @@ class ShardStream:
 
     def _forget_skipped(self) -> None:
         self._reasons.clear()
-        self._visits.clear()
+        self._segments.clear()
         self._unreachable.clear()
 
     def _count_broken(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
         """Count a broken sample. Returns how many its shard has given in a row. Raises UserError if the stream gives
         up."""
-        visit = segment.shuffle_key, segment.shard
+        place = segment.shuffle_key, segment.shard
         self._reasons[error.reason] += 1
-        self._visits.setdefault(visit, 0)  # a visit counts, even if it read no sample
+        self._segments.setdefault(place, 0)  # a segment counts, even if none of its samples was read
         if not item.is_missing:
-            self._visits[visit] += 1
+            self._segments[place] += 1
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
-            self._unreachable.add(visit)
+            self._unreachable.add(place)
         if len(self._unreachable) >= MAX_UNREACHABLE:
             raise LoaderError(
                 f"data.train: {MAX_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
                 f"(the last: {error}); go on with resume=auto when the storage is back"
             )
-        if len(self._visits) > MAX_FRUITLESS_VISITS or self._visits.total() > MAX_BROKEN:
+        if len(self._segments) > MAX_UNUSABLE_SEGMENTS or self._segments.total() > MAX_BROKEN:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
             holds = why_unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(
@@ -201,7 +201,7 @@ class ShardStream:
                 f"the last: {item.url} {item.key}: {error}); "
                 + (holds or "look at the shards, and at data.captions and data.filter")
             )
-        return self._visits[visit]
+        return self._segments[place]
 
 
 def open_shard_stream(
