@@ -83,6 +83,9 @@ WORDS = {
 }
 # Conditions of branches that only a GPU takes (make gpu-right tests these).
 ON_GPU = re.compile(r"cuda|gpu|TMA|HIDES_DOTS|torch\.__version__|TYPE_CHECKING")
+# Statements that ask a GPU, and arguments that say where a tensor lies: without a GPU there is one place.
+ASKS_GPU = re.compile(r"torch\.cuda\.(?!is_available)")
+PLACE = re.compile(r"device\s*=|\"(cpu|cuda)\"$")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ class Places(cst.CSTVisitor):
             return True
         if isinstance(node, cst.Assign) and self.module.code_for_node(node).startswith("__all__"):
             return True
+        if isinstance(node, cst.SimpleStatementLine) and ASKS_GPU.search(self.module.code_for_node(node)):
+            return True
+        if isinstance(node, cst.Arg) and PLACE.match(self.module.code_for_node(node)):
+            return True
         if isinstance(node, cst.Expr) and isinstance(node.value, cst.BaseString):
             return True
         if isinstance(node, cst.Call):
@@ -175,10 +182,13 @@ def lines_of(file: str) -> list[Line]:
 
 
 def crude(node: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """None in the place of a value, which ends the program wherever it comes by; changes of case in a string; a limit
-    moved by a little."""
+    """None in the place of a value, which ends the program wherever it comes by; an argument that says where a tensor
+    lies, left out; changes of case in a string; a limit moved by a little."""
     if isinstance(node, cst.Call) and isinstance(other, cst.Call):
-        return len(other.args) == len(node.args) and other.func is node.func
+        if len(other.args) == len(node.args):
+            return other.func is node.func
+        left_out = [arg for arg in node.args if not any(arg.value is each.value for each in other.args)]
+        return any(PLACE.match(cst.Module([]).code_for_node(arg)) for arg in left_out)
     if isinstance(other, cst.SimpleString):
         return "XX" not in other.value
     if isinstance(node, cst.Integer | cst.Float):

@@ -30,6 +30,9 @@ def f(x: int = 1) -> "T":
         raise ValueError("refused", 3)
     log.warning("words, 4")
     assert x > 0
+    free = torch.cuda.mem_get_info()[0] + 1
+    place(x, device="cuda")
+    move(x, "cpu")
     return g(x, 5)
 '''
 
@@ -40,11 +43,13 @@ def changes(folder: Path) -> list[str]:
 
 
 def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
-    """Messages stay, and limits, which somebody chose, and code that only a GPU runs."""
+    """Messages stay, and limits, which somebody chose, and code that only a GPU runs, and where tensors lie."""
     assert changes(tmp_path) == [
         'FEW: Literal["few"] = 3 -> FEW: Literal["few"] = 4',
         'def f(x: int = 1) -> "T": -> def f(x: int = 2) -> "T":',
         "if not x: -> if x:",
+        'move(x, "cpu") -> move("cpu")',
+        'place(x, device="cuda") -> place(device="cuda")',
         "return g(x, 5) -> return g(5)",
         "return g(x, 5) -> return g(x, )",
         "return g(x, 5) -> return g(x, 6)",
