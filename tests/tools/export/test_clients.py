@@ -238,6 +238,24 @@ def test_timm(exports: Callable[[str], Exported]) -> None:
     assert_same(export.images, tower(export.normalised()))
 
 
+def test_timm_has_the_image_tower_of_a_siglip(tmp_path: Path) -> None:
+    """Of a published size, since timm's names have one each; the text tower is small, with CLIP's words."""
+    timm = client("timm")
+    torch.manual_seed(3)
+    details = open_clip.get_model_config("ViT-B-16-SigLIP")
+    text = {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    config = ModelConfig("own", details | {"text_cfg": text})
+    model = build_model(config).eval()
+    save_model(tmp_path, model, config)
+    file = main(ExportSettings(run=str(tmp_path), format="open_clip")) / "open_clip_model.safetensors"
+    overlay = {"file": str(file), "num_classes": 0}
+    name = "vit_base_patch16_siglip_224"
+    tower = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0).eval()
+    pixels = torch.randint(256, (2, 3, 224, 224), dtype=torch.uint8)
+    with torch.no_grad():
+        assert_same(model.image(pixels), tower(model.image.encoder_inputs(pixels)))
+
+
 def towers(export: Exported) -> tuple[Any, Any]:
     """The image and text tower: open_clip's of CLIP, and of a small SigLIP, which it does not build, transformers'."""
     if export.kind == "siglip":
