@@ -16,13 +16,12 @@ from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import find_verified
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.checkpoint.state import CheckpointState
-from clipscale.common.checkpoints import Best, Goal, checkpoints_of, locate, path_of, step_of
+from clipscale.common.checkpoints import checkpoints_of, path_of, step_of
+from clipscale.common.chosen_checkpoint import locate
 
 __all__ = [
-    "Best",
     "CheckpointState",
     "Copies",
-    "Goal",
     "Retention",
     "Saver",
     "UnwritableError",

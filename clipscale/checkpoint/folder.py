@@ -6,7 +6,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.checkpoints import Best, check_own, step_of
+from clipscale.common.checkpoints import check_own, step_of
+from clipscale.common.chosen_checkpoint import Best
 from clipscale.common.errors import UserError
 from clipscale.common.files import UNFINISHED_END
 from clipscale.common.run_records import EVAL, RUN_RECORDS

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
-from clipscale.common.checkpoints import Goal
+from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.units import did_you_mean, one_of
 from clipscale.config.train import TrainConfig

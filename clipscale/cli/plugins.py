@@ -28,7 +28,7 @@ from clipscale.cli import train as cli_train
 from clipscale.cli.job_folder import JobFolder
 from clipscale.cli.plugin_settings import PluginSweep, common_words, compose_sweep, default_words, key_of
 from clipscale.common import files
-from clipscale.common.checkpoints import Goal
+from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult

@@ -16,7 +16,6 @@ import yaml
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
-from clipscale.common.run_records import CONFIG
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -137,7 +136,7 @@ def reason_of(error: Exception) -> str:
 
 
 def read_record(path: Path) -> Record:
-    """The values in a run's config.yaml or a JSON file, by name; empty if there is no file. Raises DAMAGED."""
+    """The values in a YAML or JSON file of a run, by name; empty if there is no file. Raises DAMAGED."""
     if not path.exists():
         return {}
     check_inside(path, path.parent)
@@ -156,9 +155,7 @@ def read_record(path: Path) -> Record:
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
         content = read_yaml(path)
-    if not isinstance(content, dict) or not all(
-        isinstance(content.get(key, {}), dict) for key in ("results", "measured")
-    ):
+    if not isinstance(content, dict):
         raise ValueError("it holds no values with names")
     return content
 
@@ -170,10 +167,3 @@ def check_inside(path: Path, folder: Path) -> None:
     """
     if not path.resolve().is_relative_to(folder.resolve()) or (path.exists() and not path.is_file()):
         raise ValueError("no regular file, or one that leads out of its folder")
-
-
-def settings_of_run(folder: Path) -> Record:
-    """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
-    path = folder / CONFIG
-    with damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
-        return read_record(path)

@@ -2,6 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from clipscale.common import files
+from clipscale.common.record import EvalRecord, Record
 
 # One JSON object a step.
 METRICS = "metrics.jsonl"
@@ -43,3 +48,19 @@ RUN_RECORDS = (
     RunRecord("tensorboard"),
     RunRecord("wandb"),
 )
+
+
+def settings_of_run(folder: Path) -> Record:
+    """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
+    path = folder / CONFIG
+    with files.damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
+        return files.read_record(path)
+
+
+def read_evaluation(path: Path) -> EvalRecord:
+    """The file of an evaluation; empty if there is none. Raises DAMAGED of `files`."""
+    record = files.read_record(path)
+    for key in ("results", "measured"):
+        if not isinstance(record.get(key, {}), dict):
+            raise ValueError("it holds no values with names")
+    return cast(EvalRecord, record)

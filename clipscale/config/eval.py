@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common import files
-from clipscale.common.checkpoints import locate
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
-from clipscale.common.run_records import CONFIG
+from clipscale.common.run_records import CONFIG, settings_of_run
 from clipscale.common.units import did_you_mean, file_name, run_folder
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
@@ -130,7 +129,7 @@ def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
 
     Raises UserError if there is no set.
     """
-    saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
+    saved = settings_of_run(run_folder(config.run)) if config.run else {}
     eval_of_run = saved.get("eval", {})
     chosen = config.eval
     if not chosen.has_sets:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from clipscale.common import files
-from clipscale.common.checkpoints import Goal
+from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.units import did_you_mean, one_of, parse_count

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
 
 import open_clip
 import torch
@@ -18,7 +17,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import EvalRecord, Metrics, Results
-from clipscale.common.run_records import EVAL
+from clipscale.common.run_records import EVAL, read_evaluation
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
@@ -43,7 +42,7 @@ class ResultsFile:
     def record(self) -> EvalRecord:
         """What the file holds; no results where there is none."""
         empty: EvalRecord = {"step": self.step, "results": {}, "measured": {}}
-        return cast(EvalRecord, {**empty, **(read_or_move_aside(self.path, files.read_record) or {})})
+        return {**empty, **(read_or_move_aside(self.path, read_evaluation) or empty)}
 
     def add(self, label: str, metrics: Metrics, measured: Mapping[str, object]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from clipscale.common import files
 from clipscale.common.record import Results
+from clipscale.common.run_records import settings_of_run
 from clipscale.common.terminal import Progress, log_line, main_rank, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.world import destroy_world, init_world
@@ -30,7 +30,7 @@ def main(config: EvalRunConfig) -> Results:
 
 def objective_and_sizes(run: Path) -> tuple[str, list[int]]:
     """A run's objective, in its last stage if it has stages, and the sizes of its features."""
-    saved = files.settings_of_run(run)
+    saved = settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
     last_stage = (saved.get("stages") or [{}])[-1]
     return str(last_stage.get("loss", loss["objective"])), loss.get("sizes", [])

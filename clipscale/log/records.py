@@ -5,12 +5,12 @@ import operator
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord
-from clipscale.common.run_records import EVAL, METRICS
+from clipscale.common.run_records import EVAL, METRICS, read_evaluation
 
 
 class StepRecord(TypedDict, total=False):
@@ -80,10 +80,10 @@ def rate_of_step(run_dir: Path, step: int) -> float | None:
 
 def read_evaluations(run_dir: Path) -> list[EvalRecord]:
     """The contents of `eval/step_N.json`, by step."""
-    records = []
+    records: list[tuple[int, EvalRecord]] = []
     for file in (run_dir / EVAL).glob("step_*.json"):
         with files.damage_to_user_error("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
             step = int(file.stem.removeprefix("step_"))
-            records.append((step, cast(EvalRecord, files.read_record(file) | {"step": step})))
+            records.append((step, {**read_evaluation(file), "step": step}))
     return [record for _, record in sorted(records, key=itemgetter(0))]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clipscale import checkpoint
+from clipscale.common.chosen_checkpoint import Best, Goal
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
 from clipscale.config.expected import SOURCE, bands_of
@@ -132,7 +133,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
 
 def check_goal(key: str, goal: str, labels: list[str]) -> None:
     """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's."""
-    found = checkpoint.Goal.parse(key, goal).possible_sets(labels)
+    found = Goal.parse(key, goal).possible_sets(labels)
     if len(found) != 1:
         what = "several such sets are" if found else "no such set is"
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
@@ -143,7 +144,7 @@ def begin_copies(settled: SettledRun, world: World) -> checkpoint.Copies:
     settings = settled.config.checkpoint
     best = None
     if settings.best:
-        best = checkpoint.Best(settled.folder, checkpoint.Goal.parse("checkpoint.best", settings.best))
+        best = Best(settled.folder, Goal.parse("checkpoint.best", settings.best))
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
     copies = checkpoint.Copies(settled.folder, settings.copy, retention)
     if copies.address and world.is_rank0:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.format import size_and_crc32
-from clipscale.common import files
+from clipscale.common.chosen_checkpoint import Best, Goal
 from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
@@ -28,7 +28,7 @@ from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_outdated_aside
 from tests.conftest import Capture
-from tests.support.checkpoints import ONE_RANK, save, steps
+from tests.support.checkpoints import ONE_RANK, save, steps, write_result
 from tests.support.user_errors import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -233,13 +233,6 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
         checkpoint.find_verified(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
 
 
-def result(run: Path, step: int, value: float, metric: str = "top1") -> None:
-    """What an evaluation of a step leaves."""
-    (run / "eval").mkdir(exist_ok=True)
-    record = {"results": {"birds": {metric: value}, "cats (ema)": {metric: value}}}
-    (run / f"eval/step_{step:08d}.json").write_text(json.dumps(record))
-
-
 @pytest.mark.parametrize(
     ("goal", "best"),
     [
@@ -256,8 +249,8 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     """If several are equally good, the first one stays. A step with a result that is not a number is never the best."""
     values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
     for step, value in values.items():
-        result(tmp_path, step, value, goal.rpartition("/")[2])
-    retention = checkpoint.Retention(1, best=checkpoint.Best(tmp_path, checkpoint.Goal.parse("checkpoint.best", goal)))
+        write_result(tmp_path, step, value, goal.rpartition("/")[2])
+    retention = checkpoint.Retention(1, best=Best(tmp_path, Goal.parse("checkpoint.best", goal)))
     saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
@@ -267,7 +260,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
 def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -> None:
     for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
         save(tmp_path, step, some_state(), keep=0)
-        result(tmp_path, step, value)
+        write_result(tmp_path, step, value)
     with pytest.raises(UserError, match=r"step=best: .* was not trained with checkpoint\.best"):
         checkpoint.locate(tmp_path, "best")
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top1}")
@@ -275,30 +268,6 @@ def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
     with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
         checkpoint.locate(tmp_path, "best")
-
-
-def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path: Path) -> None:
-    """A later evaluation of one step, on the whole set, takes no other one's place."""
-    (tmp_path / "eval").mkdir()
-    for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
-        results = {"birds (limit 9)": {"top1": value}} | ({"birds": {"top1": 0.4}} if step == 1 else {})
-        files.write_json(tmp_path / f"eval/step_{step:08d}.json", {"results": results})
-    assert checkpoint.Best(tmp_path, checkpoint.Goal("birds", "top1")).among([1, 2, 3]) == 2
-
-
-@pytest.mark.parametrize(("goal", "line"), [("birds/top11", "metrics: top1"), ("dogs/top1", "metrics: none")])
-def test_a_goal_without_a_result_names_the_metrics(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], goal: str, line: str
-) -> None:
-    result(tmp_path, 1, 0.3)
-    assert not checkpoint.Best(tmp_path, checkpoint.Goal.parse("checkpoint.best", goal)).report_improvement(1, None)
-    assert line in caplog.text + "".join(capsys.readouterr())
-
-
-def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
-    goal = checkpoint.Goal("holdout", "loss")
-    assert goal.likeliest_set(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
-    assert goal.likeliest_set(["holdouts", "shop/uphold"]) is None
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.checkpoints import META, is_run, locate
+from clipscale.common.checkpoints import META, is_run
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.remote import announced

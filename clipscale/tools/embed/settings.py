@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common.checkpoints import check_place, locate
+from clipscale.common.checkpoints import check_place
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.checkpoints import check_place, locate
+from clipscale.common.checkpoints import check_place
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.eval import RunModel, existing_run

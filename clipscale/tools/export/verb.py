@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.run_records import settings_of_run
 from clipscale.common.terminal import print_line
 from clipscale.config.eval import existing_run
 from clipscale.config.model import ModelConfig
@@ -113,7 +114,7 @@ def mark(card: bytes) -> bytes:
 
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
-    settings = dict(flat(files.settings_of_run(run)))
+    settings = dict(flat(settings_of_run(run)))
     results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
     was_evaluated = note["weights"] in WEIGHTS  # an average was not
     results = with_start(results_by_step.get(note["step"], {}) if was_evaluated else {}, results_by_step.get("0", {}))

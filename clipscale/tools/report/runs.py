@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.printable import printable
 from clipscale.common.record import EvalRecord, Record
-from clipscale.common.run_records import ENVIRONMENT, METRICS
+from clipscale.common.run_records import ENVIRONMENT, METRICS, settings_of_run
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.expected import SOURCE, bands_of
@@ -54,7 +54,7 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 
 def _read(folder: Path) -> Run:
-    config = files.settings_of_run(folder)
+    config = settings_of_run(folder)
     with files.damage_to_user_error("the run's records", folder, "restore them, or move them away"):
         files.check_inside(folder / METRICS, folder)
         records = read_metrics(folder / METRICS)
