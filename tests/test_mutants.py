@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("mutmut", reason="mutmut is not installed (clipscale[dev])")
 
-from tests import mutants
-from tests.support import line_notes
+from tests.support import breaks_of_code, chosen_tests, line_notes
 
 SOURCE = '''
 """A docstring, 1."""
@@ -39,7 +38,7 @@ def f(x: int = 1) -> "T":
 
 def changes(folder: Path) -> list[str]:
     (folder / "a.py").write_text(SOURCE)
-    return sorted(mutant.change for line in mutants.lines_of(str(folder / "a.py")) for mutant in line.mutants())
+    return sorted(mutant.change for line in breaks_of_code.lines_of(str(folder / "a.py")) for mutant in line.mutants())
 
 
 def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
@@ -57,15 +56,15 @@ def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
 
 
 def test_a_draw_is_a_function_of_its_seed() -> None:
-    first, again, other = (mutants.drawn(5, seed, ["clipscale/loss/block.py"]) for seed in (1, 1, 2))
+    first, again, other = (breaks_of_code.drawn(5, seed, ["clipscale/loss/block.py"]) for seed in (1, 1, 2))
     assert first == again != other and len({(each.file, each.line) for each in first}) == 5
 
 
 def test_the_tests_of_a_file_begin_with_its_mirror() -> None:
-    assert mutants.tests_of("clipscale/step/optim.py")[0] == "tests/step/test_optim.py"
-    assert mutants.tests_of("clipscale/loss/softmax/kernel.py")[0] == "tests/loss/triton/test_interpreter.py"
-    for file in mutants.target_files():
-        assert len(mutants.tests_of(file)) > 2, file
+    assert chosen_tests.tests_of("clipscale/step/optim.py")[0] == "tests/step/test_optim.py"
+    assert chosen_tests.tests_of("clipscale/loss/softmax/kernel.py")[0] == "tests/loss/triton/test_interpreter.py"
+    for file in breaks_of_code.target_files():
+        assert len(chosen_tests.tests_of(file)) > 2, file
 
 
 RUN = """
@@ -81,7 +80,7 @@ def f(x=1,
 
 def test_a_break_is_run_by_what_runs_its_statement(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(RUN)
-    lines = {line: [*mutants.Mutant(str(tmp_path / "a.py"), line, "", "").lines] for line in (2, 4, 5, 7, 8)}
+    lines = {line: [*breaks_of_code.Mutant(str(tmp_path / "a.py"), line, "", "").lines] for line in (2, 4, 5, 7, 8)}
     assert lines == {2: [2], 4: [3, 4, 5, 6, 7, 8], 5: [5], 7: [6, 7], 8: [8]}
 
 
@@ -113,9 +112,9 @@ def test_its_tests_are_those_that_run_it_the_quick_ones_first() -> None:
     slow, quick, other, long = (f"tests/{name}" for name in names)
     file = "clipscale/step/optim.py"
     running = {(file, 1): {""}, (file, 2): {slow, long, other, "tests/eval/test_run.py::far"}, (file, 0): {quick, slow}}
-    record = mutants.Record({slow: 9, quick: 1, other: 2, long: 30, "tests/eval/test_run.py::far": 1}, running)
+    record = chosen_tests.Record({slow: 9, quick: 1, other: 2, long: 30, "tests/eval/test_run.py::far": 1}, running)
 
-    class At(mutants.Mutant):
+    class At(breaks_of_code.Mutant):
         @property
         def lines(self) -> range:  # type: ignore[override]
             return range(self.line, self.line + 1)
