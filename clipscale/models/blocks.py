@@ -1,4 +1,4 @@
-"""Finds the identical blocks of a tower: what one of them takes counts for all."""
+"""Finds the identical blocks of a tower, so that one of them can be measured for all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

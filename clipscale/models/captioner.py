@@ -1,4 +1,4 @@
-"""A captioner beside the contrast (CoCa, Yu et al. 2022, arXiv 2205.01917): a decoder writes an image's caption.
+"""A captioner (CoCa, Yu et al. 2022, arXiv 2205.01917): beside the contrastive loss a decoder predicts the caption.
 
 N: pairs, T: tokens of the captions, P: tokens of an image, W: width of the decoder, D: feature width, V: vocabulary.
 """
@@ -52,7 +52,7 @@ def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, toke
     Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
     """
     labels_NT = tokens_NT[:, 1:].long()
-    # Choosing the labels' tokens needs their number. On a GPU the host would wait for it.
+    # Choosing the labels' tokens needs their number, for which the host would wait on a GPU.
     lean = next((module for module in decoder.modules() if isinstance(module, LeanDecoder)), None)
     if tokens_NT.is_cuda or lean is None or not lean.takes_wanted:
         logits_NTV = decoder(image_NPW, text_NTW[:, :-1])
@@ -84,7 +84,7 @@ def write_captions(
     edges: tuple[int, int],
     length: int,
 ) -> Tensor:
-    """Captions by the most likely next token: (N, length) int64, padded, with their first and last token.
+    """Write captions by greedy search: (N, length) int64, padded, with their first and last token.
 
     As open_clip's `CoCa.generate` with generation_type="top_k", top_k=1 and min_seq_len=0, which needs
     transformers 4. `edges`: the numbers of the first and the last token.
@@ -103,7 +103,7 @@ def write_captions(
 
 @torch.no_grad()
 def init_decoder(decoder: MultimodalTransformer) -> None:
-    """Random weights of a new decoder, by the formulas of its `init_parameters`.
+    """Initialise a new decoder with random weights, by the formulas of its `init_parameters`.
 
     open_clip 3.3 never calls that method, which would fail, and leaves `text_projection` uninitialised.
     """

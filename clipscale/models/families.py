@@ -1,4 +1,4 @@
-"""What the trainer knows of each family of encoders. A new family is one entry of FAMILIES.
+"""The facts of each family of encoders that the trainer uses. A new family is one entry of FAMILIES.
 
 What an entry leaves open works for any encoder of open_clip.
 """
@@ -23,8 +23,8 @@ class LayerGroups(TypedDict):
     blocks: list[tuple[str, tuple[int, ...] | None]]
 
 
-# Patterns of parameters' names by layer group, in timm's form, where 99999 means: in the group before. Parameters that
-# no pattern matches are the head. Towers of timm have patterns of their own.
+# Layer group -> patterns of parameters' names, in timm's form. 99999 means the group before. Parameters that no pattern
+# matches are the head. Towers of timm have patterns of their own.
 GROUPS: LayerGroups = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
     "blocks": [
@@ -38,7 +38,7 @@ GROUPS: LayerGroups = {
 
 @dataclass(frozen=True)
 class Family:
-    """Encoders with the same names of parameters, and what can be done with them."""
+    """Encoders whose parameters have the same names, and facts about them."""
 
     # open_clip's class of the encoders.
     encoder: type[nn.Module] = nn.Module
@@ -77,5 +77,5 @@ OTHER_FAMILY = Family()
 
 
 def family_of(encoder: nn.Module) -> Family:
-    """An encoder's family; `OTHER_FAMILY` for what no entry knows, such as a residual network."""
+    """An encoder's family; `OTHER_FAMILY` if no entry has it, such as for a residual network."""
     return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER_FAMILY)

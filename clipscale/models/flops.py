@@ -140,7 +140,7 @@ class ProductCounter(TorchDispatchMode):
         self.times = 1
 
     def count_each(self, times: int, *_: object) -> None:
-        """Count each product so often from here on. A hook of a module."""
+        """From now on, count each product so many times. It is a hook of a module."""
         self.times = times
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:

@@ -36,13 +36,13 @@ from clipscale.common.cast_layer import CastLayer
 from clipscale.models.linear import CastLinear, linear
 from clipscale.models.replacement import Replacement
 
-# Kernels of attention over captions; the first that suits is taken. On an H100 (torch 2.11) 77 tokens take 0.45 ms by
+# Kernels of attention over captions. The first that can is used. On an H100 (torch 2.11) 77 tokens take 0.45 ms by
 # flash attention and 0.55 by cuDNN's, which also prepares itself for every new shape. The 197 and 257 tokens of images
 # are faster by cuDNN's.
 CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # The position of a token: one for all samples, or one for each, (N,).
 TokenIndex = int | Tensor
-# What a token attends to. False: all tokens. True: those up to itself, a causal mask. Bool (N, 1, T, T): any mask.
+# A mask of attention. False: none. True: a causal mask. Bool (N, 1, T, T): the tokens that a token attends to.
 AttentionMask = bool | Tensor
 
 
@@ -124,7 +124,7 @@ class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
         return F.linear(token, query_weight, query_bias), F.linear(y, other_weights, other_biases)
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        """The packed projection's. `project_from` uses parts of them, as autograd and autocast do by themselves."""
+        """Weight and bias of the packed projection. `project_from` uses parts of them."""
         return self.attn.in_proj_weight, self.attn.in_proj_bias
 
     def heads(self, projected: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -219,7 +219,7 @@ class LeanText(Replacement, TextTransformer):
         backend = partial(sdpa_kernel, CAPTION_SDPA_BACKENDS, set_priority=True)
         x = run_blocks(
             self.transformer,
-            # No variable, which would keep this tensor alive while all blocks run.
+            # A variable would keep this tensor alive while all blocks run.
             self.token_embedding(text) + self.positional_embedding[: text.shape[1]],
             self.attn_mask is not None,
             self.position(text),
@@ -255,7 +255,7 @@ class LeanCaptions(Replacement, TextTransformer):
         positions = torch.cat([self.positional_embedding[: text.shape[1]], self.positional_embedding[-1:]])
         x = run_blocks(
             self.transformer,
-            # No variable, as in LeanText.
+            # Without a variable, as in LeanText.
             torch.cat([self.token_embedding(text), class_token], dim=1) + positions,
             self.mask(text),
             None,
@@ -286,7 +286,7 @@ class LeanDecoder(Replacement, MultimodalTransformer):
     With `wanted`, bool (N, T), the logits of these K tokens alone, (K, V).
     """
 
-    # Whether the caller may pass `wanted`. Not in a dry run: its tensors have no values to choose tokens by.
+    # Whether the caller may pass `wanted`. A dry run may not: its tensors have no values by which to choose tokens.
     takes_wanted = True
 
     def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
@@ -311,7 +311,7 @@ def run_blocks(
     last_block = transformer.resblocks[-1]
 
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """The contexts of a checkpointed block's forward pass and of its recomputation."""
+        """The contexts for a checkpointed block: for its forward pass, and for its recomputation."""
         return nullcontext(), backend()
 
     with backend():

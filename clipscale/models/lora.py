@@ -81,5 +81,5 @@ def add(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
         )
     rule = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, layers)))
     peft.inject_adapter_in_model(rule, encoder)
-    for p in trained:  # peft has frozen them
+    for p in trained:  # peft has frozen these
         p.requires_grad_()

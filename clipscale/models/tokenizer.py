@@ -28,7 +28,7 @@ OPTIONS = {
 }  # fmt: skip
 # Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more.
 CHARS_PER_TOKEN = 32
-# Tokens of the vocabulary where a description gives no number: CLIP's.
+# Size of the vocabulary if a description gives none: CLIP's.
 VOCABULARY = 49408
 # Most words that are remembered with their tokens. open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
@@ -49,7 +49,7 @@ class Tokenizer:
         self.length = length
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled without `inner`: each process imports open_clip's own."""
+        """Pickle without `inner`: each process imports open_clip's own."""
         return Tokenizer, (self._load, self.length)
 
     @cached_property
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @cached_property
     def edges(self) -> tuple[int, int]:
-        """The numbers of the token before a caption, and of the one after it."""
+        """The ids of the token before a caption, and of the one after it."""
         first, last = self([""])[0, :2].tolist()
         return first, last
 
@@ -78,7 +78,7 @@ class Tokenizer:
         return " ".join(inner.decode(inside).split())
 
     def shortened(self, text: str) -> str:
-        """Returns the characters of a caption that can matter. Tokenizers take a run of spaces for one.
+        """The characters of a caption that can matter. Tokenizers treat a run of spaces as one.
 
         JSON can hold lone surrogates, which no tokenizer takes.
         """
@@ -114,7 +114,7 @@ def _loaded(name: str, text: Record) -> Any:
             _check(made.encoder, text)
         made([""])
         return made
-    except Exception as error:  # the library of tokenizers raises no other
+    except Exception as error:  # the library of tokenizers raises no subclass
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({one_line(error)}){lacks}") from error
 

@@ -44,7 +44,7 @@ FOREIGN_TOWER_KEYS = ("timm_model_name", "hf_model_name")
 Encoders: TypeAlias = CustomTextCLIP | CoCa
 # Side of the pictures in pixels, where open_clip's description has none.
 IMAGE_SIZE = 224
-# Descriptions, as JSON, that `check_encoders` has found usable: many of a sweep or an average are alike.
+# Descriptions, as JSON, that `check_encoders` has found usable. A sweep or an average has many that are alike.
 USABLE_DESCRIPTIONS = set[str]()
 
 
@@ -268,7 +268,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
 
 
 def on_meta(module: nn.Module, *inputs: Tensor) -> Any:
-    """What a module gives for inputs on the meta device: shapes without values."""
+    """A module's outputs for inputs on the meta device: shapes without values."""
     state = {key: x.to("meta") for key, x in (*module.named_parameters(), *module.named_buffers())}
     return functional_call(module, state, inputs)
 

@@ -1,1 +1,1 @@
-"""What a run does about its own machine: full disks, closed outputs, limits on memory, and damaged records."""
+"""Lets a run survive or explain faults of its machine: full disks, closed outputs, limits, and damaged records."""

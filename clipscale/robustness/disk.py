@@ -1,4 +1,4 @@
-"""Whether a disk has room for a run."""
+"""Checks that the disk has room for a run's checkpoints."""
 
 import shutil
 from pathlib import Path

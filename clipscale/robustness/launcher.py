@@ -1,4 +1,4 @@
-"""Whether the variables that a launcher sets for this process go together."""
+"""Checks that the variables that a launcher sets for this process go together."""
 
 import os
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
 
-# What torch, the system, Python and the loader of libraries say where a limit on memory or threads is reached.
+# Phrases of torch, the system, Python and the loader of libraries when a limit on memory or threads is reached.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
 E = TypeVar("E", bound=BaseException)
 # Linux's folder for shared memory.

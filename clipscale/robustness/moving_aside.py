@@ -1,6 +1,6 @@
-"""What a run finds in its folder and does not use is renamed and reported, never deleted.
+"""Renames and reports files that a run finds in its folder and does not use. It never deletes them.
 
-That is a damaged record, and what is left of another run or of later steps.
+These are damaged records, and files of another run or of later steps.
 """
 
 import logging
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def read_or_move_aside(path: Path, read: Callable[[Path], T]) -> T | None:
-    """`read(path)`; None if the file is damaged, which is renamed and reported."""
+    """Return `read(path)`. A damaged file is renamed and reported; then None."""
     try:
         return read(path)
     except DAMAGED as error:
@@ -77,7 +77,9 @@ def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpo
 
 def move_later_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
-    The curve so far, and the results after `step`, go to a folder of their own."""
+
+    The curve so far, and the results after `step`, go to a folder of their own.
+    """
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
     renamed = [move_checkpoint_aside(path, "aside") for path in later]
     if later:

@@ -33,10 +33,10 @@ class _Lasting(io.FileIO):
 
 
 def ignore_output_errors() -> None:
-    """From here on nothing that this process prints ends it: a run is worth more than its output."""
+    """From now on, an error of printing does not end this process: a run is worth more than its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else it was replaced already, or by a test
+        if stream is getattr(sys, f"__{name}__"):  # otherwise it was replaced already, or by a test
             with suppress(OSError):
                 stream.flush()
             raw: Any = _Lasting(stream.fileno(), "w", closefd=False)
@@ -45,7 +45,7 @@ def ignore_output_errors() -> None:
 
 
 class LastingLines:
-    """A file of lines. Those that a full disk refuses are kept, and written with the next one; one warning says so."""
+    """A file of lines. Lines that a full disk refuses are kept, and written with the next one. One warning says so."""
 
     def __init__(self, file: io.FileIO) -> None:
         """`file`: lines are appended to it, unbuffered, so that a kill loses none."""

@@ -15,12 +15,12 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 # Files of weights in a folder that has only adapters.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Segments that PEFT puts into names: of an adapter, and of a wrapped module.
+# Segments that PEFT puts into names of adapters and of wrapped modules.
 ADAPTER = "lora_"
 BASE = "base_layer"
-# Of a module that is saved as a whole beside adapters.
+# The segment of a module that is saved as a whole beside adapters.
 WHOLE_MODULE = "modules_to_save"
-# Of the two factors of an adapter: the change of a weight is B A alpha / r.
+# The segments of an adapter's two factors. The change of a weight is B A alpha / r.
 FACTOR_A = ".lora_A."
 FACTOR_B = ".lora_B."
 MERGE_REMEDY = "give what model.merge_and_unload().save_pretrained(FOLDER) writes"
@@ -76,7 +76,7 @@ def merge_run_adapters(state: dict[str, "Tensor"]) -> dict[str, "Tensor"]:
 
 
 def merge_adapters(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Tensor"]:
-    """Weights of torch with their adapters added, and without them; `scale` is alpha / r.
+    """Add their adapters to weights of torch, and leave the adapters out. `scale`: alpha / r.
 
     Raises what torch raises for other shapes.
     """

@@ -1,6 +1,7 @@
-"""What the configuration beside weights says of a model: open_clip's, transformers' or timm's. Imports nothing heavy.
+"""Reads a model's description from the configuration beside its weights: open_clip's, transformers' or timm's.
 
 Folders are untrusted: their files may name no path and no address, and describe no model larger than the weights.
+Imports nothing heavy.
 """
 
 import re
@@ -19,15 +20,15 @@ OPEN_CLIP_CONFIG = "open_clip_config.json"
 CONFIG = "config.json"
 # A model of which no architecture is known.
 UNKNOWN_MODEL = ModelConfig("")
-# For each tower the keys of its description in which weights must agree, with open_clip's defaults.
+# Tower -> the keys of its description in which weights must agree, with open_clip's defaults.
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
-# What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
+# A text in a stranger's description may be a word of open_clip's or a repository, but no path and no address.
 SAFE_TEXT = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """What a folder's configuration says; a field is empty if it does not say it."""
+    """The content of a folder's configuration. A field is empty if the configuration lacks it."""
 
     # The architecture, as open_clip describes it.
     description: Record = field(default_factory=dict)
@@ -38,7 +39,7 @@ class FolderConfig:
 
 
 def described_model(folder: Path, name: str) -> ModelConfig:
-    """What the configuration in a folder says of a model called `name`; without a name: no architecture.
+    """Read the configuration in a folder, for a model called `name`. Without a name it gives no architecture.
 
     Raises UserError, and what a value of another type raises.
     """
@@ -68,7 +69,7 @@ def _of_others(folder: Path) -> FolderConfig:
     """Read transformers' config.json, or timm's, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")
-    if model_type not in hugging_face.TABLES:  # perhaps a tower of timm
+    if model_type not in hugging_face.TABLES:  # it may be a tower of timm
         pictures = content.get("pretrained_cfg") or content
         return FolderConfig(pixels={key: pictures[key] for key in ("mean", "std") if key in pictures})
     pixels = hugging_face.pixels(folder, model_type)
@@ -83,7 +84,7 @@ def _of_others(folder: Path) -> FolderConfig:
 
 
 def _name_tokenizer(text: Record, folder: Path) -> None:
-    """Make the folder the tokenizer of a description's `text_cfg`, if it has a tokenizer's files, as in open_clip.
+    """If the folder has a tokenizer's files, name it as the tokenizer in a description's `text_cfg`, as open_clip does.
 
     For a model of transformers it always does so.
     """
@@ -116,7 +117,7 @@ def check_words(description: Record) -> None:
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """How two models differ; empty if they are the same one, perhaps of another resolution, or if one is not known."""
+    """How two models differ, in words. Empty if only the resolution may differ, or if one model is not known."""
     descriptions = [model.description for model in (ours, theirs)]
     if not all(descriptions):
         return ""
@@ -126,7 +127,7 @@ def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
 
 
 def comparable(description: Record) -> Record:
-    """The values of a description in which weights must agree. Raises what a value of another type raises."""
+    """The values of a description in which weights must agree. A value of a wrong type raises any exception."""
     values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
     for section, defaults in COMPARED.items():
         words = defaults | description[section]

@@ -1,4 +1,4 @@
-"""Whether weights that are not on this machine can be fetched: asks once, before a run is planned or torch loaded.
+"""Asks once whether weights that are not on this machine can be fetched, before a run is planned or torch is loaded.
 
 open_clip and Hugging Face's client ask twelve times, for a minute and a half.
 """
@@ -30,9 +30,9 @@ def check_connection(model: ModelConfig) -> None:
         except LocalEntryNotFoundError:
             try:
                 server.model_info(repository, timeout=PATIENCE_S)
-            except HfHubHTTPError:  # an answer, which loading the weights explains
+            except HfHubHTTPError:  # the server answers; loading the weights will explain
                 continue
-            except Exception as error:  # of whichever library connects
+            except Exception as error:  # each library that connects has its own
                 raise UserError(
                     f"{repository} is not on this machine, and cannot be fetched: {server.endpoint} has no answer; "
                     "download it elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"

@@ -1,6 +1,7 @@
-"""Folders of transformers' CLIP and SigLIP: what they say of a model, in open_clip's words. Imports nothing heavy.
+"""Reads a model's description from folders of transformers' CLIP and SigLIP, in open_clip's words.
 
-The table `hugging_face.yaml` has the rest, and serves both directions: reading here, writing in `tools/export`.
+The table `hugging_face.yaml` has the rest, and serves both directions: reading here, writing in `tools/export`. Imports
+nothing heavy.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from clipscale.common.record import Record
 
 # `model_type` of a transformers model -> its part of the table.
 TABLES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
-# Files of which a folder with a tokenizer has at least one.
+# A folder with a tokenizer has at least one of these files.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 # SHA-256 of CLIP's own vocabulary, as JSON with sorted keys. open_clip's tokenizer has this vocabulary built in.
 CLIP_VOCABULARY_SHA256 = "51b8a58f8c87bc7af902c70cbcdd0287f5baffaa34044e30b8ff8e22c54ec1a0"
@@ -49,7 +50,7 @@ def description_of(config: Record) -> Record:
         "context_length": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
     }
-    if text["eos_token_id"] not in (2, text["vocab_size"] - 1):  # else it is the largest token
+    if text["eos_token_id"] not in (2, text["vocab_size"] - 1):  # otherwise it is the largest token
         text_cfg |= {"pool_type": "eos", "eos_id": text["eos_token_id"]}
     return {
         **table["open_clip"],
@@ -97,7 +98,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def has_clips_tokenizer(folder: Path, words: int) -> bool:
-    """Whether a folder's vocabulary is CLIP's own; of one without a tokenizer, by its number of `words`."""
+    """Whether a folder's vocabulary is CLIP's own. Without a tokenizer the number of `words` decides."""
     file = folder / "vocab.json"
     if not file.is_file():
         return words == TABLES["clip"]["text"]["vocab_size"] and not has_tokenizer(folder)

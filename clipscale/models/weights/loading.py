@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # The key of a run's moving average, after `::`.
 AVERAGE = "ema"
-# How the names of position embeddings end.
+# The ending of position embeddings' names.
 POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
 OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -41,7 +41,7 @@ DECODER = "text_decoder."
 POOLED = ("visual.ln_post.", "visual.proj")
 # Beginnings of a captioner's weights that CLIP's towers do not have.
 NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
-# Weights that a tower of another task may lack, or have in addition: its classifier, our projection.
+# Weights that a tower of another task may have in addition or may lack: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
@@ -152,7 +152,7 @@ def read(source: Source) -> Weights:
 
 def _load_run(source: Source) -> Weights:
     """A run's weights, or their moving average with the key `ema`."""
-    from clipscale import checkpoint  # knows the ranks of a run, of which models know nothing
+    from clipscale import checkpoint  # imported here: it knows the ranks of a run, and models know none
 
     saved = checkpoint.load(source.path, entries=("model", source.key))
     state = saved.model
@@ -197,7 +197,7 @@ def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, pre
 
 
 def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: str) -> Weights:
-    """The weights by the names of a model (`ours`, or another library's), whatever the file puts around those.
+    """The weights under the names of a model (`ours`, or another library's), without the wrappings of the file.
 
     A warning tells what was taken off the names, and which weights are left over.
     """

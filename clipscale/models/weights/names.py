@@ -17,12 +17,12 @@ from clipscale.models.weights.hugging_face import TABLES
 VISUAL = "visual."
 TEXT = "text."
 TOWERS = {VISUAL: "image", TEXT: "text"}
-# How the keys of the same towers begin in transformers.
+# Tower -> the beginning of its keys in transformers.
 TRANSFORMERS_PREFIXES = {VISUAL: "vision_model.", TEXT: "text_model."}
 # Below these in a tower are the modules of another library.
 INNER_PREFIXES = ("trunk.", "transformer.")
 SHARED = ("logit_scale", "logit_bias")
-# Where trainers put the weights in a checkpoint. Of several sets of weights these come first.
+# Places where trainers put the weights in a checkpoint. If there are several sets of weights, these come first.
 USUAL_KEYS = ("state_dict", "model_state_dict", "model")
 # Levels of dictionaries in a checkpoint.
 MAX_DEPTH = 4
@@ -35,7 +35,7 @@ MAX_LISTED = 3
 
 @runtime_checkable
 class Shaped(Protocol):
-    """A tensor, or what stands for one whose values are not read."""
+    """A tensor, or a stand-in for one whose values are not read."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -98,7 +98,7 @@ def _tensor_dictionaries(content: Mapping[str, object]) -> Iterator[tuple[str, d
 
 @dataclass(frozen=True)
 class KeyStyle:
-    """How the weights of a model, or of one tower, may be called."""
+    """A naming scheme for the weights of a model, or of one tower."""
 
     # Canonical key with digits as '#' -> prefix in the full model: empty, `visual.` or `text.`.
     prefixes: dict[str, str]
@@ -164,7 +164,7 @@ def _style_of_tower(patterns: Iterable[str], prefixes: Sequence[str]) -> KeyStyl
 
 
 class Wrapping(NamedTuple):
-    """What a key in a file has beside the segments of its canonical key."""
+    """The parts of a key in a file that its canonical key does not have."""
 
     # What precedes them, as `module.`.
     prefix: str
@@ -242,7 +242,7 @@ class _StyleMatch:
 
 
 def match_names(keys: Collection[str], styles: Sequence[KeyStyle], setting: str) -> Match:
-    """A model's keys in a file, by the style that finds the most, of several the first.
+    """A model's keys in a file, by the style that finds the most; in a tie by the first such style.
 
     A tower's keys have one prefix. Raises UserError where two prefixes would do.
     """
@@ -268,7 +268,7 @@ def match_names(keys: Collection[str], styles: Sequence[KeyStyle], setting: str)
 
 
 def _match_style(keys: Iterable[str], style: KeyStyle) -> _StyleMatch:
-    """A style's keys in a file: of each tower those with its most frequent prefix, or the shortest of several."""
+    """A style's keys in a file. For each tower it takes the most frequent prefix, and the shortest in a tie."""
     canonical = _canonical_keys(keys, style)
     counts_of_tower: dict[str, Counter[str]] = {}
     for key, end in canonical.items():

@@ -16,7 +16,7 @@ from clipscale.models.weights.names import choose_weight_set, listed
 
 
 class NamesTable(TypedDict):
-    """What shapes.yaml says of a tower of open_clip, by its names in a whole model."""
+    """An entry of shapes.yaml, for a tower of open_clip. It has the names in a whole model."""
 
     # A weight that towers of other packages alone have.
     only: str
@@ -52,7 +52,7 @@ def _of_safetensors(path: Path) -> dict[str, object]:
 
 
 def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
-    """What torch.save has written: a checkpoint, of which no values are read for the meta device. Executes no code.
+    """Read what torch.save has written. For the meta device no values are read. Executes no code.
 
     Raises what torch.load raises, and ValueError for another file.
     """
@@ -60,7 +60,7 @@ def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
     with path.open("rb") as file:
         if not is_zip and file.read(1) != pickle.PROTO:
             raise ValueError("neither safetensors nor written by torch.save")
-    import torch  # seconds, which safetensors do not need
+    import torch  # imported here: it takes seconds, and files of safetensors do not need it
 
     try:
         content = torch.load(path, map_location=device, weights_only=True, mmap=is_zip and device == "meta")

@@ -46,13 +46,13 @@ WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensor
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 MAX_JSON_BYTES = 2**26
 FETCH_REMEDY = "; download it elsewhere, give it"
-# Section of a description -> how the names of its tower's weights begin.
+# Section of a description -> the beginning of its tower's names of weights.
 PREFIXES = {"vision_cfg": VISUAL, "text_cfg": TEXT}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights are, and which model they are of."""
+    """The place of weights, and their model."""
 
     # The setting that names them, with its value: the beginning of messages.
     setting: str
@@ -66,7 +66,7 @@ class Source:
     key: str = ""
 
     def unreadable_to_user_error(self) -> AbstractContextManager[None]:
-        """Around what reads the files. Raises UserError for damaged ones."""
+        """Around code that reads the files. Raises UserError for damaged ones."""
         return to_user_error(f"{self.setting} cannot be read as weights")
 
 
@@ -245,11 +245,11 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
 
 
 def _instead_of_weights(folder: Path) -> str:
-    """What a folder without weights has, and the remedy."""
+    """The content of a folder without weights, and the remedy, in words."""
     if any((folder / name).is_file() for name in (adapters.CONFIG, *adapters.WEIGHTS)):
         return f"adapters of PEFT alone; merge first: {adapters.MERGE_REMEDY}"
     inner = [path for path in files.folders(folder) if any((path / name).is_file() for name in WEIGHTS)]
-    if inner:  # of sentence-transformers, diffusers
+    if inner:  # sentence-transformers and diffusers have folders of models in a folder
         return f"no weights itself; give {' or '.join(map(str, inner))}"
     return f"no weights ({', '.join(WEIGHTS)}); give one that does, or a file"
 
