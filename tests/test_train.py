@@ -145,7 +145,7 @@ def test_a_record_has_the_fields_that_are_declared(finished: Path) -> None:
     parts = ("encode", "loss", "replay", "optim")
     measured = {"step_s", "mem_peak_bytes", *(f"{part}_s" for part in parts), *(f"mem_{part}_bytes" for part in parts)}
     a_captioners = {"contrastive_loss", "caption_loss"}
-    assert found == StepRecord.__annotations__.keys() - a_captioners - {"waited_s"} | measured
+    assert found == StepRecord.__annotations__.keys() - a_captioners | measured
 
 
 def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from clipscale.common.run_records import EVAL, METRICS, read_evaluation
 
 
 class StepRecord(TypedDict, total=False):
-    """A line of metrics.jsonl, of one step, beside the times and the memory of `StepTimer.record`. Earlier versions
-    wrote fewer fields."""
+    """A line of metrics.jsonl, the record of one step. It also has the times and the memory of `StepTimer.record`.
+
+    Earlier versions wrote fewer fields.
+    """
 
     step: int
     samples: int
@@ -28,7 +30,7 @@ class StepRecord(TypedDict, total=False):
     grad_norm: float | None
     skipped: bool
     logit_scale: float
-    # Of the features, in some steps; see `begin_statistics`.
+    # Statistics of the features, in some steps; see `begin_statistics`.
     modality_gap: float
     uniformity_image: float
     uniformity_text: float
@@ -43,13 +45,13 @@ class StepRecord(TypedDict, total=False):
     caption_tokens: float
     mfu: float | None
     data_wait_frac: float
+    host_rss_bytes: int
     # The fields from here on are the loader's.
     broken: int
     faults: int
     broken_by: dict[str, int]
     faults_by: dict[str, int]
     host_pinned: bool
-    host_rss_bytes: int
 
 
 def read_metrics(path: Path) -> list[StepRecord]:

@@ -239,7 +239,7 @@ def test_timm(exports: Callable[[str], Exported]) -> None:
 
 
 def test_timm_has_the_image_tower_of_a_siglip(tmp_path: Path) -> None:
-    """The model has a published size, since each of timm's names has one. The text tower is small, with CLIP's words."""
+    """The model has a published size, as each of timm's names has one. The text tower is small, with CLIP's words."""
     timm = client("timm")
     torch.manual_seed(3)
     details = open_clip.get_model_config("ViT-B-16-SigLIP")
