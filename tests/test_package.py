@@ -19,11 +19,12 @@ from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig
+from clipscale.log.records import StepRecord
 from tests.conftest import TINY
 from tests.support.ranks import run_ranks
 
 CHECKOUT = PACKAGE.parent
-PAGES = [CHECKOUT / f"docs/contributing/{name}.md" for name in ("architecture", "glossary")]
+PAGES = [CHECKOUT / f"docs/contributing/{name}.md" for name in ("architecture", "debugging", "glossary")]
 # Nothing but the environment's own packages.
 ALONE = {"PYTHONPATH": ""}
 
@@ -183,13 +184,15 @@ def definitions() -> set[str]:
     return names
 
 
-def test_every_name_on_the_architecture_page_and_in_the_glossary_exists() -> None:
+def test_every_name_on_the_pages_of_the_code_exists() -> None:
     text = re.sub(r"^```.*?^```$", "", "\n".join(page.read_text() for page in PAGES), flags=re.M | re.S)
     words = set(re.findall(r"`([\w./]+)`", text))
     places = [PACKAGE, CHECKOUT, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
     known = definitions() | settings_of(TrainConfig).keys() | VERBS.keys()
     known |= {"async_save", "clipscale.GradCache", "torch.optim.Optimizer", "metrics.jsonl"}
     known |= {"sys.modules", "module.", "_orig_mod"}
+    parts = ("encode", "loss", "replay", "optim")
+    known |= {*StepRecord.__annotations__, "mem_peak_bytes", *(f"{part}_s" for part in parts), "mem_encode_bytes"}
     missing = {word for word in words - known if not any((place / word).exists() for place in places)}
     assert missing == set()
 
