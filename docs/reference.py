@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 from clipscale import __version__
 from clipscale.cli.help import COUNTS, shown
 from clipscale.cli.verbs import VERBS
-from clipscale.config.presets import default_choices, group_options, header
+from clipscale.config.presets import default_choices, group_options, preset_title
 from clipscale.config.setting import Setting, sections_of, settings_of, summary
 from clipscale.config.train import TrainConfig
 
@@ -69,7 +69,7 @@ def presets() -> str:
     chosen = default_choices("train")
     for group, names in group_options().items():
         bold = {name: "**" if chosen.get(group) == name else "" for name in names}
-        rows = [f"| {bold[name]}`{name}`{bold[name]} | {cell(header(group, name))} |" for name in names]
+        rows = [f"| {bold[name]}`{name}`{bold[name]} | {cell(preset_title(group, name))} |" for name in names]
         parts += [f"## {group}", "\n".join(["| preset | |", "|---|---|", *rows])]
     return "\n\n".join(parts) + "\n"
 
