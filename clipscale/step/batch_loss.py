@@ -94,6 +94,8 @@ class BatchLoss:
         if not pair_weight:
             return self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
         contrastive = pair_weight * self._contrastive(images, texts, keys)
+        if not teacher_weight:
+            return contrastive
         return contrastive + self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
 
     def _distilled(

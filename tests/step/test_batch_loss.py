@@ -1,4 +1,4 @@
-"""The loss of a run's batch where a part of a feature has hardly any length."""
+"""The loss of a run's batch: its weights, and parts of a feature that have hardly any length."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import unit_rows
 from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
 
@@ -50,3 +51,21 @@ def test_ordinary_rows_are_as_before_bit_for_bit() -> None:
     features = torch.randn(1000, 4, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 3, 1000)[:, None]
     features = features[features.norm(dim=-1) > MIN_LENGTH]
     assert torch.equal(unit_rows(features, MIN_LENGTH), F.normalize(features, dim=-1)) and len(features) > 900
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("weights", [(0.0, 1.3), (0.7, 1.3), (0.7, 0.0)])
+def test_the_contrast_and_the_teachers_have_their_weights(objective: str, weights: tuple[float, float]) -> None:
+    bias = torch.tensor(-1.5, dtype=torch.float64) if objective == "sigmoid" else None
+    model: Any = SimpleNamespace(logit_scale=SCALE.double(), logit_bias=bias)
+    loss = BatchLoss(model, nullcontext, objective, teacher_scales=(8.0,), distill_weights=weights)
+    u, v = rows(0).double().detach().requires_grad_(), rows(1).double().detach().requires_grad_()
+    taught = torch.stack([rows(2), rows(3)], 1).double().detach()
+    scale = model.logit_scale.exp()
+    contrast = dense_contrastive_loss(u, v, scale, logit_bias=0.0 if bias is None else bias, objective=objective)
+    imitation = dense_distillation_loss(u, v, scale, [(taught[:, 0], taught[:, 1], 8.0)])
+    expected = weights[0] * contrast + weights[1] * imitation
+    value = loss(u, v, teacher_features=[taught])
+    torch.testing.assert_close(value, expected)
+    theirs = torch.autograd.grad(expected, (u, v))
+    torch.testing.assert_close(torch.autograd.grad(value, (u, v)), theirs)
