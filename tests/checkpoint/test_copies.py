@@ -178,6 +178,21 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
             checkpoint.restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
 
 
+@pytest.mark.parametrize("resume", ["check", "auto"])
+def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("clipscale.checkpoint.copies.found_in_copy", fail)
+    with refused("cannot be read.*the disk is gone.*checkpoint.copy= goes on without it"):
+        if resume == "check":
+            checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
+        else:
+            checkpoint.restore_from_copy(tmp_path / "run", str(tmp_path / "store"), resume)
+
+
 def test_the_stages_of_a_run_copy_one_after_the_other(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,24 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     assert run.train_step.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "scale"), [("fp32", "fp16", 512.0), ("fp16", "fp32", None), ("fp16", "fp16", 1024.0)]
+)
+def test_a_loss_scale_goes_on_where_there_is_one(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, scale: float | None
+) -> None:
+    """A run that takes up fp16 with a resume begins with a scale of its own, and one that leaves it has none."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=1024.0))
+    train(four_step_config(shards, tmp_path / "run", precision=before))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=512.0))
+    last = str(checkpoint.path_of(tmp_path / "run", 4))
+    run = train_loop(four_step_config(shards, tmp_path / "on", precision=after, resume=last, samples=72), ONE_RANK)
+    run.stream.close()
+    found = run.train_step.precision.scaler
+    assert (found.get_scale() if found else None) == scale
+
+
 def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     shards: str, tmp_path: Path, capsys: Capture
 ) -> None:
