@@ -147,6 +147,13 @@ def test_a_second_backward_pass_gives_the_same_gradient(objective: str, similari
         assert error(a, b, 1e-6) <= 1e-12, "the second backward pass gives another gradient"
 
 
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_a_bias_that_is_not_given_is_0(objective: str) -> None:
+    u, v = features(9, 9, 8)
+    value, of_0 = (contrastive_loss(u, v, 10.0, objective=objective, **given) for given in ({}, {"logit_bias": 0.0}))
+    assert torch.equal(value, of_0)
+
+
 def test_a_softmax_takes_four_matmul_units_and_a_sum_over_pairs_three() -> None:
     for objective, units in (("sigmoid", 3), ("softmax", 4)):
         u, v = (x.float().requires_grad_() for x in features(64, 64, 32))

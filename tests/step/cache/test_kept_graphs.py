@@ -215,7 +215,7 @@ def test_the_policy_of_each_chunks_graph(
     assert [graphs.policy(i, is_collective=is_collective) for i in range(3)] == policies
 
 
-@pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6)])
+@pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
 def test_the_first_of_three_graphs_does_not_count_and_that_of_two_does(sizes: list[int], agreed: int) -> None:
     """The first graph also holds what later ones reuse. But the second of two chunks may be shorter."""
     meter = GraphMeter()
