@@ -35,7 +35,7 @@ from clipscale.models.weights.sources import resolve_architecture
 QUOTES = "'\""
 # Behave as this version of Hydra.
 VERSION = "1.3"
-# What Hydra and OmegaConf raise for wrong words and presets.
+# The exceptions of Hydra and OmegaConf for wrong words and presets.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 # Sections that are typed as their first setting, too.
 SECTION_ALIASES = {"holdout": "holdout.share"}

@@ -22,7 +22,7 @@ FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
 
 @dataclass(frozen=True)
 class Verb:
-    """What one command does."""
+    """A command: its settings, its function, and its help."""
 
     # The dataclass of its settings. Its docstring says what the verb does.
     settings: type[Any]

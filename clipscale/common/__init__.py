@@ -1,1 +1,1 @@
-"""What every package uses: errors, units, files, hardware, random states."""
+"""Parts that every package uses: errors, units, files, hardware, random states."""

@@ -1,4 +1,4 @@
-"""Chooses one of a run's checkpoints: the newest, that of a step, or the best by the run's evaluations."""
+"""Chooses one of a run's checkpoints: the newest, the one of a step, or the best by the run's evaluations."""
 
 import math
 from collections import Counter

@@ -21,7 +21,7 @@ class Written(TypedDict):
 
 
 class RunResult(TypedDict):
-    """What a complete run returns, and result.json holds."""
+    """The result of a complete run, which `train` returns and result.json holds."""
 
     # The run's folder.
     run: str

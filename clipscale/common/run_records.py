@@ -12,7 +12,7 @@ from clipscale.common.record import EvalRecord, Record
 METRICS = "metrics.jsonl"
 # The folder of evaluations.
 EVAL = "eval"
-# What the run returned. It exists only when the run is complete.
+# The run's result. It exists only when the run is complete.
 RESULT = "result.json"
 # The settings.
 CONFIG = "config.yaml"

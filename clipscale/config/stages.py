@@ -49,7 +49,7 @@ class StageConfig:
 
     @property
     def policy(self) -> OptimizerPolicy:
-        """What the stage's first step does with the optimizer's state of the stage before."""
+        """The use of the earlier stage's optimizer state in this stage's first step."""
         return OptimizerPolicy.CONTINUE if self.optimizer is UNSET else self.optimizer
 
 

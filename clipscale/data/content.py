@@ -42,7 +42,7 @@ PROBE_BYTES = 64
 
 
 def describe_content(data: bytes) -> str:
-    """What these bytes are, by the first of them; empty where nothing known begins so."""
+    """A name for the kind of these bytes, by the first of them; empty for an unknown kind."""
     start = data[:PROBE_BYTES]
     if start[4:8] == b"ftyp":
         return BRANDS.get(start[8:12], "a video, or another media file")

@@ -20,7 +20,7 @@ MAX_SEGMENTS = 64
 
 
 class Frame(NamedTuple):
-    """What a JPEG's header says of its pixels."""
+    """The size and mode of a JPEG's pixels, by its header."""
 
     width: int
     height: int

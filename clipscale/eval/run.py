@@ -32,7 +32,7 @@ class ResultsFile:
 
     run_dir: Path
     step: int | None = None
-    # What the caller knows of the results, such as the precision.
+    # Facts about the results that the caller knows, such as the precision.
     facts: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -40,7 +40,7 @@ class ResultsFile:
         return self.run_dir / EVAL / ("final.json" if self.step is None else f"step_{self.step:08d}.json")
 
     def record(self) -> EvalRecord:
-        """What the file holds; no results where there is none."""
+        """The content of the file; without a file, no results."""
         empty: EvalRecord = {"step": self.step, "results": {}, "measured": {}}
         return {**empty, **(read_or_move_aside(self.path, read_evaluation) or empty)}
 
@@ -55,7 +55,7 @@ class ResultsFile:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model is evaluated on, and how."""
+    """The settings of an evaluation: its sets, and the way in which a model is measured."""
 
     sets: Sequence[EvalSet]
     # Images or captions encoded at once.
@@ -66,7 +66,7 @@ class Evaluation:
     sizes: Sequence[int] = ()
     # Whether the moving average is evaluated, not the weights themselves.
     uses_average: bool = False
-    # What the results' file says of all results.
+    # Facts that the results' file has for all results.
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ def sized_sets(eval_set: EvalSet, sizes: Sequence[int]) -> list[EvalSet]:
 
 
 def measurement_facts(eval_set: EvalSet) -> dict[str, object]:
-    """What the results of a set belong to: its images, its prompts, and versions."""
+    """The facts on which the results of a set depend: its images, its prompts, and versions."""
     facts: dict[str, object] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     facts |= eval_set.facts()
     if eval_set.metric:

@@ -83,7 +83,7 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker leaves for its launcher when it fails."""
+    """A worker's message to its launcher about its failure."""
 
     # Whether it failed only because it lost another worker.
     lost_peer: bool

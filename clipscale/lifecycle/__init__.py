@@ -1,1 +1,1 @@
-"""What spans a run: the lock of its folder, the signals that end it, and what is saved and closed at an early end."""
+"""Parts that last as long as a run: the lock of its folder, the signals that end it, and its early end."""

@@ -194,7 +194,7 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
 
 
 class Vote(NamedTuple):
-    """What a rank tells the others, or the outcome for all ranks."""
+    """A rank's message to the others, or the outcome for all ranks."""
 
     # The last signal; 0: none has come. The outcome is the highest number.
     signal: int

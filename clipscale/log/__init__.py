@@ -1,1 +1,1 @@
-"""What a run records while it trains: its metrics, where they go, tables and warnings. The page is in tools."""
+"""Records a run while it trains: metrics, the places where they go, tables and warnings. The page is in tools."""

@@ -26,7 +26,7 @@ STRIPE = 2**16  # rows whose gradients are summed at a time: a few panels of the
 
 
 class Backend(Protocol):
-    """What a backend computes of a block; see TorchBackend."""
+    """Computes a block in both passes; see TorchBackend."""
 
     def forward(self, block: Block) -> None: ...
 

@@ -187,7 +187,7 @@ class Exchange:
 
 
 class GroupExchange(Exchange):
-    """What the exchanges of several ranks share."""
+    """The base of the exchanges between several ranks."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.comm = communicator

@@ -1,4 +1,4 @@
-"""What an objective does with one tile of scores, in torch.
+"""The functions of an objective on one tile of scores, in torch.
 
 Scores x (n, m) are scale * similarity, and -inf where a pair is left out. Both functions may overwrite them. Values and
 gradients leave out the common factor 1/N, which keeps the weights near one in any precision.

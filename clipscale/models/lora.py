@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + B A x, of which A and B train.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + B A x, where only A and B train.
 
 They are on the linear layers of attention and the MLP, in the blocks that do not train whole. B begins at 0.
 

@@ -1,4 +1,4 @@
-"""How a step encodes a batch: by two towers, or by a captioner as one encoder of pairs.
+"""Encodes a step's batch: by two towers, or by a captioner as one encoder of pairs.
 
 N: samples of this rank, D: feature width.
 """

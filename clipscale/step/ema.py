@@ -35,7 +35,7 @@ class WeightAverage:
         get_ema_multi_avg_fn(decay)(values, weights, self.updates)
 
     def state_dict(self) -> AverageState:
-        """What a checkpoint holds."""
+        """The state for a checkpoint."""
         return {"updates": self.updates, "weights": dict(self.values)}
 
     def load(self, saved: AverageState | None) -> None:

@@ -44,7 +44,7 @@ class Precision:
         return self.scaler is not None and self.scaler.get_scale() >= MIN_LOSS_SCALE
 
     def cast_frozen_(self, *towers: nn.Module) -> None:
-        """Cast the weights of matrix products in place, in those of the towers that are frozen.
+        """Cast the weights of matrix products in place, in frozen towers only.
 
         Features stay the same: autocast would round these weights anyway.
         """

@@ -33,7 +33,7 @@ MAX_LOGIT_SCALE = 100.0
 
 
 class LossOptions(TypedDict):
-    """What BatchLoss takes beside the features."""
+    """The keywords of BatchLoss, beside the features."""
 
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
@@ -43,7 +43,7 @@ class LossOptions(TypedDict):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What the host reads back of a step, to decide whether the weights are updated."""
+    """The numbers of a step that the host reads back, to decide whether the weights are updated."""
 
     loss: float
     # Empty if the loss has only one term.
@@ -57,7 +57,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returns to the run's loop."""
+    """The result of a step, for the run's loop."""
 
     loss: float
     # Empty if the loss has only one term.
@@ -144,7 +144,7 @@ class TrainStep:
     # ---- around the passes ----
 
     def loss_options(self, batch: HostBatch) -> LossOptions:
-        """What the loss takes beside the features, on the device. Waits for all samples."""
+        """The keywords of the loss, on the device. Waits for all samples."""
         device = self.world.device
         return {
             "keys": batch.keys().to(device, non_blocking=True),
@@ -236,7 +236,7 @@ class TrainStep:
             )
 
     def gradient_norm(self) -> Tensor:
-        """The global norm of the gradients, 0-d. Before, sums those of scale and bias over ranks, and unscales all."""
+        """Sum the gradients of scale and bias over ranks, and unscale all. Returns the gradients' global norm, 0-d."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)

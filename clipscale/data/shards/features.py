@@ -26,7 +26,7 @@ NOTE = "features.json"
 
 
 class TeacherNote(TypedDict, total=False):
-    """What NOTE says of a teacher, as far as training reads it."""
+    """The entry of a teacher in NOTE, as far as training reads it."""
 
     width: int
     dtype: str

@@ -95,7 +95,7 @@ def folder_of_shard(url: str) -> str:
 
 
 def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
-    """Where a folder's index may be, or a subset's: in the folder if it is local, and in the user's cache."""
+    """Places where a folder's index may be, or a subset's: in the folder if it is local, and in the user's cache."""
     suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
@@ -113,7 +113,7 @@ def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[
 
 
 class Known(NamedTuple):
-    """What the indexes know of shards."""
+    """The indexes' entries for shards."""
 
     # Valid entries, by the shards' addresses.
     entries: dict[str, IndexEntry]
@@ -127,7 +127,7 @@ class Known(NamedTuple):
 
 
 def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
-    """What the indexes know of these shards.
+    """Read the indexes' entries for these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
     opened. An outdated entry in the folder does not hide a valid one in the cache.

@@ -28,7 +28,7 @@ MIN_REQUEST_BYTES_PER_S = 1 << 16
 NO_ANSWER = "no_answer"
 # Counter of requests to a server that cannot be found.
 UNKNOWN_HOST = "unknown_host"
-# What aiohttp and botocore raise for a server that cannot be found.
+# The exceptions of aiohttp and botocore for a server that cannot be found.
 _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
 # HTTP statuses that may pass.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}

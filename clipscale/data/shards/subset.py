@@ -1,4 +1,4 @@
-"""Which samples a run takes from its shards, and how often: `data.only_keys` and `data.sample_weights`."""
+"""Reads which samples a run takes from its shards, and how often: `data.only_keys` and `data.sample_weights`."""
 
 import hashlib
 import math

@@ -18,7 +18,7 @@ from clipscale.data.content import describe_content
 from clipscale.data.hashing import utf8
 
 BLOCK_BYTES = 512
-# What reading a damaged archive may raise.
+# The exceptions that reading a damaged archive may raise.
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 # Most bytes of a member: no picture is larger, so a header that claims more is damaged.
 MAX_MEMBER_BYTES = 1 << 28
@@ -36,9 +36,9 @@ MAX_UNPACKED_RATIO = 100
 UNPACK_ALLOWANCE = 1 << 24
 # Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call.
 MIN_SEEK_BYTES = 1 << 14
-# What `describe_content` says of compressed files -> the program that unpacks one to its output.
+# A name by `describe_content` of a compressed file -> the program that unpacks it to its output.
 UNPACKERS = {"Zstandard": "zstd -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "LZ4": "lz4 -dc", "gzip": "gzip -dc"}
-# What it says of others -> how shards are made of one.
+# A name of another file -> the way to make shards of it.
 _PACK = "and `clipscale data pack FOLDER out=SHARDS` if that holds pictures with their texts"
 REMEDIES = {
     "a zip archive": f"`unzip {{file}} -d FOLDER`, {_PACK}",
@@ -109,7 +109,7 @@ class BoundedGzip(gzip.GzipFile):
 
 
 class Header(NamedTuple):
-    """What precedes a member's content."""
+    """A member's header, which precedes its content."""
 
     name: str
     # Bytes of the content; 0 for a link.

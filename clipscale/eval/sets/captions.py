@@ -19,7 +19,7 @@ CaptionsByImage = Mapping[str, Sequence[str]]
 
 
 class CaptionedImage(NamedTuple):
-    """What a caption file says of an image."""
+    """The entry of an image in a caption file."""
 
     name: str
     captions: Sequence[str]
@@ -33,12 +33,12 @@ def load(file: Path) -> RetrievalSet:
 
 
 def read(file: Path) -> CaptionsByImage:
-    """What a caption file says of the images to evaluate on. Raises UserError for another JSON."""
+    """The captions of the images to evaluate on, from a caption file. Raises UserError for another JSON."""
     return {entry.name: entry.captions for entry in entries(file) if entry.split in ("", "test")}
 
 
 def entries(file: Path) -> list[CaptionedImage]:
-    """What a caption file says of every image. Raises UserError for another JSON."""
+    """The entries of all images in a caption file. Raises UserError for another JSON."""
     try:
         record = files.read_json(file)
         listed = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)

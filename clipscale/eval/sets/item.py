@@ -77,7 +77,7 @@ def without_frame(data: bytes, width: int) -> bytes:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model is measured to do on a set."""
+    """The results of a model on a set."""
 
     # The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank.
     metrics: Sequence[Metrics]
@@ -147,7 +147,7 @@ class EvalSet(ABC):
         return broken
 
     def facts(self) -> dict[str, object]:
-        """What the metrics depend on, other than the images."""
+        """The facts, other than the images, on which the metrics depend."""
         return {}
 
     def class_of(self, index: int) -> int:

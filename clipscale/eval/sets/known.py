@@ -8,7 +8,7 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.record import Record
 
-# Where most sets come from.
+# The source of most sets.
 WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
 
 
@@ -38,7 +38,7 @@ class KnownSet:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """How a path to it ends."""
+        """The possible endings of a path to it."""
         return tuple(f"/{name}" for name in self.candidates)
 
     def find(self, root: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: a program's tile, its dot products, and its parts.
+"""Device functions that the Triton kernels share: a program's tile, its dot products, and its parts.
 
 Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the
 step along D.

@@ -18,7 +18,7 @@ from clipscale.models.weights import hugging_face
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 CONFIG = "config.json"
-# A model of which no architecture is known.
+# A model without a known architecture.
 UNKNOWN_MODEL = ModelConfig("")
 # Tower -> the keys of its description in which weights must agree, with open_clip's defaults.
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))

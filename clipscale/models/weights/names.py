@@ -150,7 +150,7 @@ def key_styles(model_keys: Iterable[str], tower: str = "") -> list[KeyStyle]:
 
 
 def _style_of_tower(patterns: Iterable[str], prefixes: Sequence[str]) -> KeyStyle:
-    """The style of a tower alone: its keys without one of the prefixes, of which the last is the tower's own."""
+    """The style of a tower alone: its keys without one of the prefixes. The last prefix is the tower's own."""
     prefix_of = {
         pattern.removeprefix(prefix): prefix
         for prefix in prefixes
@@ -166,9 +166,9 @@ def _style_of_tower(patterns: Iterable[str], prefixes: Sequence[str]) -> KeyStyl
 class Wrapping(NamedTuple):
     """The parts of a key in a file that its canonical key does not have."""
 
-    # What precedes them, as `module.`.
+    # A prefix, such as `module.`.
     prefix: str
-    # What stands between them, as `_orig_mod`.
+    # Inserted segments, such as `_orig_mod`.
     inserted: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class Match:
     model_keys: dict[str, str]
     # The file's keys of the model's weights.
     matched: frozenset[str] = frozenset()
-    # What was taken off the model's keys, as `module.`; the most frequent first.
+    # The wrappings that were taken off the model's keys, such as `module.`; the most frequent first.
     wrappings: tuple[str, ...] = ()
     # The file's keys that are in no tower.
     unmatched: tuple[str, ...] = ()

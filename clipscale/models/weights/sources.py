@@ -307,7 +307,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _pretrained(tag: str, name: str, origin: str) -> Record:
-    """What open_clip says of a tag's weights. Raises UserError for a tag of another model."""
+    """open_clip's entry for a tag's weights. Raises UserError for a tag of another model."""
     table = pretrained()
     tags = table.list_pretrained_tags_by_model(name)
     if tag not in tags:

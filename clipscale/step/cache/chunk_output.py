@@ -1,4 +1,4 @@
-"""What an encoder returns of a chunk: representations, and a loss of its own."""
+"""The output of an encoder for a chunk: representations, and a loss of its own."""
 
 from typing import Any, NamedTuple
 

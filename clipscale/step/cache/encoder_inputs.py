@@ -1,4 +1,4 @@
-"""What an encoder of `GradCache` takes: tensors in any nesting, or an input that loads its samples on demand."""
+"""The inputs of an encoder of `GradCache`: tensors in any nesting, or an object that loads its samples on demand."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable

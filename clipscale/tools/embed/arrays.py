@@ -41,7 +41,7 @@ class FeaturesNote(TypedDict):
     std: list[float]
     resize: str
     interpolation: str
-    # Where captions come from.
+    # The sources of captions.
     captions: list[str]
     # The logit scale of a teacher.
     scale: NotRequired[float]
@@ -63,7 +63,7 @@ class Sample(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """What SHARDS says of a file of features: the shard that its samples come from, and their number."""
+    """An entry of SHARDS for a file of features: the shard of its samples, and their number."""
 
     source: str
     samples: int

@@ -95,7 +95,7 @@ class DryRun:
     memory: StateMemory
     # The meter of each tower's passes.
     meters: list[BlockMeter]
-    # The model's parameters, with those of the blocks that are left out.
+    # The model's parameters, including the blocks that are left out.
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool

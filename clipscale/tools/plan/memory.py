@@ -31,7 +31,7 @@ class StepMemory:
     before: dict[str, float]  # live bytes at the start of each phase
     peak: dict[str, float]  # of each part of a phase: "encode image", "loss", ... A frozen tower has no "replay"
     kept: PerTower = (0, 0)  # chunks whose graphs are kept
-    kept_images: int = 0  # images of which a captioner keeps the outputs of its frozen tower
+    kept_images: int = 0  # images whose outputs of a frozen image tower a captioner keeps
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""

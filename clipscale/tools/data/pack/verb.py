@@ -40,7 +40,7 @@ from clipscale.tools.data.settings import PackSettings
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
-# What shards hold -> their folder in DIR.
+# The content of shards -> their folder in DIR.
 PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
 # Names of folders that hold a set's splits, which are kept apart.
 SPLITS = {"train", "val", "valid", "validation", "test"}
@@ -154,7 +154,7 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
 
 
 def for_classes(pictures: Sequence[str], folder: Path) -> str:
-    """What to do with folders named after their classes, if these pictures without a text lie in some; else empty."""
+    """Advice about folders named after their classes, if these pictures without a text lie in some; else empty."""
     if not folder.is_dir() or len({PurePath(name).parent for name in pictures} - {PurePath()}) < 2:
         return ""
     return (
