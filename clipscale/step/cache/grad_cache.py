@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.spans import equal_spans
-from clipscale.step.cache.kept_graphs import largest_of_ranks
-from clipscale.step.cache.pass_contexts import can_rerun
+from clipscale.step.cache.kept_graphs import OnShortMemory, largest_of_ranks
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 log = logging.getLogger(__name__)
@@ -203,7 +202,8 @@ class GradCache:
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
         keeps_graphs = self.keep_budget.bytes and not self._keeps_none
-        if keeps_graphs and not all(can_rerun(tower.encoder) for tower in self.towers):
+        may_repeat_alone = all(tower.graphs.on_short_memory is OnShortMemory.RETRY for tower in self.towers)
+        if keeps_graphs and not may_repeat_alone:
             out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
         if out_of_memory:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")

@@ -62,6 +62,19 @@ class GraphMeter:
         self.bytes_each = max(1, largest_of_ranks(max(graphs), device))
 
 
+class OnShortMemory(Enum):
+    """What a first pass does where the memory is short for the graph of a chunk that is to be kept."""
+
+    # Look at the free memory beforehand, and keep no more graphs on this rank. For a pass that is a collective: no rank
+    # may fail in it, or repeat it.
+    ASK_FIRST = "ask first"
+    # Try; then drop all graphs, and repeat the pass without one. Also under DDP, whose graphs have to be tried: it
+    # rebuilds its buckets after the first one, on all ranks together.
+    RETRY = "retry"
+    # Try; then raise OutOfMemoryError. For a pass that updates statistics: repeated, it would update them twice.
+    RAISE = "raise"
+
+
 class GraphPolicy(Enum):
     """What becomes of the graph of a chunk's first pass."""
 
@@ -93,11 +106,14 @@ class KeptGraphs:
     # Number of chunks whose graphs all ranks meant to keep when the step began.
     num_planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
+    on_short_memory: OnShortMemory = OnShortMemory.RAISE
     # Whether a graph did not fit in this step.
     out_of_memory: bool = False
     _on_gpu: bool = False
 
-    def start_step(self, rows: int, num_chunks: int, keep_budget: KeepBudget, *, on_gpu: bool) -> None:
+    def start_step(
+        self, rows: int, num_chunks: int, keep_budget: KeepBudget, on_short_memory: OnShortMemory, *, on_gpu: bool
+    ) -> None:
         """Prepare for a step of `rows` samples in `num_chunks` chunks; 0 if they have no second pass.
 
         `keep_budget`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, even if a rank keeps
@@ -107,38 +123,26 @@ class KeptGraphs:
         self.outputs = []
         self.num_planned = keep_budget.graphs(num_chunks, self.meter.bytes_each)
         self.num_kept = self.num_planned
+        self.on_short_memory = on_short_memory
         self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def first_pass(
-        self,
-        i: int,
-        encode: Callable[[], ChunkOutput],
-        encode_again: Callable[[], ChunkOutput] | None,
-        *,
-        is_collective: bool,
-    ) -> Tensor:
+    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], encode_again: Callable[[], ChunkOutput]) -> Tensor:
         """Run chunk i's first pass; `policy` says what becomes of its graph. Returns its representations, detached.
 
-        `encode_again`: repeats the pass with the same random numbers; None if this rank alone cannot repeat it. If
-        there is no memory for the chunk's graph:
-
-        a pass that `is_collective`   is not tried with a graph; this rank keeps no more graphs
-        one that can be repeated      is tried and fails, then drops all graphs and runs again without one. DDP's has to
-                                      be tried: DDP rebuilds its buckets after the first graph, on all ranks together
-        any other                     is tried, and raises OutOfMemoryError
+        `encode_again`: repeats the pass with the same random numbers.
         """
-        if is_collective and i < self.num_kept and not self._has_memory():
+        if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
             self.num_kept = i
             self.out_of_memory = True
         try:
-            return self._encode(encode, self.policy(i, is_collective=is_collective))
+            return self._encode(encode, self.policy(i))
         except torch.OutOfMemoryError:
-            if i >= self.num_kept or encode_again is None:
+            if i >= self.num_kept or self.on_short_memory is not OnShortMemory.RETRY:
                 raise
         # After the handler, because until it ends the error holds the tensors of the failed pass.
         self.drop()
-        return self._encode(encode_again, self.policy(i, is_collective=False))
+        return self._encode(encode_again, self.policy(i))
 
     def _encode(self, encode: Callable[[], ChunkOutput], policy: GraphPolicy) -> Tensor:
         """Run a pass under the policy. Returns the chunk's representations, detached."""
@@ -156,7 +160,7 @@ class KeptGraphs:
                     out = encode()
         return out.representations.detach()
 
-    def policy(self, i: int, *, is_collective: bool) -> GraphPolicy:
+    def policy(self, i: int) -> GraphPolicy:
         """What becomes of the graph of chunk i.
 
         A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph an encoder
@@ -164,7 +168,7 @@ class KeptGraphs:
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP
-        if is_collective and i < self.num_planned:
+        if i < self.num_planned and self.on_short_memory is OnShortMemory.ASK_FIRST:
             return GraphPolicy.DISCARD
         return GraphPolicy.MEASURE if self.meter.is_measuring else GraphPolicy.NO_GRAPH
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.modules import is_batch_norm
 from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.kept_graphs import OnShortMemory
 
 
 def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
@@ -54,9 +55,11 @@ def is_collective(encoder: Callable[..., object]) -> bool:
     return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
 
 
-def can_rerun(encoder: Callable[..., object]) -> bool:
-    """Whether this rank alone can repeat a failed forward pass: it does not communicate, and updates no statistics."""
-    return not is_collective(encoder) and not batch_norms(encoder)
+def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
+    """What the encoder's first pass does where the memory is short for a graph."""
+    if is_collective(encoder):
+        return OnShortMemory.ASK_FIRST
+    return OnShortMemory.RAISE if batch_norms(encoder) else OnShortMemory.RETRY
 
 
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:

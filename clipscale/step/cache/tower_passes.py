@@ -22,9 +22,8 @@ from clipscale.step.cache.kept_graphs import KeptGraphs
 from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
-    can_rerun,
     chunk_context,
-    is_collective,
+    on_short_memory,
     rearm_ddp_sync,
 )
 
@@ -67,7 +66,6 @@ class TowerPasses:
         `keep_budget`: for this tower's graphs.
         """
         num_rows = self.start_step(tower_input, size, keep_budget)
-        may_repeat = can_rerun(self.encoder)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())
@@ -78,12 +76,7 @@ class TowerPasses:
                 chunk_context(self.encoder, sums_gradients=False),
                 self.cast_weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
             ):
-                out = self.graphs.first_pass(
-                    i,
-                    partial(self.run, start, stop),
-                    partial(self.run_again, i) if may_repeat else None,
-                    is_collective=is_collective(self.encoder),
-                )
+                out = self.graphs.first_pass(i, partial(self.run, start, stop), partial(self.run_again, i))
             if i == 0:
                 self.representations = out.new_empty((num_rows, *out.shape[1:]))
             self.representations[self.row_index(start, stop)] = out
@@ -108,7 +101,8 @@ class TowerPasses:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(num_rows, num_chunks if self.trained else 0, keep_budget, on_gpu=on_gpu)
+        num_trained = num_chunks if self.trained else 0
+        self.graphs.start_step(num_rows, num_trained, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
         self.cast_weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 

@@ -17,7 +17,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.step.cache import graph_memory
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.graph_memory import measured_budget
-from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, measured_graph
+from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, OnShortMemory, measured_graph
 from clipscale.step.timer import StepTimer
 from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import samples, small_model
@@ -195,24 +195,25 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
 
 
 KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
+ASK_FIRST, RETRY, RAISE = OnShortMemory
 
 
 @pytest.mark.parametrize(
-    ("num_kept", "num_planned", "is_collective", "is_measuring", "policies"),
+    ("num_kept", "num_planned", "on_short_memory", "is_measuring", "policies"),
     [
-        (2, 2, False, False, [KEEP, KEEP, NO_GRAPH]),
-        (0, 0, False, True, [MEASURE, MEASURE, MEASURE]),
-        (1, 2, True, False, [KEEP, DISCARD, NO_GRAPH]),
-        (1, 2, False, False, [KEEP, NO_GRAPH, NO_GRAPH]),
+        (2, 2, RETRY, False, [KEEP, KEEP, NO_GRAPH]),
+        (0, 0, RAISE, True, [MEASURE, MEASURE, MEASURE]),
+        (1, 2, ASK_FIRST, False, [KEEP, DISCARD, NO_GRAPH]),
+        (1, 2, RETRY, False, [KEEP, NO_GRAPH, NO_GRAPH]),
     ],
     ids=["two fit", "first step", "one does not fit, and other ranks build it", "one does not fit"],
 )
 def test_the_policy_of_each_chunks_graph(
-    num_kept: int, num_planned: int, is_collective: bool, is_measuring: bool, policies: list[GraphPolicy]
+    num_kept: int, num_planned: int, on_short_memory: OnShortMemory, is_measuring: bool, policies: list[GraphPolicy]
 ) -> None:
-    graphs = KeptGraphs(num_kept=num_kept, num_planned=num_planned)
+    graphs = KeptGraphs(num_kept=num_kept, num_planned=num_planned, on_short_memory=on_short_memory)
     graphs.meter.start_step(3, measure=is_measuring)
-    assert [graphs.policy(i, is_collective=is_collective) for i in range(3)] == policies
+    assert [graphs.policy(i) for i in range(3)] == policies
 
 
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
