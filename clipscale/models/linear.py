@@ -42,21 +42,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) ->
     #   it requires none        autograd. It calls our backward pass only if an input requires a gradient: the weight is
     #                           given as one.
     # `.grad` is read here, in the tower's pass. Before the pass DDP may still replace it.
-    weight_grad = weight.grad if cast.accumulates and x.requires_grad else None
+    grad_sink = weight.grad if cast.accumulates and x.requires_grad else None
     x = x.to(cast.weight.dtype)
-    return _Linear.apply(x, weight if weight_grad is None else None, bias, cast.weight, cast.bias, weight_grad)
+    return _Linear.apply(x, weight if grad_sink is None else None, bias, cast.weight, cast.bias, grad_sink)
 
 
 class _Linear(torch.autograd.Function):
-    """The product with cast weights, `half` and `half_bias`. Its backward pass adds to a `weight_grad`."""
+    """The product with cast weights, `half` and `half_bias`.
+
+    Its backward pass adds the weight's gradient to `grad_sink`; without one autograd gets it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-        half: Tensor, half_bias: Tensor | None, weight_grad: Tensor | None,
+        half: Tensor, half_bias: Tensor | None, grad_sink: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, half)
-        ctx.weight_grad = weight_grad  # not saved for backward, since other kept graphs change it in between
+        ctx.grad_sink = grad_sink  # not saved for backward, since other kept graphs change it in between
         return F.linear(x, half, half_bias)
 
     @staticmethod
@@ -64,7 +67,7 @@ class _Linear(torch.autograd.Function):
         x, half = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        weight_grad = torch.zeros_like(half, dtype=torch.float32) if needs_weight else ctx.weight_grad
+        weight_grad = torch.zeros_like(half, dtype=torch.float32) if needs_weight else ctx.grad_sink
         if weight_grad is not None:
             add = torch.ops.clipscale.add_weight_grad if torch.compiler.is_compiling() else add_weight_grad
             add(weight_grad, rows.t(), x.flatten(0, -2))
