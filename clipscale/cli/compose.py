@@ -106,26 +106,31 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     values: dict[str, str] = {}
     before = ""
     for word in words:
-        key, equals, value = word.lstrip("+").partition("=")
-        if verb.plain_words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
+        if verb.plain_words and not re.match(r"\+*[a-z_.]+=", word):
             plain.append(word)
             continue
         check_word(name, word)
-        is_preset = value in group_options()["data"]
-        if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
-            key = "data.train"
-        key = SECTION_ALIASES.get(key, key)
+        key, value = key_and_value(word)
         if values.get(key, value) != value:
             check_repeated(key, values[key], value, braces=before == key and (sweep or key in lists), sweep=sweep)
         values[key] = value
         before = key
-    if values.keys() & {"samples", "epochs", "stages"} and "epochs" in declared:  # an experiment's own count less
-        values.setdefault("samples", "null")
+    if "epochs" in declared and values.keys() & {"samples", "epochs", "stages"}:
+        values.setdefault("samples", "null")  # what is typed replaces an experiment's length, in whatever unit
         values.setdefault("epochs", "null")
     for key, value in values.items():
         if key in texts or (key in groups and (sweep or "," not in value)):
             values[key] = quote_values(key, value, sweep=sweep)
     return plain, [f"{key}={value}" for key, value in values.items()]
+
+
+def key_and_value(word: str) -> tuple[str, str]:
+    """The parts of KEY=VALUE. Short forms of a key are written out, such as `data=` for `data.train=`."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key == "data" and value not in group_options()["data"]:
+        names_shards = re.search(r"[/*{@.[]", value) or Path(value).exists()
+        key = "data.train" if names_shards else key
+    return SECTION_ALIASES.get(key, key), value
 
 
 def is_hydra_setting(word: str) -> bool:
