@@ -45,6 +45,8 @@ class RawSample:
     repeat: int = 0
     # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
+    # The json member, where a subset lists samples by what is in it, until it has been looked up.
+    json_bytes: bytes = field(default=b"", repr=False)
 
     @classmethod
     def missing(cls, url: str, reason: str, detail: str) -> "RawSample":
@@ -56,10 +58,10 @@ class RawSample:
         """Whether it is a placeholder."""
         return self.index < 0
 
-    def accepts(
+    def admit(
         self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None, link_error: str = ""
     ) -> bool:
-        """Whether to read this member. Spoils the sample for a member that it cannot have.
+        """Admit a member, or spoil the sample for one that it cannot have. Returns whether to read it.
 
         `size_limits`: from `limits`; None to read all members. `link_error`: why a link cannot be read.
 

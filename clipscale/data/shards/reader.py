@@ -220,6 +220,8 @@ class OpenShard:
     store: Store
     # Extension of a member to read -> its size limit; None to read all members.
     size_limits: Mapping[str, int] | None
+    # Whether each sample keeps its json member, wanted or not, as `RawSample.json_bytes`.
+    keeps_json: bool = False
     # The offset up to which bytes have been counted, in `num_bytes` of earlier samples.
     counted: int = 0
 
@@ -238,28 +240,23 @@ class OpenShard:
         self.archive.seek(offset)
         self.counted = offset
 
-    def read(self, sample: RawSample, members: Iterator[Member], wanted: bool, json: bool = False) -> bytes:
-        """Fill in the sample: its size, and if it is `wanted`, the members that have a size limit.
-
-        With `json` reads that member in any case, and returns it.
-        """
+    def read(self, sample: RawSample, members: Iterator[Member], wanted: bool) -> None:
+        """Fill in the sample: its size, and if it is `wanted`, the members that have a size limit."""
         size_limits = self.size_limits if wanted else {}
-        json_bytes = b""
         for member in members:
             if member.offset is not None:
                 sample.linked += padded_size(member.size)
-            accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.link_error)
+            is_admitted = sample.admit(member.name, member.extension, member.size, size_limits, member.link_error)
             is_readable_json = member.extension == "json" and member.size <= MAX_TEXT_BYTES and not member.link_error
-            wants_json = json and not json_bytes and is_readable_json
-            if accepted or wants_json:
+            is_kept_json = self.keeps_json and is_readable_json and not sample.json_bytes
+            if is_admitted or is_kept_json:
                 content = self.archive.read(member)
-                if wants_json:
-                    json_bytes = content
-                if accepted:
-                    sample.members[member.extension] = content
+            if is_admitted:
+                sample.members[member.extension] = content
+            if is_kept_json:
+                sample.json_bytes = content
         sample.num_bytes = self.archive.offset - self.counted + sample.linked
         self.counted = self.archive.offset
-        return json_bytes
 
 
 def all_samples(shard: OpenShard, want: Callable[[int], bool]) -> Iterator[RawSample]:
@@ -304,8 +301,8 @@ def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset
     for key, members in shard.samples():
         sample = RawSample(shard.url, key, number, {})
         wanted = want(number) or subset.may_repeat(key)
-        json_bytes = shard.read(sample, members, wanted, json=subset.table.by_uid)
-        weight = subset.weight(key, json_bytes)
+        shard.read(sample, members, wanted)
+        weight = subset.weight(key, sample.json_bytes)
         for times in range(math.ceil(weight)):
             yield replace(
                 sample,
@@ -313,6 +310,7 @@ def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset
                 num_bytes=0 if times else sample.num_bytes,
                 repeat=times,
                 keep_probability=weight - times,
+                json_bytes=b"",
             )
             number += 1
 
@@ -351,7 +349,8 @@ def read_shard(
         with closing(source):
             stream, can_seek = open_archive(source, basename(url))
             archive = Archive(stream, can_seek)
-            shard = OpenShard(url, archive, store, size_limits)
+            keeps_json = subset is not None and subset.table.by_uid
+            shard = OpenShard(url, archive, store, size_limits, keeps_json)
             indexed_offsets = offsets(url, state) if can_seek and subset is None else None
             starts = [] if indexed_offsets is None else indexed_offsets.tolist()
             if subset is not None:
