@@ -102,7 +102,7 @@ class Selection:
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
-        return same_key(value, own_name)
+        return key_of_value(value, own_name)
 
 
 def comparable_caption(caption: str) -> str:
@@ -110,7 +110,7 @@ def comparable_caption(caption: str) -> str:
     return " ".join(caption.casefold().split())
 
 
-def same_key(value: object, own_name: str) -> int:
+def key_of_value(value: object, own_name: str) -> int:
     """A signed 64-bit hash of a text or number, without white space around it; of `own_name` for any other value."""
     text = str(value).strip()
     is_shared = isinstance(value, str | int | float) and text not in ("", "nan")

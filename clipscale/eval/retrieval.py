@@ -4,18 +4,18 @@ N: images, M: captions (several an image), Q: queries, C: candidates, D: feature
 K: different pairs, G: groups of equal candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from clipscale.common.record import Metrics
-from clipscale.data.filters import comparable_caption, same_key
+from clipscale.data.filters import comparable_caption, key_of_value
 from clipscale.data.hashing import hash64
 from clipscale.eval.captions import CaptionMeter
-from clipscale.eval.encode import MISSED, Encoder, gather_batches
+from clipscale.eval.encode import MISSED, Encoder, ImageBatch, gather_batches
 from clipscale.eval.sets.item import EvalSet, Measurement, warn_once
 from clipscale.loss.reference import dense_contrastive_loss
 
@@ -51,6 +51,45 @@ class Relevance:
         return torch.stack([self.image_id[self.owner], self.caption_id], 1).unique(dim=0)
 
 
+class HashedReads:
+    """Reads a set's pictures in the encoder's threads, and keeps the hash of each one's bytes."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
+        self._hashes: dict[int, int] = {}
+
+    def read(self, index: int) -> bytes:
+        data = self._read(index)
+        self._hashes[index] = hash64(data) - (1 << 63)
+        return data
+
+    def hashes(self, span: range) -> Tensor:
+        """(n,) int64: those of pictures that were read; 0 for one that could not be read."""
+        return torch.tensor([self._hashes.get(index, 0) for index in span], dtype=torch.int64)
+
+
+class UsableImages(NamedTuple):
+    """The usable images of a set, of all ranks."""
+
+    # (N,) int64: the place of each in the set.
+    places: Tensor
+    # (N, D)
+    features: Tensor
+    # (N,) int64: equal for equal files.
+    hashes: Tensor
+
+    @classmethod
+    def gather(cls, batches: list[ImageBatch], reads: HashedReads, count: int, encoder: Encoder) -> "UsableImages":
+        """A collective. `batches`: this rank's; `count`: images of the set."""
+
+        def gathered(rows: list[Tensor]) -> Tensor:
+            return gather_batches(rows, count, encoder.batch, encoder.world)
+
+        hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
+        index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
+        return cls(index_N, gathered([features for _, features, _ in batches])[index_N], hashes[index_N])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSet(EvalSet):
     """Published captions. As in clip-benchmark, each caption is right for its own image alone, equal ones or not."""
@@ -67,42 +106,24 @@ class RetrievalSet(EvalSet):
 
         Every rank ranks the whole set.
         """
-        hashes: dict[int, int] = {}
-
-        def read(index: int) -> bytes:
-            data = self.read(index)
-            hashes[index] = hash64(data) - (1 << 63)
-            return data
-
-        def gathered(batches: list[Tensor]) -> Tensor:
-            return gather_batches(batches, len(self), encoder.batch, encoder.world)
-
-        device = encoder.world.device
         meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
-        pictures = self.pictures(encoder, read, meter.add if meter else None)
-        batches = list(pictures)
-        hash_N = gathered(
-            [
-                torch.tensor([hashes.get(index, 0) for index in span], dtype=torch.int64, device=device)
-                for span, _, _ in batches
-            ]
-        )
-        usable_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
-        images_ND = gathered([features for _, features, _ in batches])[usable_N]
-        captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
+        reads = HashedReads(self.read)
+        pictures = self.pictures(encoder, reads.read, meter.add if meter else None)
+        index_N, images_ND, hash_N = UsableImages.gather(list(pictures), reads, len(self), encoder)
+        captions = [(text, image) for image, index in enumerate(index_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])
+        device = encoder.world.device
         owner_M = torch.tensor([image for _, image in captions], device=device)
-        keys = [same_key(comparable_caption(text), str(number)) for number, (text, _) in enumerate(captions)]
-        key_M = torch.tensor(keys, device=device)
-        relevance = Relevance(owner_M, image_id=ids(hash_N[usable_N]), caption_id=ids(key_M))
+        keys = [key_of_value(comparable_caption(text), str(number)) for number, (text, _) in enumerate(captions)]
+        relevance = Relevance(owner_M, image_id=ids(hash_N), caption_id=ids(torch.tensor(keys, device=device)))
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
         if meter:
-            counts |= meter.metrics(usable_N)
+            counts |= meter.metrics(index_N)
         if encoder.world.is_rank0:
             self.warn_of_equal(relevance)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
         metrics = [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
-        return Measurement(metrics, pictures.broken, meter.write(usable_N) if meter else [])
+        return Measurement(metrics, pictures.broken, meter.write(index_N) if meter else [])
 
     def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""

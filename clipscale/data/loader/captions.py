@@ -5,6 +5,7 @@ N: samples of the local batch, T: tokens of the context.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,19 @@ def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
     rounded = -(-np.maximum(lengths, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     widths: np.ndarray = np.minimum(rounded, context).astype(np.int16)
     return widths
+
+
+@dataclass(frozen=True)
+class LengthOrder:
+    """A batch of captions, and its order by length."""
+
+    # (N, T), in the batch's order, on the host.
+    captions: Tensor
+    # (N,): the widths, in the order by length.
+    widths: np.ndarray
+    # (N,) int64: the row of the batch at each position, on the host and on the device.
+    host_rows: Tensor
+    rows: Tensor
 
 
 class SortedCaptions(ChunkLoader):
@@ -54,6 +68,8 @@ class SortedCaptions(ChunkLoader):
         self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
+        # None before `make_chunks`.
+        self._length_order: LengthOrder | None = None
         self._spans: list[Span] = []
 
     @property
@@ -67,18 +83,18 @@ class SortedCaptions(ChunkLoader):
         Blocks until all captions have arrived. The methods below need it.
         """
         if not self._spans:
-            self._captions = self._tokens(0, self.count)
-            context = self._captions.shape[1]
+            captions = self._tokens(0, self.count)
+            context = captions.shape[1]
             widths = widths_of(self._lengths(), context)
             by_width = widths if self._is_even else -widths
-            order = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
-            self._widths = widths[order.numpy()]
-            self._order = order.pin_memory() if self.copies else order
-            self._rows = self._order.to(self.device, non_blocking=True)
+            rows = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
+            widths = widths[rows.numpy()]
+            rows = rows.pin_memory() if self.copies else rows
+            self._length_order = LengthOrder(captions, widths, rows, rows.to(self.device, non_blocking=True))
             if self._is_even:
                 self._spans = equal_spans(self.count, size)
             else:
-                self._spans = chunk_spans(self._widths, size * context, max(size, MAX_SEQUENCES))
+                self._spans = chunk_spans(widths, size * context, max(size, MAX_SEQUENCES))
 
     def split(self, count: int) -> None:
         """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
@@ -96,7 +112,7 @@ class SortedCaptions(ChunkLoader):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows of the batch at positions start..stop, (stop - start,) int64, on the device."""
-        return self._rows[start:stop]
+        return self.length_order.rows[start:stop]
 
     def widths(self) -> Counter[int]:
         """Width -> captions that the tower computes at it."""
@@ -105,18 +121,25 @@ class SortedCaptions(ChunkLoader):
             widths[self._width(start, stop)] += stop - start
         return widths
 
+    @property
+    def length_order(self) -> LengthOrder:
+        """The order of the batch, after `make_chunks`."""
+        assert self._length_order is not None
+        return self._length_order
+
     def _width(self, start: int, stop: int) -> int:
         """The width of a chunk: its longest caption's."""
-        return int(max(self._widths[start], self._widths[stop - 1]))
+        widths = self.length_order.widths
+        return int(max(widths[start], widths[stop - 1]))
 
     def _read(self, start: int, stop: int) -> Tensor:
-        return self.gather_in_order(self._captions[:, : self._width(start, stop)], start, stop)
+        return self.gather_in_order(self.length_order.captions[:, : self._width(start, stop)], start, stop)
 
     def gather_in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
         """Rows of the batch, on the host, at positions start..stop."""
         size = stop - start, *batch.shape[1:]
         chunk = torch.empty(size, dtype=batch.dtype, pin_memory=self.copies is not None)
-        return torch.index_select(batch, 0, self._order[start:stop], out=chunk)
+        return torch.index_select(batch, 0, self.length_order.host_rows[start:stop], out=chunk)
 
 
 class SortedPairs:
