@@ -106,7 +106,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
         with matmul_precision(call, images.device):
             rows, cols = call.local_blocks(images, texts)
-            rows.subtrahend = scale.new_zeros(len(rows), dtype=torch.float64)
+            rows.value = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
@@ -117,7 +117,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(float(total), inputs))
-        rows.subtrahend = None
+        rows.value = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
         ctx.names = list(row_tensors), list(col_tensors)
@@ -147,7 +147,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
 def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
-    adds to `rows.subtrahend`."""
+    adds to `rows.value`."""
     if rows.weight is not None:
         rows.lse = rows.initial_lse()
     reductions = [] if cols.weight is None else [LOG_SUM_EXP]
@@ -157,9 +157,9 @@ def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedPara
 
 
 def local_value(rows: Side, cols: Side) -> Tensor:
-    """This rank's part of the sum of the weighted log-sum-exps, minus the subtrahends: 0-d."""
-    assert rows.subtrahend is not None
-    value = -rows.subtrahend.sum()
+    """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.value`, 0-d."""
+    assert rows.value is not None
+    value = rows.value.sum()
     for side in (rows, cols):
         if side.lse is not None and side.weight is not None:
             value += (side.weight * side.lse).sum()

@@ -25,7 +25,8 @@ class Side:
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
-    subtrahend: Tensor | None = None  # (n,) float64, rows only: what is subtracted from the weighted log-sum-exps
+    value: Tensor | None = None  # (n,) float64, rows only: the loss's terms that are no log-sum-exps, times N
+    positive_weight: Tensor | None = None  # (n,) of the softmax's kernel alone: `weight`, as it counts for positives
 
     def __len__(self) -> int:
         return len(self.features)

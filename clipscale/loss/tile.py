@@ -16,13 +16,13 @@ class TileOps:
     buffer of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        """Merge a tile into the log-sum-exps, and its positives into the rows' subtrahends."""
+        """Merge a tile into the log-sum-exps, and its positives into the rows' values."""
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
-        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' subtrahends if the value has
+        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' values if the loss has
         terms of single pairs.
         """
         raise NotImplementedError

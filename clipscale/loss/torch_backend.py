@@ -24,7 +24,7 @@ class TorchBackend:
         self.dense = dense
 
     def forward(self, block: Block) -> None:
-        """Merge the block into the log-sum-exps of its rows and columns and into its rows' subtrahends, in place."""
+        """Merge the block into the log-sum-exps of its rows and columns and into its rows' values, in place."""
         bound = self.similarity.bound(block)
         for tile, out, scratch in self._tiles(block):
             scores = self.similarity.scores(tile, out)
@@ -34,7 +34,7 @@ class TorchBackend:
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
 
-        It also adds to the rows' subtrahends if the value has terms of single pairs.
+        It also adds to the rows' values if the loss has terms of single pairs.
         """
         bound = self.similarity.bound(block)
         for tile, out, scratch in self._tiles(block):

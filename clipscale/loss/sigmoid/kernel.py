@@ -92,17 +92,17 @@ class TritonSigmoid(TritonBackend):
     """Three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
 
     def backward(self, block: Block) -> None:
-        """Subtract the block's part of the value from the subtrahend of row 0, where there is one. Add scale * G V to
+        """Add the block's part of the value to row 0's, where there is one. Add scale * G V to
         the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
         scale's."""
         parameters = block.parameters
-        subtrahend = block.rows.subtrahend
+        row_values = block.rows.value
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, self.programs(panel), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
-            if subtrahend is not None:
-                subtrahend[0] -= value
+            if row_values is not None:
+                row_values[0] += value
             if parameters.bias_grad is not None:
                 parameters.bias_grad += bias_grad / GRAD_SCALE.value
             parameters.add_scale_grad(scale_grad / GRAD_SCALE.value)

@@ -13,14 +13,14 @@ from clipscale.loss.tile import TileOps
 
 
 class SigmoidTileOps(TileOps):
-    """Computes value and gradient in `backward`. There are no log-sum-exps, so a row's subtrahend is minus its loss."""
+    """Computes value and gradient in `backward`."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positive_pairs()
         logits = scores.add_(tile.parameters.bias)
         logits[positives] = -logits[positives]  # -z (x + bias)
-        if tile.rows.subtrahend is not None:
-            tile.rows.subtrahend -= torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
+        if tile.rows.value is not None:
+            tile.rows.value += torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
         g = logits.sigmoid_()
         g[positives] = -g[positives]  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:

@@ -103,7 +103,7 @@ def store_line(partials, tops, sums, line, first, size):
 @triton.jit(do_not_specialize=["n", "m", "positive_offset"])
 def softmax_gradient_kernel(
     u, v, factor, n, m, depth, stride_u, stride_v, positive_offset,
-    panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_subtrahend, col_subtrahend, products,
+    panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_positive, col_positive, products,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = GRAD_SCALE * G of one tile, zero past the end, from recomputed
@@ -112,7 +112,7 @@ def softmax_gradient_kernel(
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive_offset + i]
 
     with the complete log-sum-exps r and c. In the first two terms a and b are row_weight and col_weight, corrected for
-    the rounding of r and c; in the last they are row_subtrahend and col_subtrahend, exact. All four are times
+    the rounding of r and c; in the last they are row_positive and col_positive, exact. All four are times
     GRAD_SCALE.
     products (programs,) = the tile's sum of GRAD_SCALE * G_ij <u_i, v_j>, before G is rounded to the panel's type. No
     exponential inside the panel overflows, as y_ij <= r_i and y_ij <= c_j.
@@ -135,8 +135,8 @@ def softmax_gradient_kernel(
         g += b[None, :] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and the gradient is what this subtraction leaves.
         if has_positives(tile_row * BM, first_col, positive_offset, BM, WIDTH):
-            subtrahend = tl.load(row_subtrahend + row_at)[:, None] + tl.load(col_subtrahend + col_at)[None, :]
-            g = tl.where(is_positive(rows, cols, positive_offset), g - subtrahend, g)
+            weight = tl.load(row_positive + row_at)[:, None] + tl.load(col_positive + col_at)[None, :]
+            g = tl.where(is_positive(rows, cols, positive_offset), g - weight, g)
         g = where_inside(g, 0.0, rows, cols, n, m)
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)
@@ -170,23 +170,23 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_log2(side: Side, nat: Tensor) -> Side:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
-    rounding; `subtrahend`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this
+    rounding; `positive_weight`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this
     direction.
     """
     if side.weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)
-        return replace(side, lse=nothing + torch.inf, weight=nothing, subtrahend=nothing)
+        return replace(side, lse=nothing + torch.inf, weight=nothing, positive_weight=nothing)
     exact = side.lse * nat
     rounded = exact.float()
     weight = side.weight * GRAD_SCALE.value * (rounded - exact).exp2()
-    return replace(side, lse=rounded, weight=weight.float(), subtrahend=side.weight * GRAD_SCALE.value)
+    return replace(side, lse=rounded, weight=weight.float(), positive_weight=side.weight * GRAD_SCALE.value)
 
 
 class TritonSoftmax(TritonBackend):
     """One matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
-        """Merge the block into the log-sum-exps, by the kernel, and add its positives to the rows' subtrahends."""
+        """Merge the block into the log-sum-exps, by the kernel, and its positives into the rows' values."""
         features = block.rows.features
         scale = block.parameters.scale
         factor, nat = log2_factor(scale)
@@ -210,10 +210,10 @@ class TritonSoftmax(TritonBackend):
         diagonal = block.positive_diagonal()
         if diagonal is not None:
             i, j = diagonal
-            assert block.rows.subtrahend is not None
+            assert block.rows.value is not None
             weight = positive_weights(block, i, j)
             products = row_products(features[i], block.cols.features[j], self.runtime.tiles_to_run)
-            block.rows.subtrahend[i] += weight * (scale * products)
+            block.rows.value[i] -= weight * (scale * products)
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
@@ -226,6 +226,6 @@ class TritonSoftmax(TritonBackend):
             self.launch(
                 softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,
                 row_weight=rows.weight, col_weight=cols.weight,
-                row_subtrahend=rows.subtrahend, col_subtrahend=cols.subtrahend,
+                row_positive=rows.positive_weight, col_positive=cols.positive_weight,
             )  # fmt: skip
             block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / GRAD_SCALE.value)
