@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
@@ -92,3 +92,24 @@ def test_the_norm_of_no_gradients_is_zero() -> None:
     frozen = torch.nn.Parameter(torch.ones(3))
     assert world_module.gradient_norm([frozen]).item() == 0
     assert world_module.gradient_norm([]).shape == ()
+
+
+class WithBuffer(nn.Linear):
+    """A layer with a buffer, which no step changes."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("table", torch.zeros(1))
+
+
+def buffer_after_a_pass(rank: int, ranks: int) -> float:
+    layer = WithBuffer()
+    wrapped = World(rank, ranks, torch.device("cpu")).wrap(layer)
+    layer.table.fill_(rank)
+    wrapped(torch.ones(1, 2))
+    return float(layer.table)
+
+
+def test_buffers_are_not_sent_in_every_pass() -> None:
+    """They are constant, so a broadcast for each chunk would be for nothing."""
+    assert run_ranks(buffer_after_a_pass, 2) == [0.0, 1.0]
