@@ -1,7 +1,7 @@
 """Saves and closes a run that ends early: by a signal, by an error, or because somebody has removed its folder."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from clipscale.common.errors import StoppedError, UserError
@@ -73,12 +73,11 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
 
 @contextmanager
 def closing(*resources: Closable) -> Iterator[None]:
-    """Around a run's loop: closes the run's parts, one after another, however the loop ends."""
-    try:
+    """Around a run's loop: closes all of the run's parts, one after another, however the loop or a `close` ends."""
+    with ExitStack() as stack:
+        for resource in reversed(resources):
+            stack.callback(resource.close)
         yield
-    finally:
-        for resource in resources:
-            resource.close()
 
 
 def early_end_message(number: int, step: int) -> str:
