@@ -31,8 +31,8 @@ from clipscale.step.compiled import no_compilation
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.rollback import rollback_on_error
 
-# After a signal the run waits this many seconds for a copy: well below `launch.local.SHUTDOWN_S`, which also covers the
-# save.
+# After a signal the run waits this many seconds for a copy. `launch.local.SHUTDOWN_S`, after which the launcher kills
+# its workers, covers this and the save. The 30 s of torch 2.11 may end the copy, which comes after the save.
 COPY_S = 60.0
 
 

@@ -67,7 +67,8 @@ class Saver:
         self.world = world
         self.retention = retention
         self.copies = copies
-        # The step of the newest checkpoint that has been begun; None before the first.
+        # The step of the newest checkpoint that has been begun, which is not saved again. 0 for a new run: its start is
+        # no step to save. None if the state comes from elsewhere, so that even its first step is saved.
         self.newest_step = newest_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None

@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 class StoppedError(UserError):
-    """A signal stopped the run after a checkpoint. The command line exits with 128 + `number`, as for the signal."""
+    """A signal ended the work; a run has saved if it had trained. The command line exits with 128 + `number`."""
 
     def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
         super().__init__(message)

@@ -4,7 +4,8 @@ from enum import Enum
 
 
 class OptimizerPolicy(Enum):
-    """What a start does with the optimizer's state in the checkpoint. The values are the words of `stages`."""
+    """What a start does with the optimizer's state in the checkpoint. The values of the other two are
+    words of `stages`."""
 
     # Take all of it, within a stage.
     RESUME = "resume"

@@ -41,7 +41,7 @@ class LossCall:
     backend: Backend
     similarity: Similarity
     objective: Objective
-    inputs: Inputs  # except for the features, which autograd passes
+    inputs: Inputs  # its features are replaced by those that autograd passes
     check: bool  # refuse a result that is not finite, which waits for the device
     needs_backward: bool  # whether a backward pass may follow
 
@@ -91,10 +91,10 @@ class Needs(NamedTuple):
 class ContrastiveLoss(torch.autograd.Function):
     """(call, images, texts, scale, bias, *the similarity's parameters) -> the mean over all ranks' rows.
 
-    A softmax takes one matmul unit in the forward pass, which keeps the log-sum-exps, and three in the backward pass. A
-    pairwise objective takes three in all: one sweep in the forward pass computes its value and its gradients. A second
-    backward pass through the same graph takes three more. Frozen inputs save units. Gradients are local: their sum over
-    the ranks is the gradient of the mean.
+    Costs are in matrix products of all rows with all columns, 2 n m D FLOP each. A softmax takes one in the forward
+    pass, which keeps the log-sum-exps, and three in the backward pass. A pairwise objective takes three in all: one
+    sweep in the forward pass computes its value and its gradients. A second backward pass through the same graph takes
+    three more. Frozen inputs save products. Gradients are local: their sum over the ranks is the gradient of the mean.
     """
 
     @staticmethod

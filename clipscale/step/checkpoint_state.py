@@ -48,8 +48,8 @@ def gather_checkpoint_state(
 
 
 def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerPolicy) -> None:
-    """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
-    parameters.
+    """Load weights, optimizer, average and loss scale from a checkpoint. Changes `saved`. Raises UserError if it trains
+    other parameters.
 
     The optimizer's settings (learning rate, decay) stay as they are.
     """

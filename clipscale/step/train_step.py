@@ -62,7 +62,7 @@ class StepResult:
     loss: float
     # Empty if the loss has only one term.
     loss_terms: LossTerms
-    # None if the loss or the norm is not finite; then the weights are unchanged.
+    # None if the loss or the norm is not finite. Then the weights are unchanged; but with fp16 the norm alone decides.
     grad_norm: float | None
     next_step: NextStepInfo
     timer: StepTimer

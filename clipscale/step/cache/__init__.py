@@ -1,1 +1,4 @@
-"""The gradient cache, a library of its own: exact gradients of a large batch, chunk by chunk."""
+"""The gradient cache: exact gradients of a large batch, chunk by chunk. And the sizes of its chunks.
+
+What `GradCache` loads is a library of its own, which needs no model and no data of clipscale.
+"""

@@ -90,7 +90,7 @@ class CastWeights:
         Between the passes of a step somebody else may have set `.grad` to None or to another tensor:
 
         first pass of the step   `.grad`, or zeros if it is None
-        later passes             the same tensor; if `.grad` is another one, its value is copied; if None, zeros are
+        later passes             the same tensor; before, another `.grad` is copied into it, and None sets it to zero
         """
         gradient = self.gradients.get(weight)
         if gradient is None:

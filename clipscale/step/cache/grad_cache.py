@@ -53,8 +53,9 @@ class GradCache:
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
             so a loss of its own is never counted. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
             synchronised once, with its last chunk; clipscale's own `ShardedTower` does it after each chunk. A module
-            with a method `gradient_sync(sync)`, a context around a chunk's pass, decides itself. The forward pass of
-            such an encoder counts as a collective, unless it has an attribute `forward_is_collective = False`.
+            with a method `gradient_sync(sync)`, a context, is asked to sum in its own way: each pass is inside it, and
+            `sync` is true for the last chunk's backward pass alone. The forward pass of such an encoder counts as a
+            collective, unless it has an attribute `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. All ranks

@@ -163,8 +163,8 @@ class KeptGraphs:
     def policy(self, i: int) -> GraphPolicy:
         """What becomes of the graph of chunk i.
 
-        A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph an encoder
-        may gather more weights (see `ChunkOutput`), and all ranks must gather equally often.
+        A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph a
+        captioner also runs its decoder, and gathers its weights; all ranks must gather equally often.
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP

@@ -22,10 +22,10 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
 def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
     """Around the pass of a chunk. `sums_gradients`: whether its backward pass sums gradients over the ranks.
 
-    Only the step's last backward pass sums them. Who reads `sums_gradients`, and when:
+    It is true for the step's last backward pass alone. Who reads it, and when:
 
-    - DDP in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass.
-    - A `ShardedTower` sums after each chunk in any case. In ZeRO's stage 2 it shards the weights again if this is true.
+    - DDP in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass. Both then sum.
+    - A `ShardedTower` sums after each chunk in any case. If it is true, ZeRO's stage 2 shards the weights again.
     """
     if hasattr(encoder, "chunk_context"):
         with encoder.chunk_context(sums_gradients=sums_gradients):

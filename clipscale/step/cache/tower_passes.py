@@ -72,7 +72,8 @@ class TowerPasses:
             sums_gradients = self.sums_gradients and stop == num_rows
             builds_graph = self.graphs.builds(i)
             with (
-                # Never in the first pass: `rearm_ddp_sync` arms a kept graph before its backward pass.
+                # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast
+                # weights need to know of that pass.
                 chunk_context(self.encoder, sums_gradients=False),
                 self.cast_weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
             ):
