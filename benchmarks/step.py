@@ -42,7 +42,7 @@ from clipscale.config.presets import conf_dir
 from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
-from clipscale.models.captioner import count_caption_tokens, init_decoder
+from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
 from clipscale.step.cache.encoder_inputs import LazyInput
@@ -193,7 +193,7 @@ class Step:
                     u = self.model.image(inputs[0])
                 v = self.model.text(inputs[1])
         if self.writes_captions:
-            value = self.loss_of_pairs(features) + CAPTION_WEIGHT / count_caption_tokens(inputs[1]) * captions
+            value = self.loss_of_pairs(features) + CAPTION_WEIGHT / count_caption_labels(inputs[1]) * captions
         else:
             value = self.loss(u, v)
         value.backward()
@@ -215,7 +215,7 @@ class Step:
             if isinstance(captions, SortedCaptions):
                 captions.make_chunks(self.chunk)
                 inputs = [SortedPairs(images, captions)]
-            weight = CAPTION_WEIGHT / int(count_caption_tokens(texts(0, batch)))
+            weight = CAPTION_WEIGHT / int(count_caption_labels(texts(0, batch)))
         representations = self.cache.encode(*inputs)
         meter("encode")
         self.cache.backward(self.cache.loss(*representations))

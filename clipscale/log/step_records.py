@@ -48,6 +48,7 @@ class StepRecords:
         self.finish()
         now = time.monotonic()
         widths = result.widths
+        mean_width = sum(width * count for width, count in widths.items()) / sum(widths.values())
         measured: StepRecord = {
             "loss": result.loss,
             **result.loss_terms,
@@ -58,7 +59,7 @@ class StepRecords:
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
-            "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
+            "caption_tokens": mean_width,  # with padding
         }
         self._measured_at = now
         self._unfinished = UnfinishedStep({**record, **measured}, result, Readback.start(logit_scale))

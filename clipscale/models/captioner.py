@@ -49,7 +49,7 @@ class Captioner(nn.Module):
 def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, tokens_NT: Tensor) -> Tensor:
     """sum_t -log p(token_{t+1} | tokens up to t, image) of each caption, (N,); pads are not labels.
 
-    Its sum over captions, divided by their `count_caption_tokens`, is open_clip's caption loss.
+    Its sum over captions, divided by their `count_caption_labels`, is open_clip's caption loss.
     """
     labels_NT = tokens_NT[:, 1:].long()
     # Choosing the labels' tokens needs their number, for which the host would wait on a GPU.
@@ -71,7 +71,7 @@ def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=PAD, reduction="none")
 
 
-def count_caption_tokens(tokens_NT: Tensor) -> Tensor:
+def count_caption_labels(tokens_NT: Tensor) -> Tensor:
     """The number of labels in captions: all tokens but the first of each and the pads. 0-d int64."""
     return (tokens_NT[:, 1:] != PAD).sum()
 

@@ -99,11 +99,11 @@ class PairBatchEncoder:
     # Bytes of a frozen image tower's output for one image, measured in an earlier step; 0 before.
     image_bytes: int = 0
     # Labels in the captions of this step's global batch.
-    num_tokens: int = 1
+    num_labels: int = 1
 
     @property
     def chunk_loss_weight(self) -> float:
-        return self.caption_weight / self.num_tokens
+        return self.caption_weight / self.num_labels
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         pairs, caption_chunks = self.inputs.pairs(batch, self.cache.chunks[0])
@@ -114,7 +114,7 @@ class PairBatchEncoder:
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
-        self.num_tokens = self.inputs.num_caption_tokens(batch)
+        self.num_labels = self.inputs.num_caption_labels(batch)
         return [features], caption_chunks
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class PairBatchEncoder:
         if caption_loss_sum is None:  # nothing was trained, so no chunk had a second pass
             return [contrastive]
         self.world.sum_(caption_loss_sum)
-        return [contrastive, caption_loss_sum / self.num_tokens]
+        return [contrastive, caption_loss_sum / self.num_labels]
 
     def total(self, losses: list[float]) -> tuple[float, LossTerms]:
         if len(losses) == 1:

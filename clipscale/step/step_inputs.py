@@ -6,7 +6,7 @@ from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
-from clipscale.models.captioner import count_caption_tokens
+from clipscale.models.captioner import count_caption_labels
 from clipscale.step.next_step_info import NextStepInfo
 
 
@@ -71,12 +71,12 @@ class StepInputs:
             return SortedPairs(batch.pixels, caption_chunks), caption_chunks
         return PairLoader(self.images(batch), caption_chunks), caption_chunks
 
-    def num_caption_tokens(self, batch: HostBatch) -> int:
+    def num_caption_labels(self, batch: HostBatch) -> int:
         """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
-        known = self.info.num_caption_tokens if self.info else 0
+        known = self.info.num_caption_labels if self.info else 0
         if known:
             return known
-        return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_tokens(batch))))
+        return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_labels(batch))))
 
     def start_next_step_info(self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool) -> NextStepInfo:
         """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
@@ -85,19 +85,19 @@ class StepInputs:
         """
         caption_chunks = self.own_captions(upcoming, chunk_size) if upcoming else None
         self.sorted_ahead = caption_chunks if isinstance(caption_chunks, SortedCaptions) else None
-        caption_tokens = None
+        caption_labels = None
         if self.writes_captions:
-            caption_tokens = own_caption_tokens(upcoming) if upcoming else 0
+            caption_labels = own_caption_labels(upcoming) if upcoming else 0
         self.info = NextStepInfo.start(
             self.world,
             text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
             is_known=upcoming is not None,
             wants_save=wants_save,
-            caption_tokens=caption_tokens,
+            caption_labels=caption_labels,
         )
         return self.info
 
 
-def own_caption_tokens(batch: HostBatch) -> int:
+def own_caption_labels(batch: HostBatch) -> int:
     """The labels in this rank's captions. Waits for all samples."""
-    return int(count_caption_tokens(batch.tokens(0, batch.num_texts)))
+    return int(count_caption_labels(batch.tokens(0, batch.num_texts)))

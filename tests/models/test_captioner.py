@@ -8,7 +8,7 @@ from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.captioner import Captioner, count_caption_tokens
+from clipscale.models.captioner import Captioner, count_caption_labels
 from clipscale.models.families import family_of
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_open_clips(weights: str, is_lean: bool) -> None:
     sum(expected).backward()
 
     image, text, caption_sum = captioner(pixels, tokens)
-    caption = caption_sum / count_caption_tokens(tokens)
+    caption = caption_sum / count_caption_labels(tokens)
     logits = model.logit_scale.exp() * image @ text.T
     targets = torch.arange(9)
     contrast = (nn.functional.cross_entropy(logits, targets) + nn.functional.cross_entropy(logits.T, targets)) / 2
@@ -110,7 +110,7 @@ def test_sums_of_chunks_add_up_to_the_batch() -> None:
     whole = captioner(pixels, tokens)[2]
     chunks = [captioner(pixels[i : i + 3], tokens[i : i + 3])[2] for i in range(0, 7, 3)]
     torch.testing.assert_close(sum(chunks), whole, **EXACT)
-    assert count_caption_tokens(tokens) == sum(count_caption_tokens(row[None]) for row in tokens)
+    assert count_caption_labels(tokens) == sum(count_caption_labels(row[None]) for row in tokens)
 
 
 def test_a_new_decoder_is_a_function_of_the_seed() -> None:

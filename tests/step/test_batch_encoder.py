@@ -15,7 +15,7 @@ VALUE = torch.tensor(2.0)
 def pairs(chunk_loss: torch.Tensor | None, tokens: int = 4) -> PairBatchEncoder:
     """An encoder of pairs whose caption loss has a weight of 3, after a replay of `tokens` tokens."""
     parts: Any = SimpleNamespace(chunk_loss=chunk_loss)
-    return PairBatchEncoder(parts, parts, ONE_RANK, parts, torch.no_grad, caption_weight=3.0, num_tokens=tokens)
+    return PairBatchEncoder(parts, parts, ONE_RANK, parts, torch.no_grad, caption_weight=3.0, num_labels=tokens)
 
 
 def test_the_loss_of_two_towers_has_one_term() -> None:
