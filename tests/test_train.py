@@ -166,7 +166,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
     config = ten_step_config(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
     if started:  # as users start them, each with loader processes
         data = replace(config.data, workers=2)
-        local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
+        local.launch(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
         run_ranks(train_on_rank, procs, config)
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-4)

@@ -97,8 +97,8 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
 def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
-    `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.run`, and UserError for
-    a run that cannot fit.
+    `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.launch`, and UserError
+    for a run that cannot fit.
     """
     resumes_by_itself = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)
@@ -130,7 +130,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
 
             if no_launcher:
                 check_free(Path(config.run))
-            return cast(RunResult, local.run(config, isolated=isolated))
+            return cast(RunResult, local.launch(config, isolated=isolated))
     except StoppedError as stopped:
         if not has_checkpoint(config):
             raise

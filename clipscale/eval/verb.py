@@ -25,7 +25,7 @@ def main(config: EvalRunConfig) -> Results:
     complete_config = completed_by_run(config)
     if main_rank() and not config.eval.has_sets:
         log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
-    return cast(Results, local.run(complete_config, f"{__name__}:work"))
+    return cast(Results, local.launch(complete_config, f"{__name__}:work"))
 
 
 def objective_and_sizes(run: Path) -> tuple[str, list[int]]:

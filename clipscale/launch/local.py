@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
 
-class Launched(Protocol):
+class LaunchSettings(Protocol):
     """The settings that every verb with several processes has."""
 
     @property
@@ -108,7 +108,7 @@ def check_train(config: TrainConfig) -> None:
         terminal.print_line(f"warning: {warning}", error=True)
 
 
-def run(config: Launched, main: str = TRAIN_FUNCTION, *, isolated: bool = False) -> object:
+def launch(config: LaunchSettings, main: str = TRAIN_FUNCTION, *, isolated: bool = False) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
@@ -119,21 +119,21 @@ def run(config: Launched, main: str = TRAIN_FUNCTION, *, isolated: bool = False)
         if ranks.under_launcher():
             return run_under_torchrun(config, main)
         terminal.show_task("loading torch")
-        count = workers(config)
+        count = num_workers(config)
         if count == 1 and not isolated:
-            return function(main, config)(config)
-    return start(config, main, count)  # torch has handlers of its own
+            return imported_main(main, config)(config)
+    return launch_workers(config, main, count)  # torch has handlers of its own
 
 
-def function(name: str, config: Launched) -> Callable[[Launched], object]:
+def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
     """The function of this name, imported without what the model of these settings does not need."""
     model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
     fetches = any((model.weights, model.image.weights, model.text.weights))
     with hidden_packages(*unneeded_packages(model.description, fetches=fetches)):
-        return cast(Callable[[Launched], object], resolve_name(name))
+        return cast(Callable[[LaunchSettings], object], resolve_name(name))
 
 
-def workers(config: Launched) -> int:
+def num_workers(config: LaunchSettings) -> int:
     """Processes of the run on this machine. Raises UserError if they cannot share a training batch evenly."""
     import torch
 
@@ -145,14 +145,14 @@ def workers(config: Launched) -> int:
     return count
 
 
-def run_under_torchrun(config: Launched, main: str) -> object:
+def run_under_torchrun(config: LaunchSettings, main: str) -> object:
     """Do this process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_the_launcher()
     try:
-        result = record(function(main, config))(config)
+        result = record(imported_main(main, config))(config)
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
@@ -162,8 +162,8 @@ def run_under_torchrun(config: Launched, main: str) -> object:
     return result
 
 
-def start(config: Launched, main: str, count: int) -> object:
-    """Start `count` workers and wait for their end. Raises as `run` does."""
+def launch_workers(config: LaunchSettings, main: str, count: int) -> object:
+    """Start `count` workers and wait for their end. Raises as `launch`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
@@ -189,7 +189,7 @@ def start(config: Launched, main: str, count: int) -> object:
             max_restarts=0,
             signals_to_handle=",".join(number.name for number in handlers),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            numa_options=binding(config.device, count),
+            numa_options=numa_options(config.device, count),
         )
         with blocked():  # starts the resource tracker that the workers share
             pass
@@ -198,7 +198,7 @@ def start(config: Launched, main: str, count: int) -> object:
         tempfile.tempdir = folder  # torch leaves its error files there
         try:
             check_interrupted()
-            return elastic_launch(elastic, worker)(config, main, Path(folder))[0]
+            return elastic_launch(elastic, worker_main)(config, main, Path(folder))[0]
         except ChildFailedError as error:
             raise cause_of_end(error, Path(folder)) from None
         except SignalException as error:
@@ -213,7 +213,7 @@ def start(config: Launched, main: str, count: int) -> object:
                 signal.signal(handled, handler)
 
 
-def binding(device: str, count: int) -> "NumaOptions | None":
+def numa_options(device: str, count: int) -> "NumaOptions | None":
     """Options that bind each worker to the cores near its GPU.
 
     None if all GPUs are near the same cores, if their cores are unknown, or without `numactl`, which torch needs.
@@ -233,8 +233,8 @@ def end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def worker(config: Launched, main: str, folder: Path) -> object:
-    """The main function of a process that `start` starts. It writes its failure to the folder."""
+def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
+    """The main function of a process that `launch_workers` starts. It writes its failure to the folder."""
     end_with_the_launcher()
     prepare_output()
     ignore_output_errors()
@@ -243,7 +243,7 @@ def worker(config: Launched, main: str, folder: Path) -> object:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
         with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
-            return function(main, config)(config)
+            return imported_main(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)
         raise

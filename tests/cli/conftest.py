@@ -45,7 +45,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
             raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
         return {"step": 2, "loss": float(config.seed), "run": config.run, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}}
 
-    monkeypatch.setattr("clipscale.launch.local.run", run)
+    monkeypatch.setattr("clipscale.launch.local.launch", run)
     return configs
 
 

@@ -88,7 +88,7 @@ def test_a_finished_run_is_answered_from_its_folder_and_keeps_its_settings(
     status, out, _ = cli(*words, "optim.lr=1")
     assert status == 0 and "nothing is left to train" in out
     assert [path.read_bytes() for path in kept] == written
-    monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: pytest.fail("it starts again"))
+    monkeypatch.setattr("clipscale.launch.local.launch", lambda *given, **options: pytest.fail("it starts again"))
     status, out, err = cli(*words, "log.every=7")
     assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
     with pytest.raises(pytest.fail.Exception, match="it starts again"):
@@ -220,7 +220,7 @@ def test_a_stopped_run_says_how_it_goes_on(
         (Path(config.run) / "checkpoints/step_00000003").mkdir(parents=True)
         raise StoppedError("stopped after step 3 and saved", signal.SIGINT)
 
-    monkeypatch.setattr("clipscale.launch.local.run", stopped)
+    monkeypatch.setattr("clipscale.launch.local.launch", stopped)
     status, _, err = cli(*tiny(f"data.train={shards}", words))
     assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
 

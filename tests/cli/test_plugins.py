@@ -202,7 +202,7 @@ def test_optuna_gets_the_metric_and_its_direction(
         trained.append(config)
         return {"step": 2, "loss": 1.0, "run": config.run, "eval": {"birds": {"top1": config.seed / 10}}}
 
-    monkeypatch.setattr("clipscale.launch.local.run", run)
+    monkeypatch.setattr("clipscale.launch.local.launch", run)
     sets = f"eval.sets={classification_set(tmp_path / 'birds')}"
     grid = ("hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=3", "seed=1,3,2")
     assert sweep(shards, *FEW, *grid, sets, "sweep.metric=birds/top1") == 0

@@ -108,13 +108,13 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
         return launched
 
     with patch.object(api, "elastic_launch", elastic_launch), refused("disk is full") as failure:
-        local.run(two(tmp_path))
+        local.launch(two(tmp_path))
     assert not isinstance(failure.value, StoppedError)
 
 
 def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in local.HANDLED}
-    assert local.run(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
+    assert local.launch(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
     assert handlers == {number: signal.getsignal(number) for number in local.HANDLED}
 
 
@@ -134,7 +134,7 @@ def open_files(config: TrainConfig) -> dict:
 @pytest.mark.parametrize("procs", [2, 12])
 def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs: int) -> None:
     config = replace(two(tmp_path), batch=24, launch=LaunchConfig(procs=procs))
-    for soft, hard, files in local.run(config, f"{__name__}:open_files")["ranks"]:
+    for soft, hard, files in local.launch(config, f"{__name__}:open_files")["ranks"]:
         assert soft == hard and files <= 14, f"{soft} of {hard} allowed, {files} open over {procs} ranks"
 
 
@@ -146,7 +146,7 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with refused(rf"^run={tmp_path}/run: found by a worker$"):
-        local.run(two(tmp_path), f"{__name__}:mistaken")
+        local.launch(two(tmp_path), f"{__name__}:mistaken")
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
@@ -160,18 +160,18 @@ def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
     for number, bound in (("0", False), ("0 ", False), ("1", True), ("-1", False)):
         (tmp_path / number).mkdir()
         (tmp_path / number / "numa_node").write_text(number)
-        assert bool(local.binding("auto", 3)) is bound
-        assert not local.binding("cpu", 3) and not local.binding("auto", 4)
+        assert bool(local.numa_options("auto", 3)) is bound
+        assert not local.numa_options("cpu", 3) and not local.numa_options("auto", 4)
 
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
-    assert local.run(config, f"{__name__}:this_process") == {"pid": os.getpid()}
-    monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
-    assert local.run(config, isolated=True) == {"count": 1}
+    assert local.launch(config, f"{__name__}:this_process") == {"pid": os.getpid()}
+    monkeypatch.setattr(local, "launch_workers", lambda config, main, count: {"count": count})
+    assert local.launch(config, isolated=True) == {"count": 1}
     config = replace(config, launch=LaunchConfig(procs=3))
     with refused(r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
-        local.run(config)
+        local.launch(config)
 
 
 def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path) -> None:

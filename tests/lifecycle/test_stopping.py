@@ -86,7 +86,7 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
             with poller, pytest.raises(SignalError):
                 poller.poll()
             with pytest.raises(KeyboardInterrupt):
-                local.start(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
+                local.launch_workers(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
         later = SignalPoller(ONE_RANK)
         with later, exit_on_signal():
             later.poll()

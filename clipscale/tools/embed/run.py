@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 # The format of plain arrays. Any other format is the name of a teacher.
 ARRAYS = "features"
 # Reasons that lie in the shard itself, so that another try would not help. The others lie in the network or the server.
-DAMAGED = ("truncated_shard", "unreadable_shard")
+DAMAGED_SHARD = ("truncated_shard", "unreadable_shard")
 
 
 class Embedded(TypedDict):
@@ -56,7 +56,7 @@ class Embedded(TypedDict):
 
 def main(config: EmbedConfig) -> Embedded:
     """Write features on `launch.procs` processes, or as one of torchrun's."""
-    return cast(Embedded, local.run(config, f"{__name__}:work"))
+    return cast(Embedded, local.launch(config, f"{__name__}:work"))
 
 
 def work(config: EmbedConfig) -> Embedded:
@@ -184,7 +184,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
         log.warning("%d of %d samples without a usable picture or text in %s", missing, samples, without_secrets(url))
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
-        if problem.reason not in DAMAGED:
+        if problem.reason not in DAMAGED_SHARD:
             raise SourceError(problem.reason, problem.detail)
 
 

@@ -8,7 +8,7 @@ from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
-from clipscale.launch.local import workers
+from clipscale.launch.local import num_workers
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -28,7 +28,7 @@ def start_plan(config: TrainConfig) -> Record:
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.text import render
 
-    machine = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
+    machine = {"model": model, "hardware": hardware, "gpus": num_workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
     return {"fits": result["fits"], "lines": render("start", **result, cores_here=cores()).splitlines()}

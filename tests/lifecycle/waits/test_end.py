@@ -51,7 +51,7 @@ def test_a_run_that_waits_for_a_service_at_its_end_ends_at_once(
         os.kill(os.getpid(), number)
 
     with closing_for_long(send), pytest.raises(StoppedError, match=line):
-        local.run(config)
+        local.launch(config)
     assert time.monotonic() - sent[0] < HEARD_S
     assert steps(tmp_path / "run") == [1] and len(curve(tmp_path / "run")) == 1
 
@@ -78,7 +78,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
         mock.patch.object(Copies, "close", closed),
         pytest.raises(StoppedError, match=r"^stopped"),
     ):
-        local.run(config)
+        local.launch(config)
     assert time.monotonic() - sent[0] < HEARD_S
     ended.set()
     assert steps(tmp_path / "run") == [1] and result_if_complete(config) is None
@@ -103,6 +103,6 @@ def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, 
         closing_for_long(send),
         pytest.raises(StoppedError, match=r"^stopped by SIGTERM after step 1 and saved$"),
     ):
-        local.run(config)
+        local.launch(config)
     assert time.monotonic() - began[0] < HEARD_S
     assert steps(tmp_path / "run") == [1]

@@ -89,7 +89,7 @@ def started(config: TrainConfig, main: str, output: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     mock.patch("multiprocessing.parent_process", lambda: None).start()  # as of a command
     try:
-        local.run(config, main)
+        local.launch(config, main)
     except StoppedError as stopped:
         os.write(2, f"{stopped}\n".encode())
         os._exit(128 + stopped.number)

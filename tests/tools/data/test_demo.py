@@ -80,7 +80,7 @@ def test_training_renders_the_set_that_is_missing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     render = demo.render_demo
     monkeypatch.setattr(demo, "render_demo", lambda root, processes: render(root, 64))
-    monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
+    monkeypatch.setattr("clipscale.launch.local.launch", lambda *given, **options: {})
     root = user_folder()
     cli_train.main(ten_step_config(root, tmp_path / "run"))
     assert len(expand(train_shards(root))) == 16 and tmp_path in root.parents
