@@ -34,7 +34,7 @@ from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
-APPEARS_WITHIN_S = 10.0
+FILES_APPEAR_WITHIN_S = 10.0
 
 
 class UnwritableError(UserError):
@@ -249,7 +249,7 @@ class Writer(dcp.FileSystemWriter):
         }
         sums[".metadata"] = size_and_crc32(path / ".metadata")
         for name, (size, _) in sums.items():
-            if not appears(path / name, size, APPEARS_WITHIN_S):
+            if not appears(path / name, size, FILES_APPEAR_WITHIN_S):
                 raise OSError(
                     f"rank 0 does not see {name}, which another rank has written; put the run's folder on storage that "
                     "all share"

@@ -10,7 +10,7 @@ Metrics = dict[str, float]
 Results = dict[str, Metrics]
 
 
-class Written(TypedDict):
+class WrittenCaption(TypedDict):
     """A picture and what a captioner has written of it."""
 
     # JPEG, in base64.

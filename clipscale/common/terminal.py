@@ -67,22 +67,22 @@ def show_task(task: str) -> None:
     _show(f"{datetime.now():%H:%M:%S} {task} ...")
 
 
-class _Shown:
+class _LastLine:
     """Whether the terminal's last line may hold something to remove. At first that is the parent process's line."""
 
-    line = True
+    is_temporary = True
 
 
 def clear() -> None:
     """Remove what `show_task` or a bar shows, of this process or of its parent."""
-    if _Shown.line and on_terminal():
+    if _LastLine.is_temporary and on_terminal():
         print(CLEAR, end="", file=sys.stderr, flush=True)
-    _Shown.line = False
+    _LastLine.is_temporary = False
 
 
 def _show(text: str) -> None:
     if on_terminal() and main_rank():
-        _Shown.line = True
+        _LastLine.is_temporary = True
         shown = printable(text)[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be removed
         print(f"{CLEAR}{shown}", end="", file=sys.stderr, flush=True)
 

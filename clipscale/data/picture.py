@@ -83,7 +83,7 @@ def open_picture(data: bytes, most: float = MAX_PIXELS) -> Image.Image:
     check_profiles(data)
     if data.startswith(b"\x89PNG") and any(chunk_type in data for chunk_type in _PNG_TEXTS):
         data = without_texts(data)
-    source = Pieces(data)
+    source = BoundedReads(data)
     try:
         image: Image.Image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError:
@@ -114,7 +114,7 @@ def without_texts(data: bytes) -> bytes:
     return b"".join([*parts, data[start:]])
 
 
-class Pieces(io.BytesIO):
+class BoundedReads(io.BytesIO):
     """A picture's bytes, in a bounded number of reads: each takes Pillow microseconds."""
 
     reads_left = MAX_HEADER_READS

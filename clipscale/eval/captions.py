@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from clipscale.common.record import Metrics, Written
+from clipscale.common.record import Metrics, WrittenCaption
 from clipscale.eval.encode import Encoder, gather_batches
 from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, write_captions
 
@@ -25,7 +25,7 @@ PAIRS_AT_ONCE = 32
 MAX_SHOWN = 8
 
 
-class Shown(NamedTuple):
+class ShownPicture(NamedTuple):
     """A picture that a report may show."""
 
     # Its index in the set.
@@ -45,7 +45,7 @@ class CaptionMeter:
     # For each batch of this rank (n, 2): a caption's sum of cross entropies, and its number of tokens.
     batches: list[Tensor] = field(default_factory=list)
     # The first usable pictures of this rank.
-    shown: list[Shown] = field(default_factory=list)
+    shown: list[ShownPicture] = field(default_factory=list)
     # Tokens (1, P, W) of any picture. A rank that has no picture to show uses them instead.
     spare: Tensor | None = None
 
@@ -65,7 +65,7 @@ class CaptionMeter:
         self.batches.append(torch.cat(losses)[: len(span)])
         self.spare = image_nPW[:1]
         for row in usable.nonzero()[: MAX_SHOWN - len(self.shown), 0].tolist():
-            self.shown.append(Shown(span[row], pixels[row].cpu(), image_nPW[row].clone()))
+            self.shown.append(ShownPicture(span[row], pixels[row].cpu(), image_nPW[row].clone()))
 
     @property
     def decoder(self) -> nn.Module:
@@ -85,7 +85,7 @@ class CaptionMeter:
         return torch.stack([sums_n.double(), (tokens_nT[:, 1:] != PAD).sum(1).double()], dim=1)
 
     @torch.no_grad()
-    def write(self, usable_N: Tensor) -> list[Written]:
+    def write(self, usable_N: Tensor) -> list[WrittenCaption]:
         """Let the captioner write captions of the first pictures of all ranks, in order.
 
         Every rank writes, because all of them gather sharded weights. `usable_N`: indices of the pictures that count.
@@ -98,7 +98,7 @@ class CaptionMeter:
         with self.encoder.autocast():
             length = min(WRITTEN_TOKENS, model.context_length)
             tokens_nT = write_captions(model.text, self.decoder, image_nPW, model.tokenizer.edges, length)
-        rows: dict[int, Written] = {}
+        rows: dict[int, WrittenCaption] = {}
         for (number, pixels, _), tokens in zip(own, tokens_nT.tolist()):
             caption = model.tokenizer.text(tokens)
             rows[number] = {"picture": jpeg(pixels), "caption": self.first(number), "written": caption}

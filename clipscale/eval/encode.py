@@ -35,7 +35,7 @@ POLL_S = 0.25
 MISSED = torch.iinfo(torch.int64).max
 
 
-def spans(count: int, batch_size: int, world: World) -> list[range]:
+def batch_ranges(count: int, batch_size: int, world: World) -> list[range]:
     """This rank's batches of the indices 0..count-1. All ranks have equally many; the last ones may be empty."""
     step = batch_size * world.size
     rounds = -(-count // step)
@@ -43,7 +43,7 @@ def spans(count: int, batch_size: int, world: World) -> list[range]:
 
 
 def gather_batches(batches: Sequence[Tensor], count: int, batch_size: int, world: World) -> Tensor:
-    """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
+    """The rows of all batches on every rank, in order: (count, ...). `batches`: this rank's, by `batch_ranges`."""
     batch_size = min(batch_size, count)
     rows = torch.stack([torch.cat([x, x.new_zeros(batch_size - len(x), *x.shape[1:])]) for x in batches])
     comm = Communicator.of(None)
@@ -130,12 +130,12 @@ class Encoder:
         """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
         return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in self.sizes)]
 
-    def with_progress(self, spans: list[range], subject: str) -> Iterator[range]:
+    def with_progress(self, ranges: list[range], subject: str) -> Iterator[range]:
         """The batches, one after another; `progress` shows how many are done."""
-        for done, span in enumerate(spans):
-            self.progress(f"evaluation of {subject}", done, len(spans))
+        for done, span in enumerate(ranges):
+            self.progress(f"evaluation of {subject}", done, len(ranges))
             yield span
-        self.progress(f"evaluation of {subject}", len(spans), len(spans))
+        self.progress(f"evaluation of {subject}", len(ranges), len(ranges))
 
     def text(self, texts: list[str]) -> Tensor:
         """Features (n, D) of one batch of texts."""
@@ -154,7 +154,7 @@ class Encoder:
 
     def gathered_rows(self, count: int, batch: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
         """The rows (count, ...) that `rows` makes of each batch, on every rank. `subject`: for the progress."""
-        batches = self.with_progress(spans(count, batch, self.world), subject)
+        batches = self.with_progress(batch_ranges(count, batch, self.world), subject)
         return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class Encoder:
 
         reasons: Counter[str] = Counter()
         waits = PictureWaits(self.world, self.poll_while_waiting)
-        batches = spans(count, self.batch, self.world)
+        batches = batch_ranges(count, self.batch, self.world)
         with ThreadPool(self.threads) as pool:
             shown = self.with_progress(batches, f"{label}'s pictures")
             for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):

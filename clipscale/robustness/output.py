@@ -23,7 +23,7 @@ def prepare_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-class _Lasting(io.FileIO):
+class _TolerantFile(io.FileIO):
     """stdout or stderr that drops output, and raises nothing, when the disk is full or the reader is gone."""
 
     def write(self, data: Any) -> int:
@@ -39,7 +39,7 @@ def ignore_output_errors() -> None:
         if stream is getattr(sys, f"__{name}__"):  # otherwise it was replaced already, or by a test
             with suppress(OSError):
                 stream.flush()
-            raw: Any = _Lasting(stream.fileno(), "w", closefd=False)
+            raw: Any = _TolerantFile(stream.fileno(), "w", closefd=False)
             lasting = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)
             setattr(sys, name, lasting)
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 # After this many seconds a host says that it waits.
 NOTICE_S = 5.0
 # Longest wait for what another host has written: NFS remembers for a minute that a name was missing.
-APPEARS_WITHIN_S = 60.0
+FOLDER_APPEARS_WITHIN_S = 60.0
 # Most hosts that a message names.
 MAX_NAMED = 3
 
@@ -37,7 +37,7 @@ def check_shared(folder: Path, world: World) -> None:
         if not seen:
             if local_rank() == 0:
                 log.warning("run=%s: %s does not see it as %s does; looking again", folder, socket.gethostname(), host)
-            seen = files.appears(token, len(name), APPEARS_WITHIN_S)
+            seen = files.appears(token, len(name), FOLDER_APPEARS_WITHIN_S)
         blind = [name for name in world.all_gather_object("" if seen else socket.gethostname()) if name]
     finally:
         if world.is_rank0:

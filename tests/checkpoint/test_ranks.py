@@ -103,7 +103,7 @@ def apart(rank: int, world_size: int, root: Path) -> str:
     os.environ["LOCAL_RANK"] = "0"
     from clipscale.checkpoint import saving
 
-    saving.APPEARS_WITHIN_S = 0.1
+    saving.FILES_APPEAR_WITHIN_S = 0.1
     return write(rank, world_size, root / f"node{rank}", 1)
 
 

@@ -15,7 +15,7 @@ from tests.support.runs import four_step_config
 
 def on_host(rank: int, start: Callable[[], object]) -> str:
     """The message at the start of a rank with a host of its own."""
-    shared_storage.NOTICE_S = shared_storage.APPEARS_WITHIN_S = 0.1
+    shared_storage.NOTICE_S = shared_storage.FOLDER_APPEARS_WITHIN_S = 0.1
     shared_storage.socket.gethostname = lambda: f"host{rank}"
     try:
         start()

@@ -112,7 +112,7 @@ def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[
         log.warning("%s: the index cannot be read (%s); going on without it", path, error)
 
 
-class Known(NamedTuple):
+class KnownShards(NamedTuple):
     """The indexes' entries for shards."""
 
     # Valid entries, by the shards' addresses.
@@ -126,7 +126,7 @@ class Known(NamedTuple):
         return [url for url, entry in self.entries.items() if not entry.version.endswith(RULE_MARK)]
 
 
-def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
+def lookup(urls: Sequence[str], subset: Subset | None = None) -> KnownShards:
     """Read the indexes' entries for these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
@@ -149,7 +149,7 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
                     entries.setdefault(url, entry)
                 else:
                     changed[url] = None
-    return Known(entries, [url for url in changed if url not in entries])
+    return KnownShards(entries, [url for url in changed if url not in entries])
 
 
 def _states(paths: Sequence[str]) -> list[ObjectState | None]:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Metrics, Written
+from clipscale.common.record import Metrics, WrittenCaption
 from clipscale.data.picture import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.eval.encode import EncodedImages, Encoder, ImageBatch
@@ -84,7 +84,7 @@ class Measurement:
     # Images of all ranks that were left out, by reason.
     broken: Counter[str]
     # Captions that a captioner has written of the first usable pictures.
-    written: Sequence[Written] = field(default_factory=list)
+    written: Sequence[WrittenCaption] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

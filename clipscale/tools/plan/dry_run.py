@@ -308,10 +308,10 @@ def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bo
 
 
 @contextmanager
-def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int = 1) -> Iterator[DryRun]:
-    """Build a dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
+def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes: int = 1) -> Iterator[DryRun]:
+    """Build a dry run of one of `world_size` ranks. Raises UserError.
 
-    Raises UserError.
+    `capability`: the compute capability of its GPU; None for a process on CPUs.
     """
     with torch.device("meta"):
         model = build_model(without_weights(config.model))
@@ -319,8 +319,8 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     if exchange == "auto":
         exchange = exchange_of_batch(config, model.width, nodes, on_gpu=capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
-    ranks_of_node = ranks // nodes
-    simulated_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
+    ranks_of_node = world_size // nodes
+    simulated_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, world_size)
     image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     decoder = PassFlops(0, 0)
@@ -328,11 +328,11 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
         decoder = decoder_flops(config.model, trained_names(model.decoder))
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
-        step = build_dry_step(config, model, DryRunRuntime(capability, min(ranks, simulated_ranks), ranks_of_node))
+        step = build_dry_step(config, model, DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node))
         parameters = ParameterCounts.of(model)
         towers = tower_modules(step)
         memory = state_memory(step, towers, tracker, before)
-        if ranks > 1:
-            memory = divided_among_ranks(memory, towers, step.precision.dtype, ranks, config.launch.parallel)
+        if world_size > 1:
+            memory = divided_among_ranks(memory, towers, step.precision.dtype, world_size, config.launch.parallel)
         meters = [leave_blocks_out(tower, tracker) for tower in towers]
-        yield DryRun(config, tracker, step, flops, decoder, memory, meters, parameters, is_alone=ranks == 1)
+        yield DryRun(config, tracker, step, flops, decoder, memory, meters, parameters, is_alone=world_size == 1)

@@ -175,6 +175,6 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}
 
 
-def outside_torch(ranks: int) -> int:
+def outside_torch(world_size: int) -> int:
     """Memory of a GPU that torch's allocator does not count."""
-    return int(ASSUMED.context + (ASSUMED.nccl if ranks > 1 else 0))
+    return int(ASSUMED.context + (ASSUMED.nccl if world_size > 1 else 0))

@@ -116,13 +116,13 @@ class DryRunRuntime(LossRuntime):
     backend runs without its kernels.
     """
 
-    def __init__(self, capability: int | None, ranks: int = 1, ranks_of_node: int | None = None) -> None:
+    def __init__(self, capability: int | None, world_size: int = 1, ranks_of_node: int | None = None) -> None:
         super().__init__(ranks_of_node=ranks_of_node)
         self.capability = capability
-        self.ranks = ranks
+        self.world_size = world_size
 
     def communicator(self, group: object) -> Communicator | None:
-        return DryCommunicator(self.ranks) if self.ranks > 1 else None
+        return DryCommunicator(self.world_size) if self.world_size > 1 else None
 
     def is_gpu(self, device: torch.device) -> bool:
         return self.capability is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.modules import trains
 from clipscale.common.nested_blocks import nested_blocks
 from clipscale.common.weight_types import cast_gathered_, gathered_type
 from clipscale.step.cache.cast_weights import layers_to_cast
@@ -128,7 +129,7 @@ def cast_bytes(tower: nn.Module, precision: Precision) -> int:
 
 
 def divided_among_ranks(
-    memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, ranks: int, parallel: str
+    memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, world_size: int, parallel: str
 ) -> StateMemory:
     """Divide state and gradients among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.
 
@@ -139,15 +140,15 @@ def divided_among_ranks(
     undivided = 0
     gathered = [GatheredWeights(), GatheredWeights()]
     for i, tower in enumerate(towers):
-        if any(p.requires_grad for p in tower.parameters()):
+        if trains(tower):
             gathered[i] = GatheredWeights.of(tower, parallel, dtype)
             cast_gathered_(tower, dtype)
         else:
             undivided += sum(p.nbytes for p in tower.parameters())
-    share = [size // ranks for size in memory.gradients]
+    share = [size // world_size for size in memory.gradients]
     return StateMemory(
-        state=undivided + (memory.state - undivided) // ranks,
-        update=memory.update // ranks,
+        state=undivided + (memory.state - undivided) // world_size,
+        update=memory.update // world_size,
         gradients=share,
         summed=share,
         single_chunk=share,
