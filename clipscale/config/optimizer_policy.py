@@ -4,8 +4,7 @@ from enum import Enum
 
 
 class OptimizerPolicy(Enum):
-    """What a start does with the optimizer's state in the checkpoint. The values of the other two are
-    words of `stages`."""
+    """What a start does with the optimizer's state in the checkpoint. CONTINUE and RESTART are words of `stages`."""
 
     # Take all of it, within a stage.
     RESUME = "resume"

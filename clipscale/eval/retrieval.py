@@ -64,14 +64,14 @@ class HashedReads:
         return data
 
     def hashes(self, span: range) -> Tensor:
-        """(n,) int64: those of pictures that were read; 0 for one that could not be read."""
+        """The hashes of the pictures of a span, (n,) int64; 0 for a picture that could not be read."""
         return torch.tensor([self._hashes.get(index, 0) for index in span], dtype=torch.int64)
 
 
 class UsableImages(NamedTuple):
-    """The usable images of a set, of all ranks."""
+    """The usable images of a set, gathered from all ranks."""
 
-    # (N,) int64: the place of each in the set.
+    # (N,) int64: each image's index in the set.
     places: Tensor
     # (N, D)
     features: Tensor
@@ -80,7 +80,7 @@ class UsableImages(NamedTuple):
 
     @classmethod
     def gather(cls, batches: list[ImageBatch], reads: HashedReads, count: int, encoder: Encoder) -> "UsableImages":
-        """A collective. `batches`: this rank's; `count`: images of the set."""
+        """Gather them. A collective. `batches`: this rank's. `count`: the number of images in the set."""
 
         def gathered(rows: list[Tensor]) -> Tensor:
             return gather_batches(rows, count, encoder.batch, encoder.world)

@@ -63,20 +63,21 @@ class GraphMeter:
 
 
 class OnShortMemory(Enum):
-    """What a first pass does where the memory is short for the graph of a chunk that is to be kept."""
+    """What a first pass does if there may be no memory for a graph that is to be kept."""
 
-    # Look at the free memory beforehand, and keep no more graphs on this rank. For a pass that is a collective: no rank
-    # may fail in it, or repeat it.
+    # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
+    # collective does this, because no rank may fail in it or repeat it.
     ASK_FIRST = "ask first"
-    # Try; then drop all graphs, and repeat the pass without one. Also under DDP, whose graphs have to be tried: it
-    # rebuilds its buckets after the first one, on all ranks together.
+    # Try the pass. If it fails, drop all graphs and repeat it without one. DDP's passes do this, too: they have to be
+    # tried, because DDP rebuilds its buckets after the first graph, on all ranks together.
     RETRY = "retry"
-    # Try; then raise OutOfMemoryError. For a pass that updates statistics: repeated, it would update them twice.
+    # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates statistics does this, because a repeated
+    # one would update them twice.
     RAISE = "raise"
 
 
 class GraphPolicy(Enum):
-    """What becomes of the graph of a chunk's first pass."""
+    """What a chunk's first pass does with its graph."""
 
     # Kept: the chunk needs no second pass.
     KEEP = "keep"
