@@ -19,7 +19,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-GPU := gpu-first gpu-second gpu-changes gpu-third gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
+GPU := gpu-first gpu-changes gpu-second gpu-third gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m
 .PHONY: demo test mutants oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
 
