@@ -87,7 +87,7 @@ class TrainLoop:
         """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
         ready = self.ready
-        self.stream.poll_while_waiting(self.signal_poller.poll_while_waiting)
+        self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
             closing(ready.records),
             self.signal_poller,
@@ -203,7 +203,7 @@ class TrainLoop:
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
-        return self.world.raises_on_all_ranks(error) and not self.train_step.is_updating
+        return self.world.is_raised_on_all_ranks(error) and not self.train_step.is_updating
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

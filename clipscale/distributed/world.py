@@ -150,11 +150,11 @@ class World:
         return result
 
     def raise_on_all_ranks(self, error: UserError) -> NoReturn:
-        """Raise an error that every rank raises, at the same place; see `raises_on_all_ranks`."""
+        """Raise an error that every rank raises, at the same place; see `is_raised_on_all_ranks`."""
         self.shared_errors.add(error)
         raise error
 
-    def raises_on_all_ranks(self, error: Exception) -> bool:
+    def is_raised_on_all_ranks(self, error: Exception) -> bool:
         """Whether every rank raises this error at the same place, so that a collective may follow."""
         return self.size == 1 or error in self.shared_errors
 

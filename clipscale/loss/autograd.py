@@ -45,7 +45,7 @@ class LossCall:
     check: bool  # refuse a result that is not finite, which waits for the device
     needs_backward: bool  # whether a backward pass may follow
 
-    def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[Side, Side]:
+    def local_sides(self, image_features: Tensor, text_features: Tensor) -> tuple[Side, Side]:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         num_images = len(image_features)
@@ -105,7 +105,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.count = len(images) * call.exchange.size
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
         with matmul_precision(call, images.device):
-            rows, cols = call.local_blocks(images, texts)
+            rows, cols = call.local_sides(images, texts)
             rows.value = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))

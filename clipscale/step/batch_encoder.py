@@ -67,8 +67,8 @@ class TowerBatchEncoder:
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
-        caption_chunks = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, caption_chunks, before_chunk)], caption_chunks
+        caption_loader = self.inputs.captions(batch, self.cache.chunks[1])
+        return [image_features, self.cache.encode_tower(1, caption_loader, before_chunk)], caption_loader
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         images, texts = features
@@ -106,7 +106,7 @@ class PairBatchEncoder:
         return self.caption_weight / self.num_labels
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
-        pairs, caption_chunks = self.inputs.pairs(batch, self.cache.chunks[0])
+        pairs, caption_loader = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if is_frozen(self.image):
             reserved = min(self.cache.keep_budget.bytes, len(batch) * self.image_bytes)
@@ -115,7 +115,7 @@ class PairBatchEncoder:
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
         self.num_labels = self.inputs.num_caption_labels(batch)
-        return [features], caption_chunks
+        return [features], caption_loader
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         return features[0][:, 0], features[0][:, 1]

@@ -40,20 +40,20 @@ class StepInputs:
         `chunk_size`: captions of a chunk. A collective if captions are sorted and the last step's all-reduce did not
         say the number of chunks.
         """
-        caption_chunks = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
-        if isinstance(caption_chunks, SortedCaptions):
+        caption_loader = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
+        if isinstance(caption_loader, SortedCaptions):
             num_chunks = self.info.num_text_chunks if self.info else 0
             if not num_chunks:
-                [num_chunks] = self.world.all_reduce_max(caption_chunks.num_chunks)
-            caption_chunks.split(num_chunks)
-        return caption_chunks
+                [num_chunks] = self.world.all_reduce_max(caption_loader.num_chunks)
+            caption_loader.split(num_chunks)
+        return caption_loader
 
     def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input. If it is sorted, in this rank's own chunks; that waits for all captions."""
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.num_texts, device, resident=self.is_resident)
-        caption_chunks = SortedCaptions(
+        caption_loader = SortedCaptions(
             batch.tokens,
             batch.lengths,
             batch.num_texts,
@@ -61,15 +61,15 @@ class StepInputs:
             resident=self.is_resident,
             is_even=self.writes_captions,
         )
-        caption_chunks.make_chunks(chunk_size)
-        return caption_chunks
+        caption_loader.make_chunks(chunk_size)
+        return caption_loader
 
     def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
         """The input of a captioner's encoder; and the captions in it. `chunk_size`: pairs of a chunk."""
-        caption_chunks = self.captions(batch, chunk_size)
-        if isinstance(caption_chunks, SortedCaptions):
-            return SortedPairs(batch.pixels, caption_chunks), caption_chunks
-        return PairLoader(self.images(batch), caption_chunks), caption_chunks
+        caption_loader = self.captions(batch, chunk_size)
+        if isinstance(caption_loader, SortedCaptions):
+            return SortedPairs(batch.pixels, caption_loader), caption_loader
+        return PairLoader(self.images(batch), caption_loader), caption_loader
 
     def num_caption_labels(self, batch: HostBatch) -> int:
         """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
@@ -83,8 +83,8 @@ class StepInputs:
 
         `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk.
         """
-        caption_chunks = self.own_captions(upcoming, chunk_size) if upcoming else None
-        self.sorted_ahead = caption_chunks if isinstance(caption_chunks, SortedCaptions) else None
+        caption_loader = self.own_captions(upcoming, chunk_size) if upcoming else None
+        self.sorted_ahead = caption_loader if isinstance(caption_loader, SortedCaptions) else None
         caption_labels = None
         if self.writes_captions:
             caption_labels = own_caption_labels(upcoming) if upcoming else 0

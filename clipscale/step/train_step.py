@@ -118,7 +118,7 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, caption_chunks = self.encoder.encode(batch, before_chunk)
+            features, caption_loader = self.encoder.encode(batch, before_chunk)
         statistics = self.statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
@@ -137,7 +137,7 @@ class TrainStep:
             next_step=next_step,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
-            widths=self.widths(caption_chunks),
+            widths=self.widths(caption_loader),
             statistics=statistics,
         )
 
@@ -157,11 +157,11 @@ class TrainStep:
             return None
         return begin_statistics(*self.encoder.images_and_texts(features))
 
-    def widths(self, caption_chunks: ChunkLoader) -> dict[int, int]:
+    def widths(self, caption_loader: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> captions that the text tower computed at it."""
-        if isinstance(caption_chunks, SortedCaptions):
-            return dict(caption_chunks.widths())
-        return {self.model.context_length: len(caption_chunks)}
+        if isinstance(caption_loader, SortedCaptions):
+            return dict(caption_loader.widths())
+        return {self.model.context_length: len(caption_loader)}
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
@@ -199,7 +199,7 @@ class TrainStep:
         """
         if stream.failure:
             self.fail_on_all_ranks()
-        norm = self.gradient_norm()
+        norm = self.summed_gradient_norm()
         numbers = self.read_numbers(losses, norm)
         if not numbers.is_finite:
             self.check_not_finite(numbers, stream, step)
@@ -235,7 +235,7 @@ class TrainStep:
                 )
             )
 
-    def gradient_norm(self) -> Tensor:
+    def summed_gradient_norm(self) -> Tensor:
         """Sum the gradients of scale and bias over ranks, and unscale all. Returns the gradients' global norm, 0-d."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:

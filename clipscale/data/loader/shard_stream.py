@@ -261,7 +261,7 @@ class BatchFiller:
         self.streams = streams
         self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
-    def poll_while_waiting(self, poll: Callable[[], None]) -> None:
+    def set_poll(self, poll: Callable[[], None]) -> None:
         """From now on, call `poll` between samples and while the storage is waited for."""
         self._store.poll = poll
 
@@ -313,7 +313,7 @@ class BatchFiller:
 def open_filler(
     spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
 ) -> BatchFiller:
-    """Open one worker's streams, which then can fill its rows. `poll`: see `BatchFiller.poll_while_waiting`."""
+    """Open one worker's streams, which then can fill its rows. `poll`: see `BatchFiller.set_poll`."""
     store = Store(poll, spec.timeout_s)
     broken: Counter[str] = Counter()
     streams = {stream: open_shard_stream(spec, stream, store, broken, set_status) for stream in spec.start_of}

@@ -115,7 +115,7 @@ class TrainStream:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers = True
 
-    def poll_while_waiting(self, poll: Callable[[], None]) -> None:
+    def set_poll(self, poll: Callable[[], None]) -> None:
         """Call `poll` a few times a second while samples are waited for. What it raises is a failure."""
         self._poll = poll
 

@@ -54,7 +54,7 @@ class InProcess:
 
         Calls `poll` between samples and while the storage is waited for. Raises what it raises.
         """
-        self.filler.poll_while_waiting(poll)
+        self.filler.set_poll(poll)
         return [(0, next(self._reports))] if needed else []
 
     def close(self) -> None:

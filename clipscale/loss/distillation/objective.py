@@ -92,7 +92,7 @@ def add_teacher_lses(
             dtype=images.dtype,
         )
         call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
-        rows, cols = call.local_blocks(images, texts)
+        rows, cols = call.local_sides(images, texts)
         teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
         forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None

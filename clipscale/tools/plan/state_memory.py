@@ -91,7 +91,7 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
         tracker.take_peak()
         for p, _ in updated:
             p.grad = torch.empty_like(p)
-        step.update(step.gradient_norm())
+        step.update(step.summed_gradient_norm())
     peak = tracker.take_peak() - tracker.live
     step.optimizer.zero_grad()
     state = step.optimizer.state

@@ -56,7 +56,7 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
         assert isinstance(stream.workers, Workers)
         stream.workers.timeout_s = 2.0  # not from the start: importing torch can take as long
         pid, calls = processes_of(stream)[0].pid, []
-        stream.poll_while_waiting(lambda: calls.append(time.monotonic()))
+        stream.set_poll(lambda: calls.append(time.monotonic()))
         with pytest.raises(UserError, match=rf"timeout_s=2.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
     assert len(calls) > 4, "a few times a second"

@@ -134,7 +134,7 @@ def one_step(step: TrainStep, local: int) -> None:
         step.cache.replay()
     gc.collect()
     with record_function("optim"):
-        step.update(step.gradient_norm())
+        step.update(step.summed_gradient_norm())
 
 
 def measured_on_a_rank(rank: int, world_size: int, changed: dict) -> StepMemory:
