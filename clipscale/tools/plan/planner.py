@@ -200,7 +200,7 @@ def remedies(config: PlanConfig) -> dict[str, PlanConfig]:
         for name, value in values.items():
             trial = changed(trial, name, value)
         same = trial.loss.objective == config.loss.objective  # loss=infcl is another loss than a sigmoid
-        if trial != config and same:
+        if trial != config and same and all((size or 0) <= config.batch // config.ranks for size in trial.cache.sizes):
             trials[words] = trial
     return trials
 

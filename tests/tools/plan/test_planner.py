@@ -116,6 +116,12 @@ def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy(monkeypatch: pytest.M
     assert plan(plan_settings(*words, "cache.chunk=64"), search=False)["fits"]
 
 
+def test_a_batch_smaller_than_a_remedys_chunks_is_told_that_it_does_not_fit() -> None:
+    """It said that cache.chunk=64 does not go with 32 samples, which nobody had typed."""
+    result = plan(plan_settings(*TINIEST, "batch=32", "hardware=cpu", "host_memory=1G"), search=False)
+    assert (result["fits"], result["remedies"]) == (False, [])
+
+
 @pytest.mark.usefixtures("of_any_size")
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Capture) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
