@@ -8,6 +8,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -216,11 +217,19 @@ def importable(name: str) -> bool:
     place = CHECKOUT / name.replace(".", "/")
     if place.is_dir() or place.with_suffix(".py").is_file():
         return True
-    file = place.parent.with_suffix(".py")
+    return place.name in names_of_module(place.parent)
+
+
+@cache
+def names_of_module(place: Path) -> set[str]:
+    """The names at the top level of a module or of a folder's `__init__.py`; empty if there is no such file."""
+    file = place.with_suffix(".py")
     if not file.is_file():
-        file = place.parent / "__init__.py"
-    names = symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_symbols() if file.is_file() else []
-    return any(each.get_name() == place.name and (each.is_assigned() or each.is_imported()) for each in names)
+        file = place / "__init__.py"
+    if not file.is_file():
+        return set()
+    names = symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_symbols()
+    return {each.get_name() for each in names if each.is_assigned() or each.is_imported()}
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "clipscale", "docs", "tests"])

@@ -182,7 +182,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
     tmp_path: Path, shards: str, environment: dict
 ) -> None:

@@ -27,7 +27,7 @@ def test_the_server_needs_nothing_heavy_and_any_folder_of_temporary_files(short_
     assert (done.stdout, done.stderr) == (f"False {place}\n", "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_workers_of_a_users_interpreter_fill_the_same_batches(tmp_path: Path) -> None:
     """Its processes are multiprocessing's own. Other tests have forks of pytest: support/forked_processes.py."""
     write_shards(tmp_path, [8, 8, 8])
