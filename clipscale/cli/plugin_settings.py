@@ -145,6 +145,8 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
     for override in parse(words):
         if override.is_interval_sweep():
             interval: Any = override.value()
+            if interval.start > interval.end:
+                raise UserError(f"{override.input_line}: the smaller number comes first")
             chosen.append(f"{override.get_key_element()}={interval.start}")
         elif override.is_sweep_override():
             chosen.append(f"{override.get_key_element()}={next(override.sweep_string_iterator())}")
