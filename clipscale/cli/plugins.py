@@ -34,7 +34,7 @@ from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
 from clipscale.common.run_records import RESULT
 from clipscale.common.signals import SIGNALS
-from clipscale.common.terminal import print_failure, print_line
+from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
 from clipscale.common.units import counted, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
@@ -62,7 +62,14 @@ def main(line: Namespace) -> int:
         prepare_slurm(swept.hydra.launcher)
         print_line(f"submitting the runs to Slurm; what they print is in {swept.folder}/.submitit")
     common = frozenset(common_words(swept.run_words))
-    job = Job(jobs, common, line.config_dir, os.getpid(), has_sweeper=swept.has_sweeper)
+    job = Job(
+        jobs,
+        common,
+        line.config_dir,
+        parent=os.getpid(),
+        has_sweeper=swept.has_sweeper,
+        shares_output=swept.launcher == "joblib",
+    )
     try:
         launch(job, swept)
     except SystemExit as stopped:  # AfterSignal.LEAVE_SWEEP
@@ -193,6 +200,8 @@ class Job:
     parent: int
     # Whether a sweeper gets the result, or the failure.
     has_sweeper: bool
+    # Whether runs that go on at the same time print on one terminal.
+    shares_output: bool
 
     def __call__(self, _: DictConfig) -> float | None:
         """Train the run, and return its result; None without one. For a sweeper, raises UserError and WorkerError."""
@@ -211,6 +220,8 @@ class Job:
             if self.jobs.is_stopping:
                 return None
             print_line(f"run {job.job.num + 1}: {name}")
+            if self.shares_output and not in_parent:
+                os.environ[RUN_LABEL] = name  # a run's workers have it too
             try:
                 return self.train(words, name)
             except StoppedError as stopped:

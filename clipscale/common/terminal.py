@@ -19,6 +19,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.printable import printable, without_password
 
 T = TypeVar("T")
+# Environment variable with the name of the run, which its lines begin with after the time of day. A sweep sets it where
+# the lines of several runs arrive together.
+RUN_LABEL = "CLIPSCALE_RUN_LABEL"
 # Most characters of a printed error or warning.
 MAX_LENGTH = 4000
 # Empties a terminal's last line.
@@ -57,7 +60,8 @@ def print_line(text: object, *, error: bool = False) -> None:
 
 def log_line(text: object, *, error: bool = False) -> None:
     """Print a line of a run's log: it begins with the time of day. A terminal shows a long one between words."""
-    line = f"{datetime.now():%H:%M:%S} {printable(text)}"
+    label = os.environ.get(RUN_LABEL)
+    line = f"{datetime.now():%H:%M:%S} {f'{label}: ' if label else ''}{printable(text)}"
     for row in LINE_WRAPPER.wrap(line) if on_terminal() else [line]:
         print_line(row, error=error)
 

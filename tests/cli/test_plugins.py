@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,14 @@ def test_a_study_can_be_kept_in_a_database(trained: list[TrainConfig], shards: s
     assert len(trained) == 2
 
 
+@OPTUNA
+def test_an_interval_whose_ends_are_swapped_is_one_line(shards: str, capsys: Capture) -> None:
+    for word in ("optim.lr=interval(1e-2,1e-4)", "optim.lr=tag(log,interval(1e-2,1e-4))"):
+        assert sweep(shards, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", word) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {word}: ") and error.count("\n") == 1
+
+
 # ---- real runs ----
 
 
@@ -259,6 +268,7 @@ def test_joblib_runs_side_by_side_save_at_a_signal_and_go_on(environment: dict, 
     stopped = [max(steps(run)) for run in runs[:2]]
     assert max(stopped) < 100 and log.read_text().count("stopped by SIGTERM after step") == 2
     assert "stopped by SIGTERM; 0 of 3 runs complete; the same command goes on" in log.read_text()
+    assert [len(re.findall(rf" seed={seed}: step=1 loss=", log.read_text())) for seed in range(3)] == [1, 1, 0]
     assert not runs[2].exists(), "the run that had not begun"
     assert [len([*run.glob("checkpoints/step_*")]) for run in runs[:2]] == [1, 1]
     assert command(environment, tmp_path, *words).wait(240) == 0, log.read_text()

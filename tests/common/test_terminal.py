@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.printable import printable
-from clipscale.common.terminal import MAX_LENGTH
+from clipscale.common.terminal import MAX_LENGTH, RUN_LABEL, log_line
 from clipscale.log.table import TextTable, show
 from tests.conftest import Capture
 from tests.support.interpreter import interpreted
@@ -74,6 +75,15 @@ def test_a_long_line_of_a_log_is_folded_on_a_terminal_alone(tmp_path: Path) -> N
     assert status == 0 and len(lines) == 4 and max(map(len, lines)) <= 100, lines
     done = interpreted(code)
     assert done.stderr.count("\n") == 1
+
+
+def test_lines_of_runs_that_share_an_output_begin_with_their_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    log_line("step=1")
+    monkeypatch.setenv(RUN_LABEL, "seed=0")
+    log_line("step=1")
+    assert re.sub(r"\d\d:\d\d:\d\d ", "", capsys.readouterr().out).splitlines() == ["step=1", "seed=0: step=1"]
 
 
 def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> None:
