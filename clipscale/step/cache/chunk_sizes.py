@@ -4,9 +4,11 @@ For captions that are sorted by length, a chunk size of n means n * context_leng
 larger chunks (`data/loader/captions.py`).
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median_high
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,9 @@ MAX_CHUNK = MAX_SEQUENCES
 # Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is
 # taken: small chunks leave less of the memory for graphs unused.
 GOOD_ENOUGH = 0.95
+# With more rows than this, torch's layer norm on a GPU sums the gradients of its gain and bias in parallel. Otherwise
+# one block sums 32 columns, which leaves most of the GPU idle (LaunchGammaBetaBackwardCUDAKernel of torch 2.15).
+MAX_SLOW_NORM_ROWS = 65_536
 TowerInput = Tensor | tuple[Tensor, ...]
 # Draws random inputs of a tower: (model, device, samples) -> inputs.
 Draw = Callable[[ClipModel, torch.device, int], TowerInput]
@@ -117,7 +122,10 @@ def measured_chunk(
     def rate(size: int) -> float:
         return samples_per_second(tower, draw(size))
 
-    return min(world.all_gather_object(find_chunk(rate, rows, world.device, keeps_graphs=keeps_graphs)))
+    def norms() -> int:
+        return norm_rows(tower, draw(1))
+
+    return min(world.all_gather_object(find_chunk(rate, norms, rows, world.device, keeps_graphs=keeps_graphs)))
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -136,13 +144,21 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 
-def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keeps_graphs: bool) -> int:
+def find_chunk(
+    rate: Callable[[int], float],
+    rows_of_sample: Callable[[], int],
+    local_batch: int,
+    device: torch.device,
+    *,
+    keeps_graphs: bool,
+) -> int:
     """The fastest power of two that fits the device, forward and backward. On a CPU nothing is measured.
 
     With `keeps_graphs` it is the smallest one that is nearly as fast, because small chunks waste less of the memory for
-    graphs. If the whole batch fits in one chunk, it is the fastest: all graphs can be kept at any size.
+    graphs; where sizes that are nearly as fast have more than MAX_SLOW_NORM_ROWS rows, the smallest of these. If the
+    whole batch fits in one chunk, it is the fastest: all graphs can be kept at any size.
 
-    `rate(n)`: samples per second in chunks of n.
+    `rate(n)`: samples per second in chunks of n. `rows_of_sample()`: rows of a layer norm, see `norm_rows`.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -157,6 +173,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
             if size in (local_batch, MAX_CHUNK) or rates[size] < GOOD_ENOUGH * max(rates.values()):
                 break
             size = min(2 * size, local_batch, MAX_CHUNK)
+        rows = rows_of_sample() if rates else 0
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
@@ -164,7 +181,26 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     if len(rates) > 1:  # features, loss and the other tower's gradients need memory, too
         del rates[max(rates)]
     share = GOOD_ENOUGH if keeps_graphs and not whole_batch_fits else 1.0
-    return min(n for n, speed in rates.items() if speed >= share * max(rates.values()))
+    fast = [n for n, speed in rates.items() if speed >= share * max(rates.values())]
+    return min([n for n in fast if n * rows > MAX_SLOW_NORM_ROWS] or fast)
+
+
+def norm_rows(tower: nn.Module, inputs: TowerInput) -> int:
+    """Rows (tokens) that most layer norms of a tower normalise in a pass; 0 if none of them trains."""
+    rows = list[int]()
+
+    def count(norm: nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:
+        rows.append(arguments[0].numel() // math.prod(norm.normalized_shape))
+
+    norms = [module for module in tower.modules() if isinstance(module, nn.LayerNorm) and trains(module)]
+    hooks = [norm.register_forward_pre_hook(count) for norm in norms]
+    try:
+        with torch.no_grad():
+            tower(*as_arguments(inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return median_high(rows) if rows else 0
 
 
 def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
@@ -182,9 +218,13 @@ def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
 
 def both_passes(tower: nn.Module, inputs: TowerInput) -> None:
     """A pass without a graph and, if the tower trains, one with a graph, which adds to its gradients."""
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    arguments = as_arguments(inputs)
     with torch.no_grad():
         tower(*arguments)
     if trains(tower):
         outputs = [out for out in tree_leaves(tower(*arguments)) if out.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+
+
+def as_arguments(inputs: TowerInput) -> tuple[Tensor, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)

@@ -9,23 +9,23 @@ import torch
 
 from clipscale.common.chunk_sizes import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk
+from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
 from tests.support.checkpoints import ONE_RANK
-from tests.support.towers import small_model
+from tests.support.towers import samples, small_model
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
 
 
-def measured(fits: int, rates: dict[int, float], batch: int = 4096) -> Callable[[bool], int]:
-    """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples."""
+def measured(fits: int, rates: dict[int, float], batch: int = 4096, rows: int = 1) -> Callable[[bool], int]:
+    """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples. `rows` of a sample."""
 
     def rate(size: int) -> float:
         if size > fits:
             raise torch.OutOfMemoryError
         return rates[size]
 
-    return lambda keep: find_chunk(rate, batch, GPU, keeps_graphs=keep)
+    return lambda keep: find_chunk(rate, lambda: rows, batch, GPU, keeps_graphs=keep)
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
@@ -40,6 +40,34 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None
     assert measured(fits=256, rates=rising)(False) == 128
     with pytest.raises(UserError, match="not even 16 samples fit"):
         measured(fits=8, rates=rising)(False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk"),
+    [
+        pytest.param(257, 256, id="128 x 257 rows are few, 256 x 257 are 65,792"),
+        pytest.param(256, 64, id="256 x 256 are 65,536, which is not above them"),
+        pytest.param(600, 128, id="64 x 600 rows are few"),
+        pytest.param(1025, 64, id="the smallest has enough"),
+        pytest.param(50, 64, id="of the sizes that are nearly as fast none has enough"),
+    ],
+)
+def test_of_sizes_nearly_as_fast_one_is_taken_with_rows_for_the_fast_kernel_of_layer_norm(
+    rows: int, chunk: int
+) -> None:
+    """With RATES 64, 128 and 256 samples are nearly as fast."""
+    assert measured(fits=4096, rates=RATES, rows=rows)(True) == chunk
+    assert measured(fits=4096, rates=RATES, rows=rows)(False) == 128, "without kept graphs it is the fastest"
+
+
+def test_rows_of_layer_norms_are_the_tokens_of_a_sample() -> None:
+    """Most norms see all tokens; the last one the pooled token alone. An image of 12 pixels has 4 x 4 patches of 3."""
+    model = small_model()
+    pixels, captions = samples(2)
+    for tower, inputs, tokens in ((model.image, pixels, 1 + 4 * 4), (model.text, captions, model.context_length)):
+        assert norm_rows(tower, inputs) == 2 * tokens
+        assert not any(module._forward_pre_hooks for module in tower.modules())
+        assert norm_rows(tower.requires_grad_(False), inputs) == 0, "a frozen tower has no such gradients"
 
 
 def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
