@@ -20,7 +20,7 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
-from clipscale.lifecycle.early_end import closing, ending_if_removed, saving_completed_steps
+from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
@@ -89,9 +89,9 @@ class TrainLoop:
         ready = self.ready
         self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
-            closing(ready.records),
+            closing_all(ready.records),
             self.signal_poller,
-            closing(self.stream, ready.saver),
+            closing_all(self.stream, ready.saver),
             saving_completed_steps(self),
         ):
             if self.step == 0 < self.total and ready.evaluates_start:

@@ -72,7 +72,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
 
 
 @contextmanager
-def closing(*resources: Closable) -> Iterator[None]:
+def closing_all(*resources: Closable) -> Iterator[None]:
     """Around a run's loop: closes all of the run's parts, one after another, however the loop or a `close` ends."""
     with ExitStack() as stack:
         for resource in reversed(resources):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clipscale.lifecycle.early_end import closing
+from clipscale.lifecycle.early_end import closing_all
 
 
 class Part:
@@ -20,6 +20,6 @@ class Part:
 
 def test_all_parts_are_closed_even_if_one_cannot_be() -> None:
     first, last = Part(), Part()
-    with pytest.raises(OSError, match="no space"), closing(first, Part(OSError("no space")), last):
+    with pytest.raises(OSError, match="no space"), closing_all(first, Part(OSError("no space")), last):
         pass
     assert first.is_closed and last.is_closed
