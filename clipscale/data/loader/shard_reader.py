@@ -301,7 +301,7 @@ class ShardReader:
         self._raw_samples.close()
         self.url = url
         self._on_open(url)
-        offsets = partial(index.sample_offsets, count=self._store.count)
+        offsets = partial(index.sample_offsets, count_fault=self._store.count_fault)
         self._raw_samples = read_shard(
             url, failure, cursor.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets
         )

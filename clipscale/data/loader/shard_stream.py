@@ -240,9 +240,9 @@ class Report:
 
     step: int
     done: int
-    # Since the last report: skipped samples by reason, and events that cost no sample.
+    # Since the last report: skipped samples by reason, and faults that cost no sample.
     broken: Counter[str]
-    events: Counter[str]
+    faults: Counter[str]
     # The positions of its streams after the batch; only in a batch's last report.
     positions: dict[int, StreamPosition] | None = None
 
@@ -300,9 +300,9 @@ class BatchFiller:
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """A report with the counts since the last one. Clears the counts."""
-        report = Report(step, done, Counter(self._broken), Counter(self._store.events))
+        report = Report(step, done, Counter(self._broken), Counter(self._store.faults))
         self._broken.clear()
-        self._store.events.clear()
+        self._store.faults.clear()
         return report
 
     def close(self) -> None:

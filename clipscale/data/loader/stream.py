@@ -82,10 +82,10 @@ class TrainStream:
         self._step = -1
         self._given_back = False
         self._batches: dict[int, PendingBatch] = {}
-        # What the workers have counted so far: skipped samples by reason, and events that cost no sample, such as a
-        # request that is repeated.
+        # Reason -> samples that the workers have skipped so far.
         self.broken: Counter[str] = Counter()
-        self.events: Counter[str] = Counter()
+        # Fault -> how often it has happened. Faults cost no sample, such as a request that is repeated.
+        self.faults: Counter[str] = Counter()
         # Seconds that this process has waited for samples.
         self.waited_s = 0.0
         self._defers = False
@@ -105,10 +105,10 @@ class TrainStream:
         """This rank's counts since the start."""
         return {
             "broken": self.broken.total(),
-            "faults": self.events.total(),
+            "faults": self.faults.total(),
             "host_pinned": self._arena.pinned,
             "broken_by": dict(self.broken),
-            "faults_by": dict(self.events),
+            "faults_by": dict(self.faults),
         }
 
     def defer_failures(self) -> None:
@@ -220,14 +220,14 @@ class TrainStream:
                 raise failure from error
             return
         for number, message in messages:
-            if CHANGED in message.events and CHANGED not in self.events:
+            if CHANGED in message.faults and CHANGED not in self.faults:
                 log.warning(
                     "data.train: shards have changed since they were indexed; they are read without their index, and "
                     "counted (%s of faults_by); run `clipscale data index` again",
                     CHANGED,
                 )
             self.broken.update(message.broken)
-            self.events.update(message.events)
+            self.faults.update(message.faults)
             if message.positions is not None:
                 batch = self._batches[message.step]
                 batch.positions |= message.positions

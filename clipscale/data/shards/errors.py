@@ -1,6 +1,6 @@
-"""The error of a shard, and an event that costs no sample."""
+"""The error of a shard, and a fault that costs no sample."""
 
-# The event of a shard that has changed since it was indexed, and is read without its index.
+# The fault of a shard that has changed since it was indexed, and is read without its index.
 CHANGED = "changed_shard"
 
 

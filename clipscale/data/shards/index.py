@@ -175,11 +175,11 @@ def _state(path: str) -> ObjectState | None:
 
 
 def sample_offsets(
-    url: str, state: ObjectState, count: Callable[[str], None] = lambda event: None
+    url: str, state: ObjectState, count_fault: Callable[[str], None] = lambda fault: None
 ) -> np.ndarray | None:
     """An opened shard's sample offsets, (samples + 1,) int64; None if no index has an entry of its state.
 
-    `count` is called with CHANGED if the shard has changed since it was indexed.
+    `count_fault` is called with CHANGED if the shard has changed since it was indexed.
     """
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
@@ -189,7 +189,7 @@ def sample_offsets(
                 return None if packed is None else unpack(packed)
             stale = True
     if stale:
-        count(CHANGED)
+        count_fault(CHANGED)
     return None
 
 

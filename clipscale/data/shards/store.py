@@ -44,8 +44,8 @@ class Store:
         self.limit_s = limit_s
         # When the server's time for the present sample ends.
         self.until = time.monotonic() + limit_s
-        # Event -> how often it has happened. Events cost no sample, such as a request that is repeated.
-        self.events: Counter[str] = Counter()
+        # Fault -> how often it has happened. Faults cost no sample, such as a request that is repeated.
+        self.faults: Counter[str] = Counter()
 
     def begin_sample(self) -> None:
         """Start the time in which a server must send the next sample."""
@@ -69,9 +69,8 @@ class Store:
             return local_state(url)
         return fetch(self, url, 0, 1)[1]
 
-    def count(self, event: str) -> None:
-        """Count an event."""
-        self.events[event] += 1
+    def count_fault(self, fault: str) -> None:
+        self.faults[fault] += 1
 
 
 def local_state(path: str) -> ObjectState:
@@ -98,7 +97,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
                 store.poll()
             return request.result()
         except TransientError as error:
-            store.count(error.reason)
+            store.count_fault(error.reason)
             failures += 1
             retry_after_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # it may be a date
             if failures > RETRIES:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 def read(url: str) -> tuple[list[RawSample], ReadFailure, Counter[str]]:
     problem = ReadFailure()
     shards = Store()
-    return list(read_shard(url, problem, store=shards)), problem, shards.events
+    return list(read_shard(url, problem, store=shards)), problem, shards.faults
 
 
 def assert_reads(url: str, path: Path) -> Counter[str]:
@@ -148,7 +148,7 @@ def test_a_missing_shard_is_said_as_a_local_one_is(tmp_path: Path, web: Web, cap
     write_shards(tmp_path, [20])
     with open_stream(f"{web.url}/{{00000..00001}}.tar", batch=10, order="resampled") as stream:
         ids(stream, 3)
-        assert not stream.broken and not stream.events
+        assert not stream.broken and not stream.faults
     assert f"1 of 2 shards do not exist (first: {web.url}/00001.tar" in caplog.text
 
 
@@ -302,7 +302,7 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     with open_stream("s3://bucket/set/", batch=20) as stream:
         assert stream.samples_per_epoch == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
-        assert not stream.broken and not stream.events
+        assert not stream.broken and not stream.faults
     problem = ReadFailure()
     reader = read_shard(urls[0], problem)
     next(reader)
