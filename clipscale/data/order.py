@@ -75,12 +75,12 @@ class CounterRNG:
         return min(int(self.uniform() * n), n - 1)
 
 
-def stream_bounds(batch: int, num_streams: int) -> np.ndarray:
+def stream_bounds(global_batch: int, num_streams: int) -> np.ndarray:
     """(L+1,): stream l fills rows bounds[l]..bounds[l+1] of the global batch.
 
     If P divides L, every L/P-th bound is a multiple of B/P, so each stream lies within one rank.
     """
-    return np.arange(num_streams + 1, dtype=np.int64) * batch // num_streams
+    return np.arange(num_streams + 1, dtype=np.int64) * global_batch // num_streams
 
 
 @dataclass(frozen=True)
@@ -102,30 +102,30 @@ class BatchShare:
         first = int(np.searchsorted(bounds, self.rank * self.local_batch, side="right")) - 1
         return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.local_batch, side="left")))
 
-    def rows(self, stream: int, count: int) -> range:
+    def rows(self, stream_id: int, count: int) -> range:
         """The rows of the batch that a stream fills, counted from the rank's first row.
 
         Rows below 0 or from `local_batch` on are another rank's.
         """
         bounds = stream_bounds(self.global_batch, count) - self.rank * self.local_batch
-        return range(int(bounds[stream]), int(bounds[stream + 1]))
+        return range(int(bounds[stream_id]), int(bounds[stream_id + 1]))
 
 
-def default_streams(batch: int, world_size: int, samples: int | None) -> int:
+def default_streams(global_batch: int, world_size: int, samples: int | None) -> int:
     """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks. It is halved for a small batch or data set.
 
     1, 2, 4 and 8 ranks have the same number, so that their runs see the same batches. It is always a multiple of
     `world_size`, so that no stream is read twice.
     """
     num_streams = math.lcm(64, 8 * world_size)
-    while num_streams % (2 * world_size) == 0 and not streams_fit(num_streams, batch, samples):
+    while num_streams % (2 * world_size) == 0 and not streams_fit(num_streams, global_batch, samples):
         num_streams //= 2
-    return num_streams if streams_fit(num_streams, batch, samples) else world_size
+    return num_streams if streams_fit(num_streams, global_batch, samples) else world_size
 
 
-def streams_fit(num_streams: int, batch: int, samples: int | None) -> bool:
+def streams_fit(num_streams: int, global_batch: int, samples: int | None) -> bool:
     """Whether every stream fills a row of the batch and has, in an epoch, at least one sample."""
-    return num_streams <= batch and (samples is None or (batch // num_streams) * samples >= batch)
+    return num_streams <= global_batch and (samples is None or (global_batch // num_streams) * samples >= global_batch)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Epochs:
     """
 
     counts: tuple[int, ...]
-    batch: int
+    global_batch: int
     num_streams: int
     seed: int
     # Samples of an average epoch, where sample weights skip some of `counts` in some epochs.
@@ -167,11 +167,11 @@ class Epochs:
         """Samples of an average epoch, of all streams."""
         return sum(self.counts) if self.expected is None else round(self.expected)
 
-    def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
+    def segments(self, stream_id: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""
         shards, ends = _shard_order(self.counts, self.seed, epoch)
-        first = self._ends[stream] + skip
-        stop_sample = self._ends[stream + 1]
+        first = self._ends[stream_id] + skip
+        stop_sample = self._ends[stream_id + 1]
         shard_index = int(np.searchsorted(ends, first, side="right"))
         while first < stop_sample:
             shard = int(shards[shard_index])
@@ -186,7 +186,8 @@ class Epochs:
     def _ends(self) -> list[int]:
         """(L+1,): each stream's first sample, and S."""
         total = sum(self.counts)
-        return [bound * total // self.batch for bound in stream_bounds(self.batch, self.num_streams).tolist()]
+        bounds = stream_bounds(self.global_batch, self.num_streams).tolist()
+        return [bound * total // self.global_batch for bound in bounds]
 
     def description(self) -> list[object]:
         """Everything that the order depends on, apart from the shards."""
@@ -209,10 +210,10 @@ class Resampled:
     num_streams: int
     seed: int
 
-    def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
+    def segments(self, stream_id: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The one shard of draw `epoch`, after its first `skip` samples."""
-        shard = self.shards[CounterRNG(self.seed, DRAW, stream, epoch).integer(len(self.shards))]
-        yield Segment(shard, rng_key(stream, epoch), skip, self.counts[shard], self.counts[shard])
+        shard = self.shards[CounterRNG(self.seed, DRAW, stream_id, epoch).integer(len(self.shards))]
+        yield Segment(shard, rng_key(stream_id, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
         """See `Epochs.description`."""
@@ -231,7 +232,7 @@ class WeightedSources:
     num_streams: int
     seed: int
 
-    def source(self, stream: int, number: int) -> int:
+    def source(self, stream_id: int, number: int) -> int:
         """The source of a stream's usable sample `number`.
 
         A source gets its share, rounded down or up, of every block of SOURCE_BLOCK samples, in a random order. Each
@@ -239,7 +240,7 @@ class WeightedSources:
         point picks the source whose interval it lies in. From block to block the points shift by the golden ratio, so
         the shares are exact in the long run.
         """
-        return int(_block_sources(self.weights, self.seed, stream, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
+        return int(_block_sources(self.weights, self.seed, stream_id, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
 
     def within(self, source: int) -> Resampled:
         """The order of one source's shards."""
@@ -253,11 +254,11 @@ class WeightedSources:
 
 
 @lru_cache(maxsize=1024)
-def _block_sources(weights: tuple[float, ...], seed: int, stream: int, block: int) -> np.ndarray:
-    start = (CounterRNG(seed, SOURCE_KEY, stream).uniform() + block * (_GOLDEN / 2**64)) % 1.0
+def _block_sources(weights: tuple[float, ...], seed: int, stream_id: int, block: int) -> np.ndarray:
+    start = (CounterRNG(seed, SOURCE_KEY, stream_id).uniform() + block * (_GOLDEN / 2**64)) % 1.0
     ends = np.cumsum(weights)
     points = (np.arange(SOURCE_BLOCK) + start) * (ends[-1] / SOURCE_BLOCK)
-    return np.searchsorted(ends, points, side="right")[permutation(SOURCE_BLOCK, seed, SOURCE_KEY, stream, block)]
+    return np.searchsorted(ends, points, side="right")[permutation(SOURCE_BLOCK, seed, SOURCE_KEY, stream_id, block)]
 
 
 Order = Epochs | Resampled | WeightedSources

@@ -30,7 +30,7 @@ class StreamPosition(NamedTuple):
 
 
 class PositionRecord(TypedDict):
-    """`DataPosition` in a checkpoint. `at`: number of the stream -> its position."""
+    """`DataPosition` in a checkpoint. `at`: stream id -> its position."""
 
     order: str
     streams: int
@@ -45,17 +45,17 @@ class DataPosition:
     order_fingerprint: str
     # Shard streams of the run.
     num_streams: int
-    # Each stream's position. Two ranks that read the same stream have the same position of it.
+    # Stream id -> its position. Two ranks that read the same stream have the same position of it.
     by_stream: Mapping[int, StreamPosition] = field(default_factory=dict)
 
     def record(self) -> PositionRecord:
         """The position in a checkpoint: `DataPosition.of` reads it."""
-        at = {str(stream): position.record() for stream, position in self.by_stream.items()}
+        at = {str(stream_id): position.record() for stream_id, position in self.by_stream.items()}
         return {"order": self.order_fingerprint, "streams": self.num_streams, "at": at}
 
     @staticmethod
     def of(record: PositionRecord) -> "DataPosition":
-        at = {int(stream): StreamPosition.of(values) for stream, values in record["at"].items()}
+        at = {int(stream_id): StreamPosition.of(values) for stream_id, values in record["at"].items()}
         return DataPosition(record["order"], record["streams"], at)
 
 
@@ -67,5 +67,5 @@ def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:
             "data.train: the processes see different shards; every node must have the same list, the same counts and "
             "the same clipscale"
         )
-    by_stream = {stream: at for position in positions for stream, at in position.by_stream.items()}
+    by_stream = {stream_id: at for position in positions for stream_id, at in position.by_stream.items()}
     return replace(first, by_stream=by_stream)

@@ -173,7 +173,7 @@ class ShardReader:
     def __init__(
         self,
         shards: OrderedShards,
-        stream: int,
+        stream_id: int,
         start: tuple[int, int],
         size_limits: Mapping[str, int],
         store: Store,
@@ -182,7 +182,7 @@ class ShardReader:
     ) -> None:
         """`start`: the epoch, and the samples read in it. `on_open` is called with each shard before it is opened."""
         self._shards = shards
-        self._stream = stream
+        self._stream_id = stream_id
         self._size_limits = size_limits
         self._store = store
         self._subset = subset
@@ -237,7 +237,7 @@ class ShardReader:
         order = self._shards.order
         assert not isinstance(order, WeightedSources), "each source has a reader of its own"
         for epoch in count(self.epoch):
-            for segment in order.segments(self._stream, epoch, skip):
+            for segment in order.segments(self._stream_id, epoch, skip):
                 yield from self._read_segment(epoch, segment)
             skip = 0
 

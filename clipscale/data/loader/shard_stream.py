@@ -65,7 +65,7 @@ class WorkerSpec:
     def rows(self) -> list[np.ndarray]:
         """The rows that each stream fills, counted in the local batch. Rows outside of it are another rank's."""
         count = self.shards.order.num_streams
-        return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
+        return [np.array(self.share.rows(stream_id, count)) for stream_id in self.start_of]
 
 
 class DecodedSample(NamedTuple):
@@ -85,7 +85,7 @@ class ShardStream:
     def __init__(
         self,
         spec: WorkerSpec,
-        stream: int,
+        stream_id: int,
         readers: Sequence[ShardReader],
         store: Store,
         broken: Counter[str],
@@ -93,13 +93,13 @@ class ShardStream:
     ) -> None:
         """`readers`: one for each source. `broken` receives the skipped samples by reason."""
         self._spec = spec
-        self._stream = stream
+        self._stream_id = stream_id
         self._readers = readers
         self._store = store
         self._broken = broken
         self._set_status = set_status
         # Usable samples.
-        self._used = spec.start_of[stream].samples
+        self._used = spec.start_of[stream_id].samples
         # The three below count what was skipped since the last usable sample. A segment is named by its
         # shuffle key and its shard.
         # Reason -> broken samples.
@@ -124,7 +124,7 @@ class ShardStream:
         With weights, the next sample of the same source replaces a broken one. Raises UserError if the stream gives up.
         """
         order = self._spec.shards.order
-        source = order.source(self._stream, self._used) if isinstance(order, WeightedSources) else 0
+        source = order.source(self._stream_id, self._used) if isinstance(order, WeightedSources) else 0
         reader = self._readers[source]
         while True:
             self._set_status(f", reading {reader.url}")
@@ -205,11 +205,11 @@ class ShardStream:
 
 
 def open_shard_stream(
-    spec: WorkerSpec, stream: int, store: Store, broken: Counter[str], set_status: SetStatus
+    spec: WorkerSpec, stream_id: int, store: Store, broken: Counter[str], set_status: SetStatus
 ) -> ShardStream:
     """Open a shard stream at its start in `spec`. `store` opens the shards; `broken` counts the skipped samples."""
     sources = spec.shards.sources
-    start = spec.start_of[stream]
+    start = spec.start_of[stream_id]
     if not isinstance(spec.shards.order, WeightedSources):
         starts = [(start.epoch, start.samples)]
     elif start.sources:
@@ -220,11 +220,11 @@ def open_shard_stream(
     size_limits = limits(IMAGE_TYPES, spec.selection.members() | teacher_members)
     readers = [
         ShardReader(
-            source, stream, position, size_limits, store, spec.subset, lambda url: set_status(f", reading {url}")
+            source, stream_id, position, size_limits, store, spec.subset, lambda url: set_status(f", reading {url}")
         )
         for source, position in zip(sources, starts, strict=True)
     ]
-    return ShardStream(spec, stream, readers, store, broken, set_status)
+    return ShardStream(spec, stream_id, readers, store, broken, set_status)
 
 
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
@@ -295,7 +295,7 @@ class BatchFiller:
                 slot["tokens"][rows] = tokens
                 slot["lengths"][rows] = lengths(tokens, self._spec.pad)
             yield self.report(step, start + len(part))
-        positions = {number: stream.position for number, stream in self.streams.items()}
+        positions = {stream_id: stream.position for stream_id, stream in self.streams.items()}
         yield replace(self.report(step), positions=positions)
 
     def report(self, step: int = -1, done: int = 0) -> Report:
@@ -316,5 +316,5 @@ def open_filler(
     """Open one worker's streams, which then can fill its rows. `poll`: see `BatchFiller.set_poll`."""
     store = Store(poll, spec.timeout_s)
     broken: Counter[str] = Counter()
-    streams = {stream: open_shard_stream(spec, stream, store, broken, set_status) for stream in spec.start_of}
+    streams = {stream_id: open_shard_stream(spec, stream_id, store, broken, set_status) for stream_id in spec.start_of}
     return BatchFiller(spec, arena, store, broken, streams)

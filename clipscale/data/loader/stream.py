@@ -166,7 +166,7 @@ class TrainStream:
         positions = self._positions if self._step < 0 or self._given_back else self.finish(self._step)
         if self.failure and len(positions) < self._num_streams:
             raise self.failure
-        by_stream = {stream: positions[stream] for stream in sorted(positions)}
+        by_stream = {stream_id: positions[stream_id] for stream_id in sorted(positions)}
         return DataPosition(self._shards.order_fingerprint, self._shards.order.num_streams, by_stream)
 
     def close(self) -> None:
@@ -326,8 +326,8 @@ def start_positions(
                 "data.only_keys or data.sample_weights differ from the checkpoint's: this data is read from its first "
                 "sample on"
             )
-        return {stream: StreamPosition(0, 0) for stream in stream_ids}
-    return {stream: position.by_stream[stream] for stream in stream_ids}
+        return {stream_id: StreamPosition(0, 0) for stream_id in stream_ids}
+    return {stream_id: position.by_stream[stream_id] for stream_id in stream_ids}
 
 
 def worker_count(config: DataConfig, num_streams: int) -> int:
