@@ -52,7 +52,7 @@ def train(config: TrainConfig) -> RunResult:
             ready = begin(config, world, copies)
             results = TrainLoop(ready, world, lock).run()
             copies = ready.saver.copies
-            if ready.stage.is_last:
+            if ready.settled.stage.is_last:
                 if copies and world.is_rank0:
                     copies.close(config.launch.timeout_s, results)
                 return results
@@ -75,11 +75,11 @@ class TrainLoop:
         self.stream = ready.components.stream
         self.schedule = ready.components.schedule
         # Completed steps.
-        self.step = ready.step
+        self.step = ready.settled.step
         # Steps at the end of the run, or of the stage.
         self.total = ready.components.schedule.end
         # The last completed step's loss.
-        self.loss = ready.loss
+        self.loss = ready.settled.loss
         self.signal_poller = SignalPoller(world)
         self.saved_at = time.monotonic()
 
@@ -107,7 +107,7 @@ class TrainLoop:
                     self.save(wait=is_last)
             if ready.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(ready.folder), "step": self.step, "loss": self.loss, "eval": results}
+        result: RunResult = {"run": str(ready.settled.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0:
             log_end(result, ready.evaluation.facts["precision"], ready.expected, ready.saver.retention.best)
         return result
@@ -125,7 +125,7 @@ class TrainLoop:
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 wait_for_first_samples(batch)
-            if self.step == ready.step:
+            if self.step == ready.settled.step:
                 show_task(f"step {step}, the first of this start")
             overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
@@ -133,7 +133,7 @@ class TrainLoop:
             )
         self.step = step  # what fails from here on undoes nothing
         self.loss = result.loss
-        stage = ready.stage
+        stage = ready.settled.stage
         record: StepRecord = {
             "step": step,
             "samples": stage.samples_before(step),
@@ -173,7 +173,7 @@ class TrainLoop:
                 evaluation,
                 self.world,
                 autocast=train_step.precision.autocast,
-                file=ResultsFile(self.ready.folder, self.step, evaluation.facts),
+                file=ResultsFile(self.ready.settled.folder, self.step, evaluation.facts),
                 poll=partial(self.signal_poller.poll, every_call=True),
                 poll_while_waiting=self.signal_poller.poll_while_waiting,
                 progress=records.progress,
@@ -187,7 +187,7 @@ class TrainLoop:
         self.ready.records.finish()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = self.ready.stage.samples_before(self.step)
+        samples = self.ready.settled.stage.samples_before(self.step)
         description = replace(self.ready.description, step=self.step, samples=samples, loss=self.loss)
         saver = self.ready.saver
         with ending_if_removed(self.lock, self.world, saver, self.step):

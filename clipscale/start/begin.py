@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.chosen_checkpoint import Best, Goal
@@ -17,7 +16,7 @@ from clipscale.eval.suites import chosen_sets
 from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
-from clipscale.start.settle import SettledRun, Stage, settle
+from clipscale.start.settle import SettledRun, settle
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,8 @@ class Intervals:
 class ReadyRun:
     """A run, or one stage of it, that is ready for its next step."""
 
-    folder: Path
-    stage: Stage
-    # Completed steps.
-    step: int
-    # The last completed step's loss.
-    loss: float
+    # Its folder, its stage, and the step and the loss at which it begins. The loop reads no setting.
+    settled: SettledRun
     components: Components
     evaluation: Evaluation
     # Published scores of the preset.
@@ -100,10 +95,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
 
     save_steps, save_seconds = config.checkpoint.interval
     return ReadyRun(
-        folder=settled.folder,
-        stage=settled.stage,
-        step=settled.step,
-        loss=settled.loss,
+        settled=settled,
         components=components,
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
