@@ -156,7 +156,7 @@ class TrainLoop:
         def before_chunk() -> None:
             self.signal_poller.poll()
             records.log_if_ready()
-            records.progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
+            records.show_progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
 
         return before_chunk
 
@@ -165,7 +165,7 @@ class TrainLoop:
         train_step = self.train_step
         evaluation = self.ready.evaluation
         records = self.ready.records
-        records.finish()
+        records.flush()
         average = train_step.average if evaluation.uses_average else None
         with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.components.is_compiled):
             results = evaluate(
@@ -176,15 +176,15 @@ class TrainLoop:
                 file=ResultsFile(self.ready.settled.folder, self.step, evaluation.facts),
                 poll=partial(self.signal_poller.poll, every_call=True),
                 poll_while_waiting=self.signal_poller.poll_while_waiting,
-                progress=records.progress,
+                progress=records.show_progress,
             )
         reshard(train_step.model)
-        records.evaluation(self.step, results)
+        records.log_evaluation(self.step, results)
         return results
 
     def save(self, *, wait: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: until it is complete."""
-        self.ready.records.finish()
+        self.ready.records.flush()
         if wait:
             show_task(f"saving step {self.step}")
         samples = self.ready.settled.stage.samples_before(self.step)
@@ -199,7 +199,7 @@ class TrainLoop:
         saver = self.ready.saver
         if self.step != saver.newest_step:
             self.save(wait=True)
-        saver.finish(COPY_S)
+        saver.wait_for_copy(COPY_S)
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""

@@ -48,7 +48,7 @@ class Saver:
     2. `Writer.write_data`, in a thread: writes this rank's file into a temporary folder, with its checksum.
     3. `Writer.finish`, in rank 0's thread when all ranks have written: writes meta.json.
     4. `commit`, at its end: renames the folder, asks for a copy, and deletes outdated checkpoints.
-    5. `wait`, or the next `save`: raises or reports what failed.
+    5. `wait_for_save`, or the next `save`: raises or reports what failed.
 
     The copy into host memory is the pause that training sees. A checkpoint appears whole or not at all, and a failed
     write changes no earlier one.
@@ -75,13 +75,13 @@ class Saver:
         self._stager = self._new_stager()
 
     def _new_stager(self) -> DefaultStager:
-        pinned = self.world.device.type == "cuda"
+        is_gpu = self.world.device.type == "cuda"
         return DefaultStager(
             StagingOptions(
-                use_pinned_memory=pinned,
+                use_pinned_memory=is_gpu,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=pinned,
+                use_non_blocking_copy=is_gpu,
             )
         )
 
@@ -115,9 +115,9 @@ class Saver:
         self._pending = step, result
         self.newest_step = step
         if wait:
-            self.wait()
+            self.wait_for_save()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Raises UnwritableError if it failed."""
         if self._pending is None:
             return
@@ -135,11 +135,11 @@ class Saver:
                 f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
 
-    def finish(self, copy_s: float) -> None:
-        """Wait until the checkpoint is complete, and then at most `copy_s` seconds for its copy."""
-        self.wait()
+    def wait_for_copy(self, limit_s: float) -> None:
+        """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
+        self.wait_for_save()
         if self.copies and self.copies.address:
-            self.world.run_on_rank0(partial(self.copies.close, copy_s))
+            self.world.run_on_rank0(partial(self.copies.close, limit_s))
 
     def would_be_best(self, step: int) -> bool:
         """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
@@ -159,7 +159,7 @@ class Saver:
 
     def _wait_or_warn(self) -> None:
         try:
-            self.wait()
+            self.wait_for_save()
         except UnwritableError as error:
             if self.world.is_rank0:
                 log_line(f"warning: {error}; training goes on without it")

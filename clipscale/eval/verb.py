@@ -69,7 +69,7 @@ def work(config: EvalRunConfig) -> Results:
                 if config.eval.suite != "none":
                     show(suite_table(config.eval.suite, sets, results, title))
                 if step is not None:
-                    sinks.eval(step, results)
+                    sinks.write_evaluation(step, results)
     finally:
         destroy_world()
     return results

@@ -15,7 +15,7 @@ class Closable(Protocol):
 
 
 class Waiting(Protocol):
-    def wait(self) -> None: ...
+    def wait_for_save(self) -> None: ...
 
 
 class Savable(Protocol):
@@ -64,7 +64,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
     removed = world.run_on_rank0(lock.renew)
     yield
     if removed:
-        saver.wait()
+        saver.wait_for_save()
         raise UserError(
             f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
             f"{step}: go on with resume=auto"

@@ -75,7 +75,7 @@ class MetricLog:
         self._times: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._warned: set[str] = set()
 
-    def step(self, record: StepRecord) -> None:
+    def log_step(self, record: StepRecord) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are not tensors.
 
         JSON knows no NaN and no infinity: the file has null for them.
@@ -104,13 +104,13 @@ class MetricLog:
             self._warned |= warnings.keys()
         self._sinks.write(record["step"], record)
 
-    def eval(self, step: int, results: Results) -> None:
+    def log_evaluation(self, step: int, results: Results) -> None:
         """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
         self._print_last()
         for name, metrics in results.items():
             values = " ".join(f"{key}={metrics[key]:.4f}" for key in FIGURES["scores"] if key in metrics)
             log_line(f"eval step={step} set={name} {values}")
-        self._sinks.eval(step, results)
+        self._sinks.write_evaluation(step, results)
 
     def close(self) -> None:
         """Flush and close every sink."""

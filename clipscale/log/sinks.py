@@ -39,7 +39,7 @@ class Sinks:
         for name, (write, _) in list(self._sinks.items()):
             self._call(name, partial(write, step, values))
 
-    def eval(self, step: int, results: Results) -> None:
+    def write_evaluation(self, step: int, results: Results) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`."""
         self.write(
             step,

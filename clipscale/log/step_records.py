@@ -26,8 +26,8 @@ class UnfinishedStep:
     logit_scale: Readback
 
     @property
-    def ready(self) -> bool:
-        """Whether completing its record would not wait."""
+    def is_ready(self) -> bool:
+        """Whether its record can be completed without a wait for the device."""
         return self.logit_scale.ready and (self.result.statistics is None or self.result.statistics.ready)
 
 
@@ -45,7 +45,7 @@ class StepRecords:
 
     def add(self, record: StepRecord, result: StepResult, logit_scale: Tensor) -> None:
         """Add a step that the device may still be computing. `record`: what the loop knows of it."""
-        self.finish()
+        self.flush()
         now = time.monotonic()
         widths = result.widths
         mean_width = sum(width * count for width, count in widths.items()) / sum(widths.values())
@@ -66,29 +66,29 @@ class StepRecords:
 
     def log_if_ready(self) -> None:
         """Log the last step's record if the device has done the step."""
-        if self._unfinished and self._unfinished.ready:
-            self.finish()
+        if self._unfinished and self._unfinished.is_ready:
+            self.flush()
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Wait until the device has done the last step, and log its record."""
         unfinished = self._unfinished
         self._unfinished = None
         if unfinished and self._log:
-            self._log.step(self._complete(unfinished))
+            self._log.log_step(self._complete(unfinished))
 
-    def evaluation(self, step: int, results: Results) -> None:
+    def log_evaluation(self, step: int, results: Results) -> None:
         """Log the results of an evaluation."""
         if self._log:
-            self._log.eval(step, results)
+            self._log.log_evaluation(step, results)
 
-    def progress(self, task: str, done: int, total: int) -> None:
+    def show_progress(self, task: str, done: int, total: int) -> None:
         """Show how far the run is."""
         if self._log:
             self._log.progress(task, done, total)
 
     def close(self) -> None:
         """Log what is left, and close the log."""
-        self.finish()
+        self.flush()
         if self._log:
             self._log.close()
 

@@ -50,7 +50,7 @@ def announce(settled: SettledRun, components: Components, world: World) -> Metri
         world_size=world.size,
         total=components.schedule.end,
     )
-    log_line(components.stream.memory)
+    log_line(components.stream.memory_line)
     return log
 
 

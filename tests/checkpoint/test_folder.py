@@ -49,7 +49,7 @@ def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: p
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert steps(tmp_path) == []
     returned.set()
-    saver.wait()
+    saver.wait_for_save()
     assert steps(tmp_path) == [1]
 
 

@@ -45,7 +45,7 @@ def write(rank: int, world_size: int, run: Path, step: int) -> str:
     saver = checkpoint.Saver(run, World(rank, world_size, CPU), checkpoint.Retention())
     saver.save(checkpoint.CheckpointState(step, **state(world_size)))
     try:
-        saver.wait()
+        saver.wait_for_save()
     except UserError as error:
         return str(error)
     return ""

@@ -42,7 +42,7 @@ def logged(run: Path, steps: Iterable[int], options: dict[str, Any] | None = Non
     """What a log of these steps prints."""
     with redirect_stdout(io.StringIO()) as out, closing(open_log(run, **options or {})) as log:
         for step in steps:
-            log.step(record(step, **fields))
+            log.log_step(record(step, **fields))
     return out.getvalue()
 
 
@@ -83,14 +83,14 @@ def test_a_folder_in_the_place_of_a_record_is_set_aside(tmp_path: Path) -> None:
 def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path) -> None:
     with closing(open_log(tmp_path)) as log:
         for step in range(1, 8):
-            log.step(record(step))
+            log.log_step(record(step))
             assert steps(tmp_path)[-1] == step, "a killed run must not lose the steps it has done"
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     for resumed in (6, 4):
         with closing(open_log(tmp_path, resume_step=resumed)) as log:
-            log.step(record(resumed + 1, loss=0.5))
+            log.log_step(record(resumed + 1, loss=0.5))
     assert steps(tmp_path) == [1, 2, 3, 4, 5] and read_metrics(path)[-1]["loss"] == 0.5
     logged(tmp_path, [1])
     assert steps(tmp_path) == [1], "a new run starts a new file"
@@ -98,11 +98,11 @@ def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path)
 
 def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Capture) -> None:
     with closing(open_log(tmp_path)) as log:
-        log.step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
-        log.eval(1, {"a:set": {"top1": 0.5, "images": 10}})
-        log.step(record(2, data_wait_frac=0.3, broken=2))
-        log.eval(2, {})
-        log.step(record(3))
+        log.log_step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
+        log.log_evaluation(1, {"a:set": {"top1": 0.5, "images": 10}})
+        log.log_step(record(2, data_wait_frac=0.3, broken=2))
+        log.log_evaluation(2, {})
+        log.log_step(record(3))
     lines = printed(capsys)
     assert lines == [
         "step=1 loss=nan lr=1.0e-03 grad=inf rate=440",
@@ -130,7 +130,7 @@ def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.Monkey
     with closing(open_log(tmp_path, every=2, total=2000)) as log:
         for step in range(1, 10):
             clock[0] += 4
-            log.step(record(step))
+            log.log_step(record(step))
     lines = printed(capsys)
     assert [line.split()[0] for line in lines] == ["step=1", "step=4", "step=8", "step=9"]
     assert "left" not in lines[0] and lines[2].endswith("left=2h12m")
@@ -159,10 +159,10 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
     with closing(open_log(tmp_path, tensorboard=True)) as log:
         for step in range(1, 6):
-            log.step(record(step))
-        log.eval(3, {"objects": {"top1": 0.25}})
+            log.log_step(record(step))
+        log.log_evaluation(3, {"objects": {"top1": 0.25}})
     with closing(open_log(tmp_path, tensorboard=True, resume_step=3)) as log:
-        log.step(record(4, loss=9.0))
+        log.log_step(record(4, loss=9.0))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {e.step: e.value for e in events.Scalars("loss")} == pytest.approx({1: 5.0, 2: 2.5, 3: 5 / 3, 4: 9.0})
@@ -243,8 +243,8 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     litter.mkdir(parents=True)
     for resume_step in (0, 2):
         with closing(open_log(tmp_path / "run", wandb="offline", resume_step=resume_step)) as log:
-            log.step(record(resume_step + 1))
-            log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
+            log.log_step(record(resume_step + 1))
+            log.log_evaluation(resume_step + 1, {"objects": {"top1": 0.5}})
         assert "warning" not in (out := capsys.readouterr().out), out
     assert not litter.exists()
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text()

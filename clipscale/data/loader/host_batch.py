@@ -100,7 +100,7 @@ class Arena:
         self._memory = memory
         self.slots = slots_in(memory, layout)
         # Whether the memory is page-locked.
-        self.pinned = False
+        self.is_pinned = False
 
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]
@@ -113,7 +113,7 @@ class Arena:
         size = self.layout.memory_bytes()
         failed = torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)
         if not int(failed):
-            self.pinned = True
+            self.is_pinned = True
             return
         # This launch clears CUDA's last error. Otherwise the next launch elsewhere would report it.
         with contextlib.suppress(RuntimeError):
@@ -128,9 +128,9 @@ class Arena:
 
     def close(self) -> None:
         """Undo `pin` and close the file. The memory is freed with its last view."""
-        if self.pinned:
+        if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address())
-            self.pinned = False
+            self.is_pinned = False
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -69,10 +69,10 @@ class TrainStream:
         arena: Arena,
         workers: Workers | InProcess,
         start: dict[int, StreamPosition],
-        memory: str,
+        memory_line: str,
     ) -> None:
-        """`start`: the rank's shard streams and their positions. `memory`: a line that states the memory."""
-        self.memory = memory
+        """`start`: the position of each of the rank's shard streams. `memory_line`: for the user."""
+        self.memory_line = memory_line
         self._arena = arena
         self.workers = workers
         self._shards = specs[0].shards
@@ -106,7 +106,7 @@ class TrainStream:
         return {
             "broken": self.broken.total(),
             "faults": self.faults.total(),
-            "host_pinned": self._arena.pinned,
+            "host_pinned": self._arena.is_pinned,
             "broken_by": dict(self.broken),
             "faults_by": dict(self.faults),
         }
@@ -131,7 +131,7 @@ class TrainStream:
         self._step = step
         if before >= 0:
             self._positions = {}  # unknown if the next line fails
-            self._positions = self.finish(before)
+            self._positions = self.wait_for_batch(before)
             del self._batches[before]
             self._request(before + len(self._arena.slots))  # into the slot of the previous batch
         return self._batch(step)
@@ -163,7 +163,7 @@ class TrainStream:
 
         Raises the `failure` if the positions are unknown because of it.
         """
-        positions = self._positions if self._step < 0 or self._given_back else self.finish(self._step)
+        positions = self._positions if self._step < 0 or self._given_back else self.wait_for_batch(self._step)
         if self.failure and len(positions) < self._num_streams:
             raise self.failure
         by_stream = {stream_id: positions[stream_id] for stream_id in sorted(positions)}
@@ -185,7 +185,7 @@ class TrainStream:
         self._batches[step] = PendingBatch([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
-    def finish(self, step: int) -> dict[int, StreamPosition]:
+    def wait_for_batch(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the streams' positions after it.
 
         After a failure of the workers some positions are missing.
@@ -283,7 +283,7 @@ def open_stream(
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.local_batch, side, empty.shape[1], workers, shards.teachers)
-    memory = check_memory(layout, free)
+    memory_line = check_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
     spec = WorkerSpec(
@@ -307,7 +307,7 @@ def open_stream(
         readers = start_workers(specs, arena, config.timeout_s)
     else:
         readers = InProcess(open_filler(specs[0], arena, lambda: None))
-    stream = TrainStream(specs, arena, readers, start, memory)
+    stream = TrainStream(specs, arena, readers, start, memory_line)
     stream.request_first()
     if gpu:
         arena.pin()  # takes half a second a GiB, while the workers read

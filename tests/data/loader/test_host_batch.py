@@ -110,10 +110,10 @@ def test_what_is_copied_to_the_gpu_is_locked_until_the_end(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = create_arena(Layout(2, 8, 16, 4))
     memory.pin()
-    assert memory.pinned == (not answer) == (not caplog.text)
+    assert memory.is_pinned == (not answer) == (not caplog.text)
     assert not answer or "could not be page-locked (CUDA error 2)" in caplog.text
     for start, size in runtime.locked.items():
         for rows in (slot["pixels"] for slot in memory.slots):
             assert start <= rows.ctypes.data and rows.ctypes.data + rows.nbytes <= start + size
     memory.close()
-    assert not memory.pinned and not runtime.locked
+    assert not memory.is_pinned and not runtime.locked
