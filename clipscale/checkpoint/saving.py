@@ -85,7 +85,7 @@ class Saver:
             )
         )
 
-    def save(self, saved: CheckpointState, *, wait: bool = False) -> None:
+    def save(self, state: CheckpointState, *, wait: bool = False) -> None:
         """Begin to write a checkpoint, when the one before is complete. `wait`: until this one is complete, too.
 
         Replicated tensors are divided among the ranks, DTensors are written shard by shard, and plain values are those
@@ -97,8 +97,8 @@ class Saver:
         self._wait_or_warn()
         if torch.__version__ < "2.13":  # there a stager works only once
             self._stager = self._new_stager()
-        step = saved.step
-        values, tensors = split_tensors(saved.tree())
+        step = state.step
+        values, tensors = split_tensors(state.tree())
         sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank

@@ -129,14 +129,14 @@ def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
 
     Raises UserError if there is no set.
     """
-    saved = settings_of_run(run_folder(config.run)) if config.run else {}
-    eval_of_run = saved.get("eval", {})
+    run_settings = settings_of_run(run_folder(config.run)) if config.run else {}
+    eval_of_run = run_settings.get("eval", {})
     chosen = config.eval
     if not chosen.has_sets:
         chosen = replace(chosen, sets=eval_of_run.get("sets", []), suite=eval_of_run.get("suite", "none"))
     if not chosen.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
-    candidates = (config.precision, saved.get("precision"))
+    candidates = (config.precision, run_settings.get("precision"))
     precision = next((name for name in candidates if name in sections.PRECISIONS), "fp32")
     return replace(config, eval=replace(chosen, root=chosen.root or eval_of_run.get("root")), precision=precision)
 

@@ -30,9 +30,9 @@ def main(config: EvalRunConfig) -> Results:
 
 def objective_and_sizes(run: Path) -> tuple[str, list[int]]:
     """A run's objective, in its last stage if it has stages, and the sizes of its features."""
-    saved = settings_of_run(run)
-    loss = {"objective": "softmax", **saved.get("loss", {})}
-    last_stage = (saved.get("stages") or [{}])[-1]
+    run_settings = settings_of_run(run)
+    loss = {"objective": "softmax", **run_settings.get("loss", {})}
+    last_stage = (run_settings.get("stages") or [{}])[-1]
     return str(last_stage.get("loss", loss["objective"])), loss.get("sizes", [])
 
 

@@ -104,9 +104,9 @@ def build(settled: SettledRun, world: World) -> Components:
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
         if settled.checkpoint_path:
-            saved = checkpoint.load(settled.checkpoint_path, verified=True, like=dict(model.named_parameters()))
+            state = checkpoint.load(settled.checkpoint_path, verified=True, like=dict(model.named_parameters()))
             load_state(
-                train_step, saved, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
+                train_step, state, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
             )
         check_streams(settled, stream, world)
         restore_random(settled, world)
@@ -129,7 +129,7 @@ def choose_chunk_sizes(
             model,
             local_batch,
             world,
-            settled.saved.chunks if settled.saved and not settled.is_stage_start else None,
+            settled.checkpoint_values.chunks if settled.checkpoint_values and not settled.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
             texts_per_sample=config.data.texts_per_step,
             pairs=pair_encoder(model) if writes_captions(config, model) else None,
@@ -233,7 +233,7 @@ def data_stream(
     config = settled.config
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
-    position = settled.saved.position if settled.saved else None
+    position = settled.checkpoint_values.position if settled.checkpoint_values else None
     shards = order_shards(
         config.data,
         share,
@@ -295,8 +295,8 @@ def restore_random(settled: SettledRun, world: World) -> None:
     A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
     torch.manual_seed(settled.config.seed + 1 + world.rank + settled.step * world.size)
-    if settled.saved and len(settled.saved.random) == world.size:
-        state = settled.saved.random[world.rank]  # a run on a CPU has saved no state of CUDA
+    if settled.checkpoint_values and len(settled.checkpoint_values.random) == world.size:
+        state = settled.checkpoint_values.random[world.rank]  # a run on a CPU has saved no state of CUDA
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 

@@ -51,7 +51,7 @@ class SettledRun:
     # The checkpoint to resume; None for a new run.
     checkpoint_path: Path | None
     # The checkpoint's values, without tensors.
-    saved: CheckpointState | None
+    checkpoint_values: CheckpointState | None
     # Whether the checkpoint is the end of the previous stage.
     is_stage_start: bool
     # The settings of the whole run, as config.yaml has them.
@@ -62,12 +62,12 @@ class SettledRun:
     @property
     def step(self) -> int:
         """Completed steps."""
-        return self.saved.step if self.saved else 0
+        return self.checkpoint_values.step if self.checkpoint_values else 0
 
     @property
     def loss(self) -> float:
         """The last completed step's loss; NaN before the first step."""
-        return self.saved.loss if self.saved else math.nan
+        return self.checkpoint_values.loss if self.checkpoint_values else math.nan
 
     @property
     def folder(self) -> Path:
@@ -98,18 +98,18 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     4. Random weights, by `seed`.
     """
     path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
-    saved = checkpoint.read_values(path) if path else None
+    values = checkpoint.read_values(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
-        config = replace(config, model=world.run_on_rank0(lambda: completed_by_weights(config.model, saved)))
+        config = replace(config, model=world.run_on_rank0(lambda: completed_by_weights(config.model, values)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
-    step = saved.step if saved else 0
+    step = values.step if values else 0
     index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
     is_stage_start = index > 0 and step == stages[index].first_step
     last_trained = stages[index - 1] if is_stage_start else stages[index]
-    check_fits(saved, config, last_trained)
+    check_fits(values, config, last_trained)
     settings = by_stage[index]
-    model = world.run_on_rank0(lambda: completed_by_weights(settings.model, saved))
+    model = world.run_on_rank0(lambda: completed_by_weights(settings.model, values))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)
@@ -119,7 +119,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
         stages=tuple(stages),
         stage=stages[index],
         checkpoint_path=path,
-        saved=saved,
+        checkpoint_values=values,
         is_stage_start=is_stage_start,
         yaml=to_yaml(config if config.stages else completed),
         notices=tuple(pixel_notices(settings.model, model)),
@@ -169,30 +169,30 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def check_fits(saved: CheckpointState | None, config: TrainConfig, last_trained: Stage) -> None:
+def check_fits(values: CheckpointState | None, config: TrainConfig, last_trained: Stage) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
-    `saved`: the checkpoint's values; None for a new run. `last_trained`: the stage of the checkpoint's last step.
+    `values`: the checkpoint without its tensors; None for a new run. `last_trained`: the stage of its last step.
     """
-    if saved is None:
+    if values is None:
         if checkpoints_of(Path(config.run)):
             raise UserError(
                 f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
             )
         return
-    model = saved.model_config
+    model = values.model_config
     for setting, then, now in (
-        ("batch", saved.batch, last_trained.global_batch),
+        ("batch", values.batch, last_trained.global_batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),
-        ("optim.name", saved.optimizer_name, config.optim.name),
+        ("optim.name", values.optimizer_name, config.optim.name),
     ):
         if then != now:
             raise UserError(f"{setting}={now!r}: the checkpoint was trained with {then!r}; take it, or another run")
-    if saved.samples != last_trained.samples_before(saved.step):
+    if values.samples != last_trained.samples_before(values.step):
         raise UserError(
-            f"resume: the checkpoint has seen {saved.samples} samples in {saved.step} steps, which these "
+            f"resume: the checkpoint has seen {values.samples} samples in {values.step} steps, which these "
             "stages do not make; give those that it was trained with"
         )
 

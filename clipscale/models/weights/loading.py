@@ -45,19 +45,19 @@ NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
-def completed_by_weights(config: ModelConfig, saved: "CheckpointState | None" = None) -> ModelConfig:
+def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
     If `config` has no name, the weights say the architecture. How pictures are prepared comes from the first of
     these that says it:
 
     1. `config`,
-    2. the run's own checkpoint, `saved`,
+    2. the run's own checkpoint, if there is one; `values` has it without tensors,
     3. the image tower's weights,
     4. the whole model's weights.
     """
-    if saved is not None:
-        trained = ModelConfig.of(saved.model_config)
+    if values is not None:
+        trained = ModelConfig.of(values.model_config)
         with_name = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
             with_name,
@@ -154,13 +154,13 @@ def _load_run(source: Source) -> Weights:
     """A run's weights, or their moving average with the key `ema`."""
     from clipscale import checkpoint  # imported here: it knows the ranks of a run, and models know none
 
-    saved = checkpoint.load(source.path, entries=("model", source.key))
-    state = saved.model
+    loaded = checkpoint.load(source.path, entries=("model", source.key))
+    state = loaded.model
     if source.key:
-        if source.key != AVERAGE or not saved.ema:
+        if source.key != AVERAGE or not loaded.ema:
             raise UserError(f"{source.setting}: the run has no {source.key!r}; leave {SET}{source.key} out")
-        state |= saved.ema["weights"]
-    elif saved.ema:
+        state |= loaded.ema["weights"]
+    elif loaded.ema:
         log.warning(f"{source.setting}: takes the trained weights; their average is {SET}{AVERAGE}")
     state = adapters.merge_run_adapters(state)
     for ours, theirs in (("image.encoder.", "visual."), ("text.encoder.", "text."), ("decoder.", DECODER)):
