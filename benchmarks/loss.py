@@ -25,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean, format_count
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import format_count
 from clipscale.config.presets import conf_dir
 from clipscale.loss.reference import dense_contrastive_loss
 

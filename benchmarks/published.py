@@ -21,7 +21,8 @@ from open_clip.model import CLIP, CustomTextCLIP
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware
-from clipscale.common.units import did_you_mean, format_bytes
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import format_bytes
 from clipscale.config.presets import conf_dir
 from clipscale.tools.plan.memory import outside_torch
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean, format_count, parse_count
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
 from clipscale.data.loader.captions import SortedCaptions, SortedPairs

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean, parse_count
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import parse_count
 
 Row = dict[str, Any]
 

@@ -153,7 +153,7 @@ BREAKS = [
     ),
     Break(
         "get_cast_dtype",
-        "clipscale/common/weight_types.py",
+        "clipscale/distributed/weight_types.py",
         {'if hasattr(module, "get_cast_dtype"):': "if False:"},
         "tests/distributed/test_fsdp.py::"
         "test_a_text_tower_of_open_clips_own_casts_alike_before_and_after_its_weights_are_gathered",

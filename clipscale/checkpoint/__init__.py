@@ -16,8 +16,8 @@ from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import find_verified
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.checkpoint.state import CheckpointState
-from clipscale.common.checkpoints import checkpoints_of, path_of, step_of
 from clipscale.common.chosen_checkpoint import locate
+from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 
 __all__ = [
     "CheckpointState",

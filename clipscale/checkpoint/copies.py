@@ -22,18 +22,18 @@ from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
 from clipscale.common import files
-from clipscale.common.checkpoints import META, check_copy_address, checkpoints_of, step_of
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
     ANSWER_S,
     MIN_BYTES_PER_S,
     NO_CREDENTIALS,
+    check_copy_address,
     check_credentials,
     no_credentials,
     within_time,
 )
-from clipscale.common.run_records import METRICS, RESULT, RUN_RECORDS
+from clipscale.common.run_folder import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 from clipscale.common.terminal import log_line
 from clipscale.robustness.moving_aside import move_records_aside
 

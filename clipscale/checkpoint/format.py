@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
+from clipscale.common.run_folder import META
 from clipscale.robustness.limits import as_user_error
 
 FORMAT = 1

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
-from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
-from clipscale.common.units import path_or_run
+from clipscale.common.run_folder import checkpoints_of, path_or_run
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_checkpoint_aside
 

@@ -26,10 +26,10 @@ from clipscale.checkpoint.format import (
     values_text,
 )
 from clipscale.checkpoint.state import CheckpointState
-from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
+from clipscale.common.run_folder import META, checkpoints_of, path_of
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 

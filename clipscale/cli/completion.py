@@ -8,7 +8,7 @@ from clipscale.cli.verbs import FLAGS, VERBS, split_verb
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import HARDWARE
-from clipscale.common.units import one_of
+from clipscale.common.text import one_of
 from clipscale.config.libraries import architectures, optimizers_in_file
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of

@@ -24,7 +24,7 @@ from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import main_rank, print_line
-from clipscale.common.units import did_you_mean, one_of
+from clipscale.common.text import did_you_mean, one_of
 from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is_known_key, removal_message, unknown_key
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment

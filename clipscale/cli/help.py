@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean
+from clipscale.common.text import did_you_mean
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import default_choices, group_options, preset_title
 from clipscale.config.setting import Setting, sections_of, settings_of, summary

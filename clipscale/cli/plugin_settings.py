@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from clipscale.cli import compose, sweep
 from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean, one_of
+from clipscale.common.text import did_you_mean, one_of
 from clipscale.config.train import TrainConfig
 
 # Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.

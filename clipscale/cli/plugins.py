@@ -32,10 +32,10 @@ from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
-from clipscale.common.run_records import RESULT
+from clipscale.common.run_folder import RESULT
 from clipscale.common.signals import SIGNALS
 from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
-from clipscale.common.units import counted, one_of
+from clipscale.common.text import counted, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local

@@ -8,12 +8,11 @@ from typing import cast
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.checkpoints import check_own, check_place, path_of
 from clipscale.common.errors import StoppedError
+from clipscale.common.files import check_writable
 from clipscale.common.record import RunResult
-from clipscale.common.run_records import CONFIG, RESULT
+from clipscale.common.run_folder import CONFIG, RESULT, check_own, path_of, run_folder
 from clipscale.common.terminal import log_line, main_rank, show_task
-from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
@@ -35,7 +34,7 @@ def check(config: TrainConfig) -> None:
     local.check_train(config)
     if config.run and main_rank():
         check_own(run_folder(config.run))
-        check_place(run_folder(config.run))
+        check_writable(run_folder(config.run))
     if ranks.under_launcher():  # there all ranks find missing shards together
         return
     missing = is_missing(config.data.train or ())

@@ -6,7 +6,7 @@ from typing import Any
 
 from clipscale.cli import train
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean
+from clipscale.common.text import did_you_mean
 from clipscale.config.eval import EvalRunConfig, check_eval
 from clipscale.config.parse import removal_message
 from clipscale.config.train import TrainConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from clipscale.common import files
-from clipscale.common.checkpoints import checkpoints_of, path_of, step_of
 from clipscale.common.errors import UserError
-from clipscale.common.run_records import EVAL, read_evaluation, settings_of_run
+from clipscale.common.run_folder import EVAL, checkpoints_of, path_of, read_evaluation, settings_of_run, step_of
 from clipscale.common.terminal import log_line
 
 # Metrics that are better if they are lower.

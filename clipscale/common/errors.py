@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from clipscale.common.printable import printable
+from clipscale.common.text import printable
 
 
 class UserError(Exception):

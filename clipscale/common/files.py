@@ -1,13 +1,16 @@
-"""Files that are written whole or not at all, and errors of files as one line."""
+"""Files that are written whole or not at all, names of new ones, and errors of files as one line."""
 
 import json
 import logging
 import os
 import re
 import secrets
+import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -53,6 +56,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def unused_path(folder: Path) -> Path:
+    """The folder, or if it exists, the first free one with a number appended."""
+    numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
+    return next(path for path in chain([folder], numbered) if not path.exists())
+
+
+def file_name(text: str, most: int = 100) -> str:
+    """A name of letters, digits and `_.,=+-`, of at most `most` characters: the text itself if possible.
+
+    Otherwise it ends in the text's CRC-32, so that different texts have different names.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
+    return name if name == text and len(name) <= most else f"{name[: most - 9]}-{zlib.crc32(text.encode()):08x}"
+
+
 def user_cache() -> Path:
     """The user's cache folder (XDG_CACHE_HOME is honoured)."""
     return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
@@ -90,6 +108,23 @@ def read_json(path: Path) -> Any:
 def first_existing(path: Path) -> Path:
     """The path itself or the nearest of the folders above it that exists."""
     return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def check_writable(folder: Path, key: str = "run") -> None:
+    """Raise UserError for a folder that cannot be made or written. Leaves nothing. `key`: the setting that names it."""
+    there = first_existing(folder)
+    reason = ""
+    if not there.is_dir():
+        reason = "is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = "cannot be written"
+    else:
+        try:  # /proc is writable by its permissions
+            tempfile.TemporaryDirectory(prefix=".clipscale-", dir=there).cleanup()
+        except OSError as error:
+            reason = f"takes no folder: {error.strerror}"
+    if reason:
+        raise UserError(f"{key}={folder} cannot be written ({there} {reason}); choose another {key}=PATH")
 
 
 def visible_entries(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clipscale.common import files, ranks
 from clipscale.common.errors import UserError
-from clipscale.common.units import did_you_mean
+from clipscale.common.text import did_you_mean
 
 # The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")

@@ -1,13 +1,15 @@
-"""Gives a request to a server at a start a time limit and a line about the wait, and checks its credentials.
+"""Requests to a server at a start: their time limit, a line about the wait, and checks of address and credentials.
 
 The limit is this program's own: the libraries behind fsspec try for minutes, each in its own way.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from importlib.util import find_spec
 from threading import Thread, Timer
 from typing import TypeVar
 
@@ -84,6 +86,26 @@ def announced(awaited: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def check_copy_address(address: str) -> None:
+    """Raise UserError for a `checkpoint.copy` that cannot keep a copy. Asks no server.
+
+    It cannot if fsspec cannot open it, if fsspec takes it for a pattern, or if its files end with this process.
+    """
+    protocol, slashes, _ = address.partition("://")
+    if not slashes or protocol == "file":
+        return
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    library = known_implementations.get(protocol, {})
+    if protocol not in fsspec.available_protocols():
+        raise UserError(f"checkpoint.copy={address}: there is no {protocol}; give a folder, or s3://BUCKET/PATH")
+    if protocol == "memory" or re.search(r"[*?[]", address):
+        raise UserError(f"checkpoint.copy={address}: give a folder, or an address in a bucket without * ? [")
+    if "class" in library and find_spec(library["class"].partition(".")[0]) is None:
+        raise UserError(f"checkpoint.copy={address}: {library.get('err', 'its library is not installed')}")
 
 
 def check_credentials(scheme: str, subject: str) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
-from clipscale.common.printable import printable, without_password
+from clipscale.common.text import printable, without_password
 
 T = TypeVar("T")
 # Environment variable with the name of the run, which its lines begin with after the time of day. A sweep sets it where

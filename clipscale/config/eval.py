@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
-from clipscale.common.run_records import CONFIG, settings_of_run
-from clipscale.common.units import did_you_mean, file_name, run_folder
+from clipscale.common.files import file_name
+from clipscale.common.run_folder import CONFIG, run_folder, settings_of_run
+from clipscale.common.text import did_you_mean
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.setting import changed_settings, setting

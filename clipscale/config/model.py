@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import did_you_mean, parse_count
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import parse_count
 from clipscale.config.libraries import architectures, model_description
 from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import group_options

@@ -13,7 +13,8 @@ from typing import TypedDict, TypeVar, cast, get_args
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import Bytes, did_you_mean, one_of, parse_bytes, parse_count
+from clipscale.common.text import did_you_mean, one_of
+from clipscale.common.units import Bytes, parse_bytes, parse_count
 from clipscale.config.setting import Setting, sections_of, settings_of
 
 T = TypeVar("T")

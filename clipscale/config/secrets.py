@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.printable import without_password
+from clipscale.common.text import without_password
 
 # Environment variable that lists the variables that the configuration reads. All processes of a run inherit it.
 READ_VARIABLES = "CLIPSCALE_ENV_READ"

@@ -11,7 +11,8 @@ from clipscale.common import files
 from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
-from clipscale.common.units import did_you_mean, one_of, parse_count
+from clipscale.common.text import did_you_mean, one_of
+from clipscale.common.units import parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting, validate

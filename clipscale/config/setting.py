@@ -8,7 +8,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Final, Protocol, get_args, get_origin
 
-from clipscale.common.units import one_of
+from clipscale.common.text import one_of
 
 
 class Unset(Enum):

@@ -11,17 +11,12 @@ from pathlib import Path
 import yaml
 
 from clipscale.common import files
-from clipscale.common.checkpoints import check_copy_address
 from clipscale.common.errors import UserError
-from clipscale.common.units import (
-    did_you_mean,
-    format_count,
-    format_decimal,
-    parse_count,
-    path_or_run,
-    run_folder,
-    unused_path,
-)
+from clipscale.common.files import unused_path
+from clipscale.common.remote import check_copy_address
+from clipscale.common.run_folder import path_or_run, run_folder
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import format_count, format_decimal, parse_count
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from clipscale.common.nested_blocks import nested_blocks
-from clipscale.common.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
+from clipscale.common.modules import nested_blocks
+from clipscale.distributed.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
 
 # The stage of ZeRO, by the value of `launch.parallel`.
 ZERO_STAGES = {"zero2": 2, "zero3": 3}

@@ -3,9 +3,9 @@
 import shlex
 from pathlib import Path
 
-from clipscale.common.checkpoints import checkpoints_of, step_of
 from clipscale.common.chosen_checkpoint import Best
 from clipscale.common.record import RunResult
+from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.common.terminal import log_line
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import ResultsFile

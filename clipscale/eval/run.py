@@ -17,7 +17,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import EvalRecord, Metrics, Results
-from clipscale.common.run_records import EVAL, read_evaluation
+from clipscale.common.run_folder import EVAL, read_evaluation
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from clipscale.common.record import Results
-from clipscale.common.run_records import settings_of_run
+from clipscale.common.run_folder import settings_of_run
 from clipscale.common.terminal import Progress, log_line, main_rank, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.world import destroy_world, init_world

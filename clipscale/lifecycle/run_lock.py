@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from clipscale import checkpoint
-from clipscale.common.checkpoints import LOCK
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import LOCK
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.common.run_records import CONFIG, ENVIRONMENT, METRICS
+from clipscale.common.run_folder import CONFIG, ENVIRONMENT, METRICS
 from clipscale.common.terminal import Progress, log_line
 from clipscale.log.environment import environment
 from clipscale.log.records import StepRecord, parsed_lines

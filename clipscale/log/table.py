@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from clipscale.common import files
-from clipscale.common.printable import printable
 from clipscale.common.record import Results
 from clipscale.common.terminal import clear
+from clipscale.common.text import printable
 
 # The names of a run's figures, and how they are shown.
 FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))

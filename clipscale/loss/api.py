@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.common.units import did_you_mean
+from clipscale.common.text import did_you_mean
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.distillation.objective import Distillation, Teacher, add_teachers
 from clipscale.loss.distillation.tile import TeacherSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common import ranks
-from clipscale.common.half_products import add_half_product
+from clipscale.common.half_precision import add_half_product
 from clipscale.loss.exchange import Communicator
 from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for

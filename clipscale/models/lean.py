@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from clipscale.common.cast_layer import CastLayer
+from clipscale.common.half_precision import CastLayer
 from clipscale.models.linear import CastLinear, linear
 from clipscale.models.replacement import Replacement
 

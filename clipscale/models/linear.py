@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipscale.common.cast_layer import Cast, CastLayer
-from clipscale.common.half_products import add_half_product
+from clipscale.common.half_precision import Cast, CastLayer, add_half_product
 from clipscale.models.replacement import Replacement
 
 

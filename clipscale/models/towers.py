@@ -26,7 +26,7 @@ from torch.func import functional_call
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.modules import is_batch_norm, is_frozen
 from clipscale.common.record import Record
-from clipscale.common.units import did_you_mean
+from clipscale.common.text import did_you_mean
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
 from clipscale.common.files import first_existing
+from clipscale.common.run_folder import checkpoints_of
 from clipscale.common.units import format_bytes
 
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipscale.common import files
-from clipscale.common.checkpoints import checkpoints_of, step_of
-from clipscale.common.files import DAMAGED, reason_of
-from clipscale.common.run_records import EVAL, METRICS, RESULT, RUN_RECORDS
-from clipscale.common.units import unused_path
+from clipscale.common.files import DAMAGED, reason_of, unused_path
+from clipscale.common.run_folder import EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

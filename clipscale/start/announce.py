@@ -3,7 +3,7 @@
 import math
 from functools import partial
 
-from clipscale.common.run_records import CONFIG
+from clipscale.common.run_folder import CONFIG
 from clipscale.common.terminal import log_line
 from clipscale.config.train import batch_exceeds_data, beyond_published, changes_since, samples_of
 from clipscale.distributed.world import World

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from clipscale import checkpoint
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory

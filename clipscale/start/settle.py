@@ -8,8 +8,8 @@ from pathlib import Path
 from clipscale import checkpoint
 from clipscale.checkpoint import CheckpointState
 from clipscale.common import ranks
-from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import one_line
-from clipscale.common.nested_blocks import nested_blocks
+from clipscale.common.modules import nested_blocks
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower

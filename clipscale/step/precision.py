@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from clipscale.common.modules import trains
-from clipscale.common.weight_types import cast_gathered_
+from clipscale.distributed.weight_types import cast_gathered_
 
 # Type of autocast.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

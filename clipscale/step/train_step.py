@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch

@@ -2,8 +2,9 @@
 
 from clipscale.checkpoint import check_copy
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import run_folder
 from clipscale.common.terminal import print_line
-from clipscale.common.units import counted, run_folder
+from clipscale.common.text import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, batch_exceeds_data

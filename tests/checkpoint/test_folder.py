@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.common.chosen_checkpoint import Best, Goal
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.config.data import DataConfig

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from clipscale.cli.main import main
 from clipscale.common import terminal
-from clipscale.common.printable import printable
 from clipscale.common.terminal import MAX_LENGTH, RUN_LABEL, log_line
+from clipscale.common.text import printable
 from clipscale.log.table import TextTable, show
 from tests.conftest import Capture
 from tests.support.interpreter import interpreted

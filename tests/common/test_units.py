@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipscale.common import files
-from clipscale.common.units import (
-    did_you_mean,
-    file_name,
-    format_bytes,
-    format_count,
-    parse_bytes,
-    parse_count,
-    run_folder,
-    unused_path,
-)
+from clipscale.common.files import file_name, unused_path
+from clipscale.common.run_folder import run_folder
+from clipscale.common.text import did_you_mean
+from clipscale.common.units import format_bytes, format_count, parse_bytes, parse_count
 
 TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale.common.weight_types import PER_PARAMETER
 from clipscale.distributed.fsdp import reshard, sharded
+from clipscale.distributed.weight_types import PER_PARAMETER
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.step.cache import kept_graphs

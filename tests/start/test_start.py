@@ -13,7 +13,7 @@ from torch import nn
 
 from clipscale.cli import train as verb
 from clipscale.common.errors import UserError
-from clipscale.common.run_records import RESULT
+from clipscale.common.run_folder import RESULT
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig

@@ -14,7 +14,7 @@ from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.modules import is_frozen
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.step.cache.kept_graphs import measured_graph
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.precision import Precision

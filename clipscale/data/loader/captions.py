@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.hardware import MAX_SEQUENCES
-from clipscale.common.spans import Span, equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, Images
 
 # The width of a chunk is a multiple of this: it is fast on tensor cores, and shapes are few.

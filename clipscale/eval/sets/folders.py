@@ -11,7 +11,7 @@ from timm.data import ImageNetInfo
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import counted
+from clipscale.common.text import counted
 from clipscale.data.sample import IMAGE_TYPES
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.checkpoints import META, is_run
 from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.remote import announced
-from clipscale.common.units import did_you_mean, run_folder
+from clipscale.common.run_folder import META, is_run, run_folder
+from clipscale.common.text import did_you_mean
 from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters

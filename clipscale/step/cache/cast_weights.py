@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.cast_layer import Cast, CastLayer
+from clipscale.common.half_precision import Cast, CastLayer
 from clipscale.step.cache.pass_contexts import is_collective
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clipscale.common.spans import Span
+from clipscale.common.chunks import Span
 
 
 @runtime_checkable

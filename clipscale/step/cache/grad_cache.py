@@ -29,9 +29,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.chunks import equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
-from clipscale.common.spans import equal_spans
 from clipscale.step.cache.kept_graphs import OnShortMemory, largest_of_ranks
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
-from clipscale.common.spans import Span, equal_spans
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.cache.encoder_inputs import LazyInput, ReorderedInput, lazy_input

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, tracked
-from clipscale.common.units import counted, format_bytes
+from clipscale.common.text import counted
+from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.subset import subset_of

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common.checkpoints import check_place
 from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
+from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
@@ -42,7 +42,7 @@ def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for weights of another source. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    check_place(Path(config.out).expanduser(), "out")
+    check_writable(Path(config.out).expanduser(), "out")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
         raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
     folder = model_run(config, config.weights)

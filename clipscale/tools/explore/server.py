@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from clipscale.common.printable import printable
+from clipscale.common.text import printable
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Explorer

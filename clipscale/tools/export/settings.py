@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.checkpoints import check_place
 from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
+from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.eval import RunModel, existing_run
 from clipscale.config.setting import setting
@@ -39,5 +39,5 @@ class ExportSettings(RunModel):
 def check_export(settings: ExportSettings) -> None:
     """Raises UserError without a run, for a checkpoint that is missing, and for a folder that cannot be written."""
     if settings.out:
-        check_place(Path(settings.out).expanduser(), "out")
+        check_writable(Path(settings.out).expanduser(), "out")
     locate(existing_run(settings.run), settings.which)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.run_records import settings_of_run
+from clipscale.common.run_folder import settings_of_run
 from clipscale.common.terminal import print_line
 from clipscale.config.eval import existing_run
 from clipscale.config.model import ModelConfig

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.modules import trains
-from clipscale.common.nested_blocks import nested_blocks
-from clipscale.common.weight_types import cast_gathered_, gathered_type
+from clipscale.common.modules import nested_blocks, trains
+from clipscale.distributed.weight_types import cast_gathered_, gathered_type
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep

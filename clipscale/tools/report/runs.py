@@ -8,10 +8,9 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.printable import printable
 from clipscale.common.record import EvalRecord, Record
-from clipscale.common.run_records import ENVIRONMENT, METRICS, settings_of_run
-from clipscale.common.units import run_folder
+from clipscale.common.run_folder import ENVIRONMENT, METRICS, run_folder, settings_of_run
+from clipscale.common.text import printable
 from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.parse import as_typed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clipscale.common.chunk_sizes import ChunkSizes
+from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
 from tests.support.checkpoints import ONE_RANK

@@ -24,7 +24,8 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, show_task, tracked
-from clipscale.common.units import counted, format_bytes
+from clipscale.common.text import counted
+from clipscale.common.units import format_bytes
 from clipscale.config.setting import changed_settings
 from clipscale.data.captions import text_of
 from clipscale.data.hashing import hash64, utf8

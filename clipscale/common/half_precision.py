@@ -1,7 +1,8 @@
-"""Linear layers that cast their weight once, for several passes."""
+"""Half precision: linear layers that cast their weight once for several passes, and a product added in float32."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -22,3 +23,8 @@ class CastLayer:
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """The layer's weight (outputs, inputs) and bias (outputs,)."""
         raise NotImplementedError
+
+
+def add_half_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
+    """total (float32) += factor * a b, by one call of a GPU's GEMM library: the product is not rounded before."""
+    torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)

@@ -1,0 +1,129 @@
+"""The folder of a run: its name, its checkpoints (RUN/checkpoints/step_N), and its records. Imports nothing heavy."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.files import visible_entries
+from clipscale.common.record import EvalRecord, Record
+
+# The file of a checkpoint that holds everything but its tensors.
+META = "meta.json"
+LOCK = "run.lock"
+# Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
+# One JSON object a step.
+METRICS = "metrics.jsonl"
+# The folder of evaluations.
+EVAL = "eval"
+# The run's result. It exists only when the run is complete.
+RESULT = "result.json"
+# The settings.
+CONFIG = "config.yaml"
+# Machine, versions and commit.
+ENVIRONMENT = "env.json"
+
+
+def run_folder(name: str) -> Path:
+    """`runs/NAME` for a plain name; anything with a slash is a path."""
+    return Path(name).expanduser() if "/" in name or name in (".", "..") else Path("runs") / name
+
+
+def path_or_run(name: str) -> Path:
+    """The path, if there is one, or else the folder of the run of that name."""
+    path = Path(name).expanduser()
+    return path if path.exists() else run_folder(name)
+
+
+# ---- checkpoints ----
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, or one of its checkpoints."""
+    return (folder / "checkpoints").is_dir() or (folder / META).is_file()
+
+
+def path_of(run: Path, step: int) -> Path:
+    """The path of a run's checkpoint of a step, whether it is there or not."""
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The paths of a run's checkpoints, by step."""
+    paths = (run / "checkpoints").glob("step_*")
+    return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
+
+
+def check_own(run: Path) -> None:
+    """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
+
+    Files below checkpoints/ count. Files with LOG_SUFFIXES do not.
+    """
+    lock = run / LOCK
+    # RunLock writes "process ..." into it, and empties it at its end.
+    ours = lock.is_file() and b"process ".startswith(lock.read_bytes()[:8])
+    if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
+        return
+    inside = run / "checkpoints"
+    for path in (*visible_entries(run), *(visible_entries(inside) if inside.is_dir() else ())):
+        if path.suffix not in LOG_SUFFIXES and path != inside:
+            raise UserError(
+                f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
+            )
+
+
+# ---- records: what a run's folder holds beside its checkpoints ----
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A file or a folder of records."""
+
+    name: str
+    # Whether it holds measurements. A run that begins anew moves records aside if one of these is not empty.
+    is_measurement: bool = False
+    # Pattern of paths in the run's folder: these files are copied with the run. Empty if none are.
+    copied: str = ""
+    # Pattern of the names of those files that `files.replacing` writes.
+    replaced: str = ""
+
+
+def record_file(name: str, *, is_measurement: bool = False) -> RunRecord:
+    """A record that is one file. It is copied, and written by `files.replacing`."""
+    return RunRecord(name, is_measurement, copied=re.escape(name), replaced=re.escape(name))
+
+
+RUN_RECORDS = (
+    record_file(METRICS, is_measurement=True),
+    RunRecord(EVAL, is_measurement=True, copied=rf"{EVAL}/step_[^/]*\.json", replaced=r"step_\d+\.json|final\.json"),
+    record_file(RESULT, is_measurement=True),
+    record_file(CONFIG),
+    record_file(ENVIRONMENT),
+    RunRecord("report.html"),
+    RunRecord("tensorboard"),
+    RunRecord("wandb"),
+)
+
+
+def settings_of_run(folder: Path) -> Record:
+    """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
+    path = folder / CONFIG
+    with files.damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
+        return files.read_record(path)
+
+
+def read_evaluation(path: Path) -> EvalRecord:
+    """The file of an evaluation; empty if there is none. Raises DAMAGED of `files`."""
+    record = files.read_record(path)
+    for key in ("results", "measured"):
+        if not isinstance(record.get(key, {}), dict):
+            raise ValueError("it holds no values with names")
+    return cast(EvalRecord, record)
