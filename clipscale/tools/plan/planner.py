@@ -2,16 +2,17 @@
 
 import math
 from bisect import bisect
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
-from clipscale.config.stages import changed
 from clipscale.config.train import beyond_published
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import local_shards
@@ -19,10 +20,32 @@ from clipscale.step.cache.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_
 from clipscale.step.cache.graph_memory import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
-from clipscale.tools.plan.memory import PHASES, TOWERS, PerTower, StepMemory, StepModel, host_memory, outside_torch
+from clipscale.tools.plan.memory import (
+    PHASES,
+    TOWERS,
+    HostMemory,
+    PerTower,
+    StepMemory,
+    StepModel,
+    host_memory,
+    outside_torch,
+)
+from clipscale.tools.plan.remedies import Remedy, possible_remedies
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import step_time
 from clipscale.tools.plan.text import render
+
+
+@dataclass(frozen=True)
+class SecondPasses:
+    """Which chunks of a step have a second pass."""
+
+    # Chunks of each tower whose graphs are kept.
+    kept: PerTower
+    # The share of each tower's inputs that are encoded twice.
+    replayed_share: list[float]
+    # Operations of all passes.
+    operations: float
 
 
 class Prediction:
@@ -81,11 +104,18 @@ class Prediction:
             budget = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
         return step.within(budget)
 
+    def host_memory(self, batch: int, memory: StepMemory) -> HostMemory:
+        """Host memory of a node, in a step of `batch` samples on a rank."""
+        return host_memory(self.config, self.dry_run, batch, memory.highest)
+
+    def has_room(self, memory: StepMemory, host: HostMemory) -> bool:
+        """Whether the machine has that much memory."""
+        return memory.highest <= self.free and host["node_bytes"] <= (self.config.host_memory or math.inf)
+
     def fits(self, batch: int) -> bool:
         """Whether `batch` samples on each rank fit, with these chunks."""
-        step = self.memory(batch).highest
-        host = host_memory(self.config, self.dry_run, batch, step)["node_bytes"]
-        return step <= self.free and host <= (self.config.host_memory or math.inf)
+        memory = self.memory(batch)
+        return self.has_room(memory, self.host_memory(batch, memory))
 
     def largest_batch(self) -> int:
         """The largest batch that fits with these chunks: the run's own, or a power of two on each rank; 0 if none."""
@@ -102,33 +132,46 @@ class Prediction:
         num_fitting = bisect(sizes, False, first, end, key=lambda size: not self.fits(size))
         return sizes[num_fitting - 1] * self.config.ranks if num_fitting else 0
 
-    def result(self) -> Record:
-        """The object of docs/plan.md, without a largest batch."""
-        config = self.config
-        dry_run = self.dry_run
-        memory = self.memory(self.local)
-        step = StepModel(dry_run, self.local, self.chunk_sizes)
-        host = host_memory(config, dry_run, self.local, memory.highest)
-        counts = zip(dry_run.trained, memory.kept, step.counts)
+    def second_passes(self, step: StepModel, memory: StepMemory) -> SecondPasses:
+        """The chunks that the step encodes twice, and the operations of all its passes."""
+        counts = zip(self.dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
         operations = step.operations(replayed_share)
-        kept = memory.kept
-        if dry_run.is_captioner:  # chunks of pairs
-            kept = kept[0], kept[0]
-            pairs = replayed_share[0]
-            replayed_share = [max(0.0, pairs - memory.kept_images / self.local), pairs]
-        in_chunks = not all(step.only_chunk)
-        min_seconds, time = step_time(
-            config, self.gpu, dry_run, replayed_share, in_chunks=in_chunks, launches=operations
-        )
+        if not self.dry_run.is_captioner:
+            return SecondPasses(memory.kept, replayed_share, operations)
+        # A captioner's chunks are pairs. Images whose outputs are kept have no second pass.
+        share_of_pairs = replayed_share[0]
+        share_of_images = max(0.0, share_of_pairs - memory.kept_images / self.local)
+        return SecondPasses((memory.kept[0], memory.kept[0]), [share_of_images, share_of_pairs], operations)
+
+    def phases(self, memory: StepMemory) -> dict[str, dict[str, float]]:
+        """Bytes of a device in each phase of the step: before it, at its peak, and what the peak adds."""
         phases = {}
         for name in PHASES:
             before = memory.before[name] + self.workspace
             peak = memory.phase(name) + self.workspace
             phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
+        return phases
+
+    def result(self) -> Record:
+        """The object of docs/plan.md: memory, whether it fits, and time; without a largest batch and remedies."""
+        config = self.config
+        memory = self.memory(self.local)
+        host = self.host_memory(self.local, memory)
+        step = StepModel(self.dry_run, self.local, self.chunk_sizes)
+        second = self.second_passes(step, memory)
+        min_seconds, time = step_time(
+            config,
+            self.gpu,
+            self.dry_run,
+            second.replayed_share,
+            in_chunks=not all(step.only_chunk),
+            launches=second.operations,
+        )
+        phases = self.phases(memory)
         peak = memory.highest + self.workspace
         return {
-            "fits": self.fits(self.local),
+            "fits": self.has_room(memory, host),
             "peak_bytes": peak,
             "loss_bytes": phases["loss"]["extra_bytes"],
             "host_bytes": host["node_bytes"],
@@ -136,12 +179,12 @@ class Prediction:
             "least_step_s": min_seconds,
             "model": config.model.name,
             **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
-            "parameters": asdict(dry_run.parameters),
-            "exchange": dry_run.config.loss.exchange,
+            "parameters": asdict(self.dry_run.parameters),
+            "exchange": self.dry_run.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, step.sizes)),
-            "kept": dict(zip(TOWERS, kept)),
-            "second_pass": dict(zip(TOWERS, replayed_share)),
+            "kept": dict(zip(TOWERS, second.kept)),
+            "second_pass": dict(zip(TOWERS, second.replayed_share)),
             "device": {"phases": phases, "total_bytes": peak + self.outside, "usable_bytes": self.usable},
             "host": host | {"memory_bytes": config.host_memory},
             "time": time,
@@ -156,25 +199,18 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     `search`: also look for the largest batch.
     """
     gpu = target_gpu(config)
-    trials: dict[str, PlanConfig] = {}
-    with open_dry_run(config, gpu) as dry:
-        prediction = Prediction(config, gpu, dry)
+    with open_dry_run(config, gpu) as dry_run:
+        prediction = Prediction(config, gpu, dry_run)
         result = prediction.result()
         if search and (gpu or config.host_memory):
             result["largest_batch"] = prediction.largest_batch()
-        if not result["fits"]:
-            trials = remedies(config)
-        same_step = {words: trial for words, trial in trials.items() if has_same_step(trial, config)}
-        fitting = next((words for words, trial in same_step.items() if fits(trial, gpu, dry)), None)
-    result["remedies"] = []
-    for words, trial in trials.items():
-        if words == fitting or (words not in same_step and fits(trial, gpu)):
-            result["remedies"] = [words]
-            break
-    result["epoch_samples"] = None
-    if config.data.sample_weights:
-        with suppress(UserError, OSError):  # a plan needs no data
-            result["epoch_samples"] = counted_at_once(config.data, local_shards(config.data))
+        remedies = [] if result["fits"] else possible_remedies(config)
+        best_shared = first_fitting([remedy for remedy in remedies if remedy.shares_dry_run], gpu, dry_run)
+    # The other remedies need dry runs of their own. Those after `best_shared` are not tried.
+    better = list(takewhile(lambda remedy: remedy is not best_shared, remedies))
+    best = first_fitting([remedy for remedy in better if not remedy.shares_dry_run], gpu) or best_shared
+    result["remedies"] = [best.words] if best else []
+    result["epoch_samples"] = epoch_samples(config)
     return result | {"conclusion": render("conclusion", **result)}
 
 
@@ -185,26 +221,21 @@ def open_dry_run(config: PlanConfig, gpu: Hardware | None) -> AbstractContextMan
     return dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes)
 
 
-def fits(config: PlanConfig, gpu: Hardware | None, dry: DryRun | None = None) -> bool:
-    """Whether the run fits, by a dry run that serves it too, or by its own."""
-    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
-    with nullcontext(dry) if dry else open_dry_run(config, gpu) as known:
-        return Prediction(config, gpu, known).fits(config.batch // config.ranks)
+def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: DryRun | None = None) -> Remedy | None:
+    """The first remedy with which the run fits; None if there is none. `dry_run`: without it, each has its own."""
+    for remedy in remedies:
+        config = remedy.config
+        check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
+        with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
+            if Prediction(config, gpu, known).fits(config.batch // config.ranks):
+                return remedy
+    return None
 
 
-def remedies(config: PlanConfig) -> dict[str, PlanConfig]:
-    """The run with each of the settings in assumed.yaml that changes it, by the words that set it, the best first."""
-    trials = {}
-    for words, values in ASSUMED.remedies.items():
-        trial = config
-        for name, value in values.items():
-            trial = changed(trial, name, value)
-        same = trial.loss.objective == config.loss.objective  # loss=infcl is another loss than a sigmoid
-        if trial != config and same and all((size or 0) <= config.batch // config.ranks for size in trial.cache.sizes):
-            trials[words] = trial
-    return trials
-
-
-def has_same_step(trial: PlanConfig, config: PlanConfig) -> bool:
-    """Whether one dry run serves both: they differ in nothing but chunks, kept graphs and buffers."""
-    return replace(trial, cache=config.cache, data=replace(trial.data, buffers=config.data.buffers)) == config
+def epoch_samples(config: PlanConfig) -> int | None:
+    """The samples of an epoch with sample weights; None without weights, or if the data does not say: a plan needs no
+    data."""
+    if config.data.sample_weights:
+        with suppress(UserError, OSError):
+            return counted_at_once(config.data, local_shards(config.data))
+    return None
