@@ -202,13 +202,13 @@ class Step:
 
     def cached(self, batch: int, meter: Callable[[str], None]) -> None:
         images, texts = (partial(self.rows, host) for host in self.pool)
-        load = ChunkLoader(images, batch, self.device, resident=False)
+        load = ChunkLoader(images, batch, self.device, is_resident=False)
         if self.kind in ("unsorted", "unlean"):
-            captions = ChunkLoader(texts, batch, self.device, resident=False)
+            captions = ChunkLoader(texts, batch, self.device, is_resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
             is_even = self.writes_captions
-            captions = SortedCaptions(texts, of_all, batch, self.device, resident=False, is_even=is_even)
+            captions = SortedCaptions(texts, of_all, batch, self.device, is_resident=False, is_even=is_even)
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0
         if self.writes_captions:

@@ -201,7 +201,7 @@ def sorted_captions(case: Case, tokens: Tensor) -> SortedCaptions:
         lambda: lengths(tokens.numpy(), 0),
         len(tokens),
         torch.device("cpu"),
-        resident=case.offload == "none",
+        is_resident=case.offload == "none",
     )
     captions.make_chunks(case.chunks[1])
     return captions
@@ -215,7 +215,7 @@ def chunks_of_all_ranks(case: Case) -> int:
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
     resident = case.offload == "none"
-    return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
+    return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), is_resident=resident)
 
 
 def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:

@@ -135,7 +135,7 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
         torch.manual_seed(5)
         if cached:
             device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
-            rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, resident=False) for x in hosts]
+            rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, is_resident=False) for x in hosts]
             towers = [model.image, model.text]
             cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
             cache.step(*rows)  # measures the graphs
@@ -170,7 +170,7 @@ def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident:
     for count in (8, 64):
         host = torch.arange(count, dtype=torch.int64)[:, None].expand(count, side).to(torch.uint8).contiguous()
         rows = HostRows(host, transient and CUDA)  # on a CPU nothing copies them
-        source = ChunkLoader(rows, count, device, resident=resident)
+        source = ChunkLoader(rows, count, device, is_resident=resident)
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # 0 without a device

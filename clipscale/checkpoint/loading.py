@@ -91,19 +91,19 @@ class MetadataUnpickler(pickle.Unpickler):
 def load(
     path: Path,
     *,
-    verified: bool = False,
+    is_verified: bool = False,
     entries: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> CheckpointState:
     """A checkpoint on the CPU. Executes no pickled code.
 
-    `verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
+    `is_verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
     `like`: parameters by name. The weight and the optimizer's state of a sharded parameter are sharded as it is, and
     each rank reads its own shards. All other tensors are whole.
 
     Raises UserError for a missing or damaged checkpoint, and for an unknown format.
     """
-    if not verified:
+    if not is_verified:
         verify(path)
     reader = Reader(path)
     tensors: dict[str, Tensor] = {}

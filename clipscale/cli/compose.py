@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import main_rank, print_line
+from clipscale.common.terminal import is_main_rank, print_line
 from clipscale.common.text import did_you_mean, one_of
 from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is_known_key, removal_message, unknown_key
 from clipscale.config.presets import conf_dir, default_choices, group_options
@@ -168,7 +168,7 @@ def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: boo
             f"{key} is given twice in a row, {value} and {later}, as a shell makes it of braces; quote them, "
             f"{key}='...'{several}"
         )
-    if main_rank():
+    if is_main_rank():
         print_line(f"{key}={later} counts, the last one, and not {key}={value} before it", error=True)
 
 

@@ -13,7 +13,7 @@ from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.common.hardware import prepare_torch
-from clipscale.common.terminal import clear, main_rank, print_failure, print_line, show_task
+from clipscale.common.terminal import clear, is_main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line("stopped", error=True)
         return 128 + signal.SIGINT
     except StoppedError as stopped:
-        if main_rank():
+        if is_main_rank():
             print_line(stopped, error=True)
         return 128 + stopped.number
     except Exception as failure:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        if main_rank():  # all ranks compose, and make the same mistakes
+        if is_main_rank():  # all ranks compose, and make the same mistakes
             print_failure(explained_failure)
         is_mistake = isinstance(explained_failure, UserError) and not isinstance(explained_failure, LoaderError)
         return 2 if is_mistake else 1

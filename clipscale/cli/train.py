@@ -12,7 +12,7 @@ from clipscale.common.errors import StoppedError
 from clipscale.common.files import check_writable
 from clipscale.common.record import RunResult
 from clipscale.common.run_folder import CONFIG, RESULT, check_own, path_of, run_folder
-from clipscale.common.terminal import log_line, main_rank, show_task
+from clipscale.common.terminal import is_main_rank, log_line, show_task
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
@@ -32,7 +32,7 @@ def check(config: TrainConfig) -> None:
     Writes nothing.
     """
     local.check_train(config)
-    if config.run and main_rank():
+    if config.run and is_main_rank():
         check_own(run_folder(config.run))
         check_writable(run_folder(config.run))
     if ranks.under_launcher():  # there all ranks find missing shards together

@@ -14,7 +14,7 @@ from threading import Thread, Timer
 from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.terminal import log_line, main_rank
+from clipscale.common.terminal import is_main_rank, log_line
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def within_time(
             progressed_at = now
         if now - progressed_at > limit_s:
             raise TimeoutError(f"no answer within {limit_s:.0f} s")
-        if announce and main_rank() and now - started_at > ANNOUNCE_S:
+        if announce and is_main_rank() and now - started_at > ANNOUNCE_S:
             log_line(f"waiting for {awaited}", error=True)
             announce = False
     return future.result()
@@ -80,7 +80,7 @@ def announced(awaited: str) -> Iterator[None]:
     """If the body takes more than ANNOUNCE_S, a line says that `awaited` is waited for. Sets no time limit."""
     timer = Timer(ANNOUNCE_S, log_line, [f"waiting for {awaited}"], {"error": True})
     timer.daemon = True
-    if main_rank():
+    if is_main_rank():
         timer.start()
     try:
         yield

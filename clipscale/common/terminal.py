@@ -38,7 +38,7 @@ BAR_EVERY_S = 0.2
 BAR_WIDTH = 20
 
 
-def main_rank() -> bool:
+def is_main_rank() -> bool:
     """Whether this process prints for its run. Rank 0 does, a single process, and one with an invalid rank."""
     with suppress(UserError):
         return ranks.rank() == 0 or ranks.rank() >= ranks.size()
@@ -85,7 +85,7 @@ def clear() -> None:
 
 
 def _show(text: str) -> None:
-    if on_terminal() and main_rank():
+    if on_terminal() and is_main_rank():
         _LastLine.is_temporary = True
         shown = printable(text)[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be removed
         print(f"{CLEAR}{shown}", end="", file=sys.stderr, flush=True)
@@ -111,7 +111,7 @@ class Progress:
         remaining = timedelta(seconds=round((now - self._began) * (total / done - 1)))
         text = f"{task}: {done} of {total}, {done / total:.0%}, {remaining} left"
         if not on_terminal():
-            if now - self._shown >= LINE_S and main_rank():
+            if now - self._shown >= LINE_S and is_main_rank():
                 log_line(text, error=True)
                 self._shown = now
         elif now - self._began >= BAR_AFTER_S and now - self._shown >= BAR_EVERY_S:

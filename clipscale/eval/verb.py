@@ -7,7 +7,7 @@ from typing import cast
 
 from clipscale.common.record import Results
 from clipscale.common.run_folder import settings_of_run
-from clipscale.common.terminal import Progress, log_line, main_rank, show_task
+from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
@@ -23,7 +23,7 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
     complete_config = completed_by_run(config)
-    if main_rank() and not config.eval.has_sets:
+    if is_main_rank() and not config.eval.has_sets:
         log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
     return cast(Results, local.launch(complete_config, f"{__name__}:work"))
 

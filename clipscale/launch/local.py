@@ -86,7 +86,7 @@ class Failure:
     """A worker's message to its launcher about its failure."""
 
     # Whether it failed only because it lost another worker.
-    lost_peer: bool
+    has_lost_peer: bool
     # Seconds since the epoch.
     time: float
     error: UserError | WorkerError
@@ -100,7 +100,7 @@ def check_train(config: TrainConfig) -> None:
     check(config)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
-    if not terminal.main_rank():
+    if not terminal.is_main_rank():
         return
     if config.log.wandb_mode == "online" and not wandb_module().login(prompt=False, verify=False):
         raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or WANDB_MODE=offline")
@@ -155,7 +155,7 @@ def run_under_torchrun(config: LaunchSettings, main: str) -> object:
         result = record(imported_main(main, config))(config)
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
-        if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
+        if alone and not terminal.is_main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
             terminal.print_failure(f"rank {ranks.rank()}: {error}")
         raise
     assert result is not None  # record raises every error
@@ -262,7 +262,7 @@ def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
 def first_failure(folder: Path) -> Failure | None:
     """The earliest failure that a worker has written, if any. Failures caused by losing a peer sort last."""
     failures: list[Failure] = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
-    return min(failures, key=lambda failure: (failure.lost_peer, failure.time), default=None)
+    return min(failures, key=lambda failure: (failure.has_lost_peer, failure.time), default=None)
 
 
 def cause_of_end(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
@@ -274,7 +274,7 @@ def cause_of_end(error: "ChildFailedError", folder: Path) -> UserError | WorkerE
     4. a worker's exit status.
     """
     first = first_failure(folder)
-    if first and not first.lost_peer:
+    if first and not first.has_lost_peer:
         return first.error
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:

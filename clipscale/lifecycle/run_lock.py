@@ -42,14 +42,14 @@ class RunLock:
         self.folder = folder
         self.file: IO[str] | None = None
         # Whether this lock has made the folder.
-        self.made = False
+        self.has_made_folder = False
 
     def acquire(self) -> None:
         """Make the run's folder, and take its lock. Waits a short time for another holder.
 
         Then removes the half-written files of a dead run. Raises UserError if another run keeps the lock.
         """
-        self.made |= not self.folder.exists()
+        self.has_made_folder |= not self.folder.exists()
         checkpoint.make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
         deadline = time.monotonic() + WAIT_S
@@ -102,7 +102,7 @@ class RunLock:
     def release(self) -> None:
         """Give the lock back, and remove a folder that this lock has made if nothing is in it. Safe without a lock."""
         if self.file:
-            ours = self.made and not self._removed(self.file)  # another run may have begun in its place
+            ours = self.has_made_folder and not self._removed(self.file)  # another run may have begun in its place
             if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", LOCK]:
                 with suppress(OSError):  # there is something in it
                     (self.folder / "checkpoints").rmdir()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.signals import SIGNALS
-from clipscale.common.terminal import main_rank
+from clipscale.common.terminal import is_main_rank
 
 if TYPE_CHECKING:
     from clipscale.distributed.world import AsyncReduction, World
@@ -163,7 +163,7 @@ class _FirstSignal:
         if self._handler_ran.wait(HANDLER_S) and self.work_has_ended.wait(LEAVE_S):
             return
         self.number = self.number or effective_signal(number)
-        if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
+        if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
             with suppress(OSError):
                 os.write(2, f"{self.line()}\n".encode())
         os._exit(128 + self.number)

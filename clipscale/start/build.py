@@ -104,7 +104,7 @@ def build(settled: SettledRun, world: World) -> Components:
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
         if settled.checkpoint_path:
-            state = checkpoint.load(settled.checkpoint_path, verified=True, like=dict(model.named_parameters()))
+            state = checkpoint.load(settled.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
             load_state(
                 train_step, state, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
             )

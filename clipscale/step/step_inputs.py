@@ -32,7 +32,7 @@ class StepInputs:
 
     def images(self, batch: HostBatch) -> ChunkLoader:
         """The image tower's input."""
-        return ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.is_resident)
+        return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
 
     def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
@@ -52,13 +52,13 @@ class StepInputs:
         """The text tower's input. If it is sorted, in this rank's own chunks; that waits for all captions."""
         device = self.world.device
         if not self.sort_captions:
-            return ChunkLoader(batch.tokens, batch.num_texts, device, resident=self.is_resident)
+            return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
         caption_loader = SortedCaptions(
             batch.tokens,
             batch.lengths,
             batch.num_texts,
             device,
-            resident=self.is_resident,
+            is_resident=self.is_resident,
             is_even=self.writes_captions,
         )
         caption_loader.make_chunks(chunk_size)

@@ -55,7 +55,7 @@ def read(rank: int, world_size: int, run: Path) -> None:
     path = checkpoint.find_verified(run, "auto", World(rank, world_size, CPU))
     assert path is not None
     like = sharded(world_size) if world_size > 1 else {}
-    loaded = checkpoint.load(path, verified=True, like=like)
+    loaded = checkpoint.load(path, is_verified=True, like=like)
     for name, required in WHOLE.items():
         moments = loaded.optimizer["state"][name]
         for value, expected in ((loaded.model[name], required), (moments["moment"], required + 1)):

@@ -56,7 +56,7 @@ class SortedCaptions(ChunkLoader):
         count: int,
         device: torch.device,
         *,
-        resident: bool,
+        is_resident: bool,
         is_even: bool = False,
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
@@ -64,7 +64,7 @@ class SortedCaptions(ChunkLoader):
         `is_even`: for `SortedPairs`, all chunks have equally many captions, so that images come in few shapes. The
         shortest captions come first: graphs of the first chunks are kept, so none is larger than the measured one.
         """
-        super().__init__(self._read, count, device, resident=resident)
+        super().__init__(self._read, count, device, is_resident=is_resident)
         self._is_even = is_even
         self._tokens = tokens
         self._lengths = lengths
@@ -153,7 +153,7 @@ class SortedPairs:
             lambda start, stop: captions.gather_in_order(pixels(0, count), start, stop),
             count,
             captions.device,
-            resident=captions.resident is not None,
+            is_resident=captions.resident_chunks is not None,
         )
         self.spans = captions.spans
         self.rows = captions.rows

@@ -51,15 +51,17 @@ class ChunkLoader:
 
     `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies have their own stream,
     and at most AHEAD chunks, or SMALL_AHEAD small ones, are on the device. So its memory does not grow with the batch.
-    With `resident`, every chunk stays on the device for the second pass.
+    With `is_resident`, every chunk stays on the device for the second pass.
     """
 
-    def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
+    def __init__(
+        self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, is_resident: bool
+    ) -> None:
         self.read = read
         self.count = count
         self.device = device
         # The chunks that stay on the device; None if none does.
-        self.resident: dict[tuple[int, int], Tensor] | None = {} if resident else None
+        self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
         # One event for each chunk on the device, recorded before its copy. When it has passed, an earlier chunk is
         # computed.
@@ -71,11 +73,11 @@ class ChunkLoader:
 
     def chunk(self, start: int, stop: int) -> Tensor:
         """The rows start..stop on the device."""
-        if self.resident is None:
+        if self.resident_chunks is None:
             return self.copy_to_device(start, stop)
-        if (start, stop) not in self.resident:
-            self.resident[start, stop] = self.copy_to_device(start, stop)
-        return self.resident[start, stop]
+        if (start, stop) not in self.resident_chunks:
+            self.resident_chunks[start, stop] = self.copy_to_device(start, stop)
+        return self.resident_chunks[start, stop]
 
     def copy_to_device(self, start: int, stop: int) -> Tensor:
         """A new copy of the rows. The host waits while too many chunks are on the device."""

@@ -349,7 +349,7 @@ def read_shard(
         with closing(source):
             stream, can_seek = open_archive(source, basename(url))
             archive = Archive(stream, can_seek)
-            keeps_json = subset is not None and subset.table.by_uid
+            keeps_json = subset is not None and subset.table.has_uids
             shard = OpenShard(url, archive, store, size_limits, keeps_json)
             indexed_offsets = offsets(url, state) if can_seek and subset is None else None
             starts = [] if indexed_offsets is None else indexed_offsets.tolist()

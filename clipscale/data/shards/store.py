@@ -18,7 +18,7 @@ from typing import cast
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.remote import ANNOUNCE_S
-from clipscale.common.terminal import log_line, main_rank
+from clipscale.common.terminal import is_main_rank, log_line
 from clipscale.data.addresses import is_local
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, TransientError, start_request
@@ -127,7 +127,7 @@ def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
     """
     requests = {url: start_request(url, 0, 1) for url in urls}
     late = futures.wait(requests.values(), ANNOUNCE_S).not_done
-    if late and main_rank():
+    if late and is_main_rank():
         asked = f"an answer about {len(late)} of {len(urls)} shards (first: {urls[0]})"
         log_line(f"waiting for {awaited or asked}", error=True)
     futures.wait(requests.values())  # each has its limit

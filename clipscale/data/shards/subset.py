@@ -39,7 +39,7 @@ class SampleTable(NamedTuple):
 
     rows: np.ndarray
     # Whether a sample is found by the `uid` in its json; otherwise by its key.
-    by_uid: bool
+    has_uids: bool
     # Most times that a sample may come in an epoch.
     max_copies: int = 1
 
@@ -84,13 +84,13 @@ class Subset:
     def may_repeat(self, key: str) -> bool:
         """Whether the sample with this key, and any json, may come more than once in an epoch."""
         table = self.table
-        return table.max_copies > 1 and (table.by_uid or self.weight(key, b"") > 1)
+        return table.max_copies > 1 and (table.has_uids or self.weight(key, b"") > 1)
 
     def weight(self, key: str, json_bytes: bytes) -> float:
         """How often the sample with this key and json comes in an epoch, on average; 0 if it is not listed."""
-        rows, by_uid, *_ = self.table
+        rows, has_uids, *_ = self.table
         try:
-            uid = json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex()
+            uid = json_fields(json_bytes)["uid"] if has_uids else _digest(key).hex()
             if not isinstance(uid, str):
                 return 0.0
             halves = int(uid[:16], 16), int(uid[16:], 16)
@@ -130,13 +130,13 @@ def _read(file: SubsetFile, name: str) -> SampleTable:
             text = file.path.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
             keys = text.split("\n")
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
-            return SampleTable(np.unique(digests.view(PAIR)), by_uid=False)
+            return SampleTable(np.unique(digests.view(PAIR)), has_uids=False)
         pairs = np.lib.format.open_memmap(file.path, mode="r")
     if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{file.setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
         raise UserError(f"{file.setting}: its rows are not in order; sort and save them again with numpy")
-    return SampleTable(pairs, by_uid=True)
+    return SampleTable(pairs, has_uids=True)
 
 
 def _weights(file: SubsetFile, name: str) -> SampleTable:

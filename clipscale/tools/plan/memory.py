@@ -50,7 +50,7 @@ class StepModel:
         self.dry_run = dry_run
         self.batch = batch
         # Whether pixels and tokens stay on the device.
-        self.resident = dry_run.config.offload == "none"
+        self.is_resident = dry_run.config.offload == "none"
         # Rows of pictures and of texts; for a captioner rows of pairs, and 0.
         self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts_per_sample
         # Rows of a chunk.
@@ -113,7 +113,7 @@ class StepModel:
         """Bytes that stay from a tower's first pass to its second one: features, kept graphs, inputs and weights."""
         memory = self.dry_run.memory
         size = features
-        if self.resident:
+        if self.is_resident:
             size += self.rows[tower] * self.dry_run.row_bytes[tower]
         size += memory.gathered[tower].held
         if not self.only_chunk[tower]:

@@ -27,7 +27,7 @@ def captions(words: list[int]) -> Tensor:
 
 def sorted_captions(tokens: Tensor) -> SortedCaptions:
     sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
-    return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, resident=False)
+    return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, is_resident=False)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:

@@ -238,7 +238,7 @@ def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
 class Weights:
     """Stands for a subset's file: the weight of each key."""
 
-    table = SampleTable(np.empty(0), by_uid=False)
+    table = SampleTable(np.empty(0), has_uids=False)
 
     def __init__(self, weights: dict[str, float]) -> None:
         self.weights = weights

@@ -101,7 +101,7 @@ class EqualRows:
         return torch.ones(stop - start, *self.shapes[dtype], dtype=dtype)
 
     def _loader(self, dtype: torch.dtype, batch: range) -> ChunkLoader:
-        return ChunkLoader(partial(self._rows, dtype), len(batch), CPU, resident=self.is_resident)
+        return ChunkLoader(partial(self._rows, dtype), len(batch), CPU, is_resident=self.is_resident)
 
     def images(self, batch: range) -> ChunkLoader:
         return self._loader(torch.uint8, batch)

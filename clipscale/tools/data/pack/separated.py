@@ -106,7 +106,7 @@ class Separated:
         self.names = names
         self.image = names.index(image)
         # Whether the table's first lines name pictures with a picture's suffix. Then other values name no picture.
-        self.suffixed = False
+        self.has_suffixes = False
 
     def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Row | None]]:
         """The number of each row's first line, and its values by name; None if it has another number of values."""
@@ -114,7 +114,7 @@ class Separated:
         source = Lines(lines)
         first = [*islice(source, FIRST_LINES)]
         source.put_back(first)
-        self.suffixed = any(PICTURE.fullmatch(value) for line in first for value in literal(line, self.separator))
+        self.has_suffixes = any(PICTURE.fullmatch(value) for line in first for value in literal(line, self.separator))
         for line in source:
             number = source.number
             values = self.values_of(line, source)
@@ -159,5 +159,5 @@ class Separated:
     def is_row(self, line: str) -> bool:
         """Whether a line alone is a row with a picture, if quotes are letters."""
         values = literal(line, self.separator)
-        names_picture = PICTURE.fullmatch if self.suffixed else bool
+        names_picture = PICTURE.fullmatch if self.has_suffixes else bool
         return self.fits(values) and bool(names_picture(values[self.image]))
