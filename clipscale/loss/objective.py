@@ -1,8 +1,7 @@
 """The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
 
-Adding an objective: a class here with its formula and its facts, a folder with its torch tile (softmax/tile.py), and a
-line of OBJECTIVES. A kernel may follow (softmax/kernel.py). `Distillation` holds numbers of a call, so it is not in
-OBJECTIVES and has a file of its own (distillation/objective.py).
+docs/contributing/architecture.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
+own (distillation/objective.py) and is not in OBJECTIVES.
 """
 
 from dataclasses import dataclass
