@@ -41,7 +41,7 @@ COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if re
 # Beginning and end of messages about a store.
 UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= goes on without it"
-# Seconds of a copy before a run that waits for it says so.
+# A run that waits for a copy says so after this many seconds.
 SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
@@ -238,15 +238,15 @@ class Copies:
         self.thread.start()
 
     def request(self) -> None:
-        """Copy the present state. If a copy is being made, this one comes after it."""
+        """Copy the present state, after any copy that is being made."""
         self._tasks.put(CopyTask.COPY)
 
     def close(self, limit: float, results: RunResult | None = None) -> None:
         """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
         state.
 
-        `results`: what a complete run returns. They are written into the run's folder last, so that the same command
-        copies again if this one could not.
+        `results`: what a complete run returns. They are written into the run's folder last. Without them, the same
+        command starts again and copies again.
         """
         self.results = results
         self.request()

@@ -98,8 +98,8 @@ def load(
     """A checkpoint on the CPU. Executes no pickled code.
 
     `is_verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
-    `like`: parameters by name. The weight and the optimizer's state of a sharded parameter are sharded as it is, and
-    each rank reads its own shards. All other tensors are whole.
+    `like`: parameters by name. The weight and the optimizer's state of a sharded parameter are sharded in the same way,
+    and each rank reads its own shards. All other tensors are whole.
 
     Raises UserError for a missing or damaged checkpoint, and for an unknown format.
     """

@@ -62,13 +62,13 @@ class Saver:
         copies: Copies | None = None,
         newest_step: int | None = None,
     ) -> None:
-        """`copies`: copies each checkpoint. `newest_step`: of the newest checkpoint in the folder, if there is one."""
+        """`copies`: copies each checkpoint. `newest_step`: see the attribute."""
         self.run_dir = run_dir
         self.world = world
         self.retention = retention
         self.copies = copies
-        # The step of the newest checkpoint that has been begun, which is not saved again. 0 for a new run: its start is
-        # no step to save. None if the state comes from elsewhere, so that even its first step is saved.
+        # The newest step of which a checkpoint has been begun; it is not saved again. 0 for a new run: its start is not
+        # saved. None for a state from another folder, so that even its first step is saved.
         self.newest_step = newest_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -86,7 +86,7 @@ class Saver:
         )
 
     def save(self, state: CheckpointState, *, wait: bool = False) -> None:
-        """Begin to write a checkpoint, when the one before is complete. `wait`: until this one is complete, too.
+        """Begin to write a checkpoint, after the one before it is complete. `wait`: return when this one is complete.
 
         Replicated tensors are divided among the ranks, DTensors are written shard by shard, and plain values are those
         of rank 0.

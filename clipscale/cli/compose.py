@@ -92,7 +92,7 @@ def answer_to_flag(name: str, flag: str) -> str:
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """The plain words of a verb that takes some, and the others as Hydra's overrides. Raises UserError.
+    """The plain words, for a verb that takes some, and all other words as Hydra's overrides. Raises UserError.
 
     Quotes texts such as paths. If only one of `samples` and `epochs` is typed, the other becomes null.
     """

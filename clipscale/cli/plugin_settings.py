@@ -75,7 +75,7 @@ def key_of(word: str) -> str:
 
 
 def hydra_settings(words: Sequence[str]) -> DictConfig:
-    """Compose Hydra's own settings with the words. Raises UserError for what it or the plugins do not know."""
+    """Compose Hydra's own settings with the words. Raises UserError for settings that neither knows."""
     for word in words:
         key = key_of(word)
         if key not in GROUPS and not key.startswith(tuple(f"{section}." for section in SECTIONS)):

@@ -256,8 +256,8 @@ class Job:
 def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
     """Around joblib's work: at the first signal all runs save, and then StoppedError is raised.
 
-    joblib itself kills its processes when this one is interrupted. Other launchers run jobs in this process, or in
-    no child of it.
+    joblib itself kills its processes when this process is interrupted. Other launchers run jobs in this process, or not
+    in its children.
     """
     first: StoppedError | None = None
 

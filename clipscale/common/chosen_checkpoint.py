@@ -37,7 +37,7 @@ class SetLabel(NamedTuple):
 class Goal(NamedTuple):
     """A metric on a set, `SET/METRIC` as in RUN/eval/step_N.json, by which checkpoints or runs are compared."""
 
-    # It may leave out what `SetLabel.is_meant_by` says.
+    # The set's name. It may leave out the first folders and the last marks; see `SetLabel.is_meant_by`.
     label: str
     metric: str
 
@@ -92,8 +92,8 @@ class Best:
     def among(self, steps: Iterable[int]) -> int | None:
         """The step with the best value, and the earliest in a tie; None if no step has a value.
 
-        All steps are compared on one set, the one that most of them have. `clipscale eval` may have added another one
-        to some, such as the whole set beside a part of it.
+        All steps are compared on the set that most of them have. Some steps may have results on more sets, which
+        `clipscale eval` has added.
         """
         values = {step: self.values(step) for step in sorted(steps)}
         counts = Counter(label for values_of_step in values.values() for label in values_of_step)

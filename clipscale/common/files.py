@@ -27,7 +27,7 @@ T = TypeVar("T")
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 # A safe loader. libyaml's, which PyYAML's wheels have, is ten times as fast as Python's.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Pattern of what follows `.NAME` in an `unfinished_name`.
+# Pattern of the end of an `unfinished_name`, after `.NAME`.
 UNFINISHED_END = r"-[0-9a-f]{16}\.tmp"
 # Names that operating systems put into folders. They are ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}

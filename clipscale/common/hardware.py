@@ -31,7 +31,7 @@ def prepare_torch() -> None:
 
 
 def cores(process: int = 0) -> int:
-    """Cores that a process (0: this one) may use: the fewer of its affinity and this control group's quota."""
+    """Cores that a process (0: this one) may use: at most its affinity, and at most this control group's quota."""
     count = len(os.sched_getaffinity(process))
     quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
@@ -88,8 +88,9 @@ def gpu_here() -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of that name; `h100` alone suffices if only one memory size of it is listed. Raises UserError with the
-    nearest names.
+    """The entry of that name. A chip's name such as `h100` suffices if the table has one memory size of that chip.
+
+    Raises UserError with the nearest names.
     """
     word = name.lower()
     alike = [listed for listed in HARDWARE if listed.startswith(f"{word}-")]

@@ -11,11 +11,11 @@ Results = dict[str, Metrics]
 
 
 class WrittenCaption(TypedDict):
-    """A picture and what a captioner has written of it."""
+    """A picture, and the caption that a captioner has written of it."""
 
     # JPEG, in base64.
     picture: str
-    # One that it was given with.
+    # A caption of the picture in its set.
     caption: str
     written: str
 

@@ -96,7 +96,7 @@ def accepted_value(setting: Setting, value: object) -> object:
     numbers = cast("list[float]", values)
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
-        if not all(holds(number, bound) for number in numbers):  # nor is NaN
+        if not all(holds(number, bound) for number in numbers):  # NaN holds no bound
             raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
     return setting.kind(result) if issubclass(setting.kind, Enum) else result
 

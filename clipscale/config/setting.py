@@ -1,4 +1,4 @@
-"""How a setting is declared: a dataclass field with its help and what it accepts. Lists all settings of a dataclass."""
+"""Declares a setting: a dataclass field with its help and its limits. Lists all settings of a dataclass."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,10 +33,10 @@ def validate(section: Section, *properties: str) -> None:
 
 
 def setting(default: object, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
-    """A dataclass field: its default, one or two sentences of help, and what it accepts.
+    """A dataclass field: its default, one or two sentences of help, and its limits.
 
-    choices: the texts that it accepts. bounds of a number, or of each number of a list: `least` and `most` are
-    inclusive, `above` and `below` exclusive.
+    choices: the texts that the setting accepts. bounds: of a number, or of each number of a list; `least` and `most`
+    are inclusive, `above` and `below` exclusive.
     """
     metadata = {"help": help, "choices": choices, "bounds": bounds}
     if isinstance(default, list | dict):

@@ -1,6 +1,6 @@
-"""Decides which samples are used, and which of its texts are a sample's captions.
+"""Decides which samples are used, and which texts of a sample are its captions.
 
-Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
+Both decisions depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
 
 import math

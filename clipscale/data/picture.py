@@ -225,8 +225,8 @@ class Picture:
         with broken_pictures():
             pixels = None
             if self.type == "jpg" and self.mode in ("RGB", "L"):
-                # The strict decoder rejects defects with ValueError. Pillow tolerates them, such as stray bytes between
-                # markers. But it fills a picture that ends early with grey, so that one is an error here.
+                # The strict decoder rejects defects with ValueError. Pillow tolerates defects such as stray bytes
+                # between markers. But Pillow fills a picture that ends early with grey, so an early end is an error.
                 try:
                     pixels = simplejpeg.decode_jpeg(self.data, colorspace="RGB")
                 except ValueError as error:

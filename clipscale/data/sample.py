@@ -45,7 +45,7 @@ class RawSample:
     repeat: int = 0
     # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
-    # The json member, where a subset lists samples by what is in it, until it has been looked up.
+    # The json member, if a subset finds samples by the uid in it, until the uid has been looked up.
     json_bytes: bytes = field(default=b"", repr=False)
 
     @classmethod

@@ -54,9 +54,9 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
 def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: int) -> Iterator[None]:
     """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.
 
-    `lock`: the folder's; None if nobody else uses the folder. `step`: the one that is saved.
+    `lock`: the folder's lock; None if nobody else uses the folder. `step`: the step that is saved.
 
-    The run ends by UserError, on every rank. If another run has begun in the folder, it ends so before the save.
+    Raises UserError on every rank: after the save, or before the save if another run has begun in the folder.
     """
     if lock is None:
         yield
@@ -73,7 +73,8 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
 
 @contextmanager
 def closing_all(*resources: Closable) -> Iterator[None]:
-    """Around a run's loop: closes all of the run's parts, one after another, however the loop or a `close` ends."""
+    """Around a run's loop: closes the run's parts, the first one first. All are closed, even if the loop or a `close`
+    raises."""
     with ExitStack() as stack:
         for resource in reversed(resources):
             stack.callback(resource.close)

@@ -16,7 +16,7 @@ from clipscale.common.run_folder import LOCK
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for a run that is ending. A lock ends with its process: if it is held longer, that run goes on.
+# Seconds to wait for a run that is ending. A lock ends with its process: if it is held longer, its run goes on.
 WAIT_S = 10.0
 
 
@@ -100,7 +100,7 @@ class RunLock:
             return True
 
     def release(self) -> None:
-        """Give the lock back, and remove a folder that this lock has made if nothing is in it. Safe without a lock."""
+        """Give the lock back. Removes the folder if this lock has made it and nothing is in it. Safe without a lock."""
         if self.file:
             ours = self.has_made_folder and not self._removed(self.file)  # another run may have begun in its place
             if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", LOCK]:

@@ -54,7 +54,7 @@ def effective_signal(number: int) -> int:
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 
-# Whether `interrupt` has asked the main thread to leave its work.
+# Set while `interrupt` asks the main thread to leave its work.
 _interrupted = Event()
 
 
@@ -85,8 +85,8 @@ def check_interrupted() -> None:
 
 
 def stop_in_context(error: BaseException | None) -> StoppedError | None:
-    """The StoppedError in the context of `error`, or None. With one, the run had stopped and saved, and `error` came
-    while it closed.
+    """The StoppedError in the context of `error`, or None. If there is one, `error` came while a run closed that had
+    stopped and saved before.
     """
     while error:
         if isinstance(error, StoppedError):
@@ -101,8 +101,8 @@ def _handling_signals(
 ) -> Iterator[None]:
     """Handle SIGNALS. SIGHUP stays ignored where it is (nohup).
 
-    `handler` runs in the main thread, as soon as that runs Python. While it waits in a collective, no handler runs. So
-    `listener(number)` runs at once, in a thread of its own.
+    `handler` runs in the main thread, once that thread runs Python again. While the main thread waits in a collective,
+    no handler runs. `listener(number)` runs at once, in a thread of its own.
     """
     before: dict[int, Any] = {}
     for number in SIGNALS:

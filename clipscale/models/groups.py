@@ -1,7 +1,7 @@
 """The layer groups of a tower: which of them train, and at which share of the learning rate.
 
-A tower has n groups: what embeds its input, each block (with the last one its norm), and the heads, such as the
-projection. They are timm's for timm's towers, and as in open_clip's `lock` for the others.
+A tower has n groups: what embeds its input, each block (the last one with the norm after it), and the heads, such as
+the projection. timm says the groups of its own towers. Other towers have the groups of open_clip's `lock`.
 """
 
 from collections.abc import Iterator

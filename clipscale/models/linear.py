@@ -86,6 +86,6 @@ def add_weight_grad(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# The same as an operation of torch: the compiler calls it as it is, and knows that it changes `total` in place.
+# The same as an operation of torch: the compiler does not look into it, and knows that it changes `total` in place.
 _add_weight_grad = torch.library.custom_op("clipscale::add_weight_grad", add_weight_grad, mutates_args=("total",))
 _add_weight_grad.register_fake(lambda total, a, b: None)

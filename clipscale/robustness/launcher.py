@@ -5,7 +5,7 @@ import os
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 
-# Variables that are numbers, beside those of a run of several processes.
+# Variables that have to be numbers, besides RANK, WORLD_SIZE and MASTER_PORT.
 NUMBERS = (
     "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RESTART_COUNT",
     "SLURM_RESTART_COUNT",

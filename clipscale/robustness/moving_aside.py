@@ -50,9 +50,9 @@ def move_folders_aside(paths: Iterable[Path]) -> None:
 
 
 def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
-    """Before a run goes on after `step`: set aside what its folder has of another run or of later steps.
+    """Before a run goes on after `step`: set aside the files in its folder of another run or of later steps.
 
-    `begins_elsewhere`: it begins anew, or from a checkpoint of another folder.
+    `begins_elsewhere`: the run begins anew, or from a checkpoint of another folder.
     """
     if begins_elsewhere:
         move_records_aside(run_dir)
@@ -76,7 +76,7 @@ def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpo
 def move_later_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
 
-    The curve so far, and the results after `step`, go to a folder of their own.
+    A copy of the curve so far, and the results after `step`, go to a folder of their own.
     """
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
     renamed = [move_checkpoint_aside(path, "aside") for path in later]

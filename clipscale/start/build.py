@@ -121,7 +121,7 @@ def build(settled: SettledRun, world: World) -> Components:
 def choose_chunk_sizes(
     settled: SettledRun, model: ClipModel, precision: Precision, local_batch: int, world: World
 ) -> ChunkSizes:
-    """The chunk sizes from the settings, the checkpoint, or a measurement. A collective. Raises UserError."""
+    """The chunk sizes: of the settings, else of the checkpoint, else measured. A collective. Raises UserError."""
     config = settled.config
     with precision.autocast():
         return agreed_chunk_sizes(

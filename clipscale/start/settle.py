@@ -80,7 +80,10 @@ class SettledRun:
         return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
     def largest_divisor(self, num_streams: int) -> int:
-        """The largest divisor of `num_streams` that divides the batches of all stages; all of it if these are equal."""
+        """The largest divisor of `num_streams` that divides the batches of all stages.
+
+        Stages of one batch divide it by every number of streams, as a run without stages does: `num_streams` itself.
+        """
         batches = {stage.global_batch for stage in self.stages}
         return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams
 
@@ -133,7 +136,7 @@ def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path |
     """
     folder = Path(config.run)
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
-    # torchrun's agent does not count a restart that another node has caused. So one rank that knows of it is enough.
+    # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
     restarted = any(world.all_gather_object(any(restarts)))
     newest = checkpoint.find_verified(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.find_verified(folder, config.resume, world, copy)

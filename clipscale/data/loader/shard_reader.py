@@ -42,7 +42,7 @@ class OrderedShards:
 
     @cached_property
     def order_fingerprint(self) -> str:
-        """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
+        """A digest of what a position refers to. It leaves out the shards' folder, so that shards may move."""
         return fingerprint(self.order, [*map(basename, self.urls), *self.subset_digests], self.window)
 
     @cached_property
@@ -111,7 +111,7 @@ class WindowCursor:
         return True
 
 
-# A sample that is read or missing, and the epoch and the segment that it belongs to.
+# An epoch, a segment in it, and a sample of the segment, which may be missing.
 Item = tuple[int, Segment, RawSample]
 
 
@@ -187,7 +187,7 @@ class ShardReader:
         self._store = store
         self._subset = subset
         self._on_open = on_open
-        # The shard that is read now, and its samples from the first that has not been read.
+        # The shard that is read now, and the samples of it that have not been read.
         self.url = ""
         self._raw_samples: Generator[RawSample, None, None] = _no_samples()
         self.epoch, self.index = start
@@ -275,7 +275,7 @@ class ShardReader:
                 cursor.resize(len(raws))
             if not needs_others:
                 return raws, end
-            # Of a smaller window other samples belong to the segment, which were perhaps skipped: read it again.
+            # Other samples of the smaller window belong to the segment, and may have been skipped: read it again.
             self._open(self.url, failure, cursor)
             self._skip(cursor.start)
 

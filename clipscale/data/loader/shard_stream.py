@@ -53,7 +53,7 @@ class WorkerSpec:
     tokenizer: Callable[[list[str]], Tensor]  # captions -> tokens
     pad: int  # the padding token
     selection: Selection
-    start_of: dict[int, StreamPosition]  # the worker's shard streams, and each one's start
+    start_of: dict[int, StreamPosition]  # id of each of the worker's shard streams -> its start
     share: BatchShare
     samples_per_report: int
 
@@ -63,7 +63,7 @@ class WorkerSpec:
         return int(lengths(tokens, self.pad)[0]) < tokens.shape[1]
 
     def rows(self) -> list[np.ndarray]:
-        """The rows that each stream fills, counted in the local batch. Rows outside of it are another rank's."""
+        """The rows that each stream fills, counted in the local batch. Rows outside this batch are another rank's."""
         count = self.shards.order.num_streams
         return [np.array(self.share.rows(stream_id, count)) for stream_id in self.start_of]
 
@@ -253,7 +253,7 @@ class BatchFiller:
     def __init__(
         self, spec: WorkerSpec, arena: Arena, store: Store, broken: Counter[str], streams: Mapping[int, ShardStream]
     ) -> None:
-        """`store`: the streams read with it. `broken`: they count in it what they skip."""
+        """`store`: opens the streams' shards. `broken`: counts the samples that the streams skip."""
         self._spec = spec
         self._arena = arena
         self._store = store

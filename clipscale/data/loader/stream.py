@@ -90,8 +90,8 @@ class TrainStream:
         self.waited_s = 0.0
         self._defers = False
         self._poll: Callable[[], None] = lambda: None
-        # The error of the workers, or of a wait for them. After it, reads return at once and rows may be garbage, so
-        # the caller discards the batch with `give_back`.
+        # The error of the workers, or of a wait for them. After an error reads return at once and rows may be garbage,
+        # so the caller discards the batch with `give_back`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
@@ -137,7 +137,7 @@ class TrainStream:
         return self._batch(step)
 
     def upcoming(self) -> HostBatch | None:
-        """The batch that `next_batch` will return, if all of it has arrived; otherwise None. Does not wait."""
+        """The batch that `next_batch` will return, if all its samples have arrived; otherwise None. Does not wait."""
         self._receive([])
         step = self._step + 1
         batch = self._batches.get(step)
@@ -161,7 +161,7 @@ class TrainStream:
     def position(self) -> DataPosition:
         """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
-        Raises the `failure` if the positions are unknown because of it.
+        Raises the `failure` if that has left a position unknown.
         """
         positions = self._positions if self._step < 0 or self._given_back else self.wait_for_batch(self._step)
         if self.failure and len(positions) < self._num_streams:

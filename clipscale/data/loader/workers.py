@@ -52,7 +52,7 @@ class InProcess:
     def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
         """Read until one more report, if workers are `needed`. Returns it.
 
-        Calls `poll` between samples and while the storage is waited for. Raises what it raises.
+        Calls `poll` between samples and while the storage is waited for. Raises what `poll` raises.
         """
         self.filler.set_poll(poll)
         return [(0, next(self._reports))] if needed else []

@@ -32,7 +32,7 @@ class TeacherNote(TypedDict, total=False):
     dtype: str
     # Its logit scale, the multiplier itself.
     scale: float
-    # The caption sources: it has seen the first text of them.
+    # The caption sources. The teacher has seen the first text of these.
     captions: list[str]
 
 

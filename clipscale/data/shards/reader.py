@@ -1,5 +1,5 @@
 """Reads the samples of a shard: consecutive members of a tar file with the same key. Training, the index and evaluation
-all read shards here, by this one rule.
+all read shards by this file.
 
 With `data.only_keys` or `data.sample_weights` a shard has only the samples that a file lists (`subset.py`).
 """
@@ -56,7 +56,7 @@ RULE = (
 
 
 class Member(NamedTuple):
-    """A member of a sample. Its content follows in the archive's stream, or, of a link, lies elsewhere in it."""
+    """A member of a sample. Its content follows in the archive's stream; a link's content lies elsewhere in it."""
 
     # The sample's number among those that this archive has given.
     sample: int

@@ -27,7 +27,7 @@ from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, Tran
 RETRIES = 8
 # Bytes of a request.
 REQUEST_BYTES = 4 << 20
-# Bound on the random wait between two attempts, and on what a server adds to it by Retry-After.
+# Bound on the random wait between two attempts, and on the wait that a server asks for by Retry-After.
 MAX_WAIT_S = 30.0
 # Interval at which a reader that waits for a request calls `poll`.
 TICK_S = 0.1

@@ -71,7 +71,7 @@ class Subset:
     """The samples that a file lists. Pickles as the file's path: each process reads the file itself."""
 
     file: SubsetFile
-    # A digest of the file's path, size and time of change, and of what its index holds.
+    # A digest of the file's path, size and time of change, and of the form of its index.
     name: str
 
     def __reduce__(self) -> tuple[object, ...]:

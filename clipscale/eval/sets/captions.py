@@ -89,12 +89,12 @@ def _coco(record: Record) -> Iterator[CaptionedImage]:
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
     """Find the images that a caption file names. Returns their paths.
 
-    Searches `folder`, if that is given. Otherwise the first of these that has any of them:
+    Searches `folder`, if that is given. Otherwise the first of these places that has any of the images:
 
     1. the file's folder,
-    2. the folders in it,
+    2. the folders in the file's folder,
     3. the folder above,
-    4. the folders in that one.
+    4. the folders in the folder above.
 
     Of several folders it takes the one with the most images. Raises UserError if no folder has any, or if two have
     equally many.

@@ -38,7 +38,7 @@ class KnownSet:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The possible endings of a path to it."""
+        """The possible endings of a path to the set."""
         return tuple(f"/{name}" for name in self.candidates)
 
     def find(self, root: Path) -> Path | None:

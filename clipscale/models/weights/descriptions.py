@@ -86,7 +86,7 @@ def _of_others(folder: Path) -> FolderConfig:
 def _name_tokenizer(text: Record, folder: Path) -> None:
     """If the folder has a tokenizer's files, name it as the tokenizer in a description's `text_cfg`, as open_clip does.
 
-    For a model of transformers it always does so.
+    A folder of transformers' CLIP or SigLIP is named in any case.
     """
     name = text.get("hf_tokenizer_name")
     if not name or text.get("hf_model_name"):

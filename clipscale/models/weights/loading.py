@@ -83,8 +83,8 @@ def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" =
 def begins_with_correct_mask(source: Source) -> bool:
     """Whether a captioner begins from these weights with the correct mask. Raises UserError.
 
-    A configuration beside the weights may say so. Without one they are open_clip's, which were trained with the other
-    mask, if they are a captioner's. Weights of two towers have no class token yet, so that the mask may be correct.
+    A configuration beside the weights may say which mask they were trained with. Otherwise a captioner's weights are
+    open_clip's, trained with the other mask. Weights of two towers have no class token yet, so the mask may be correct.
     """
     if source.model.correct_cls_mask is not None:
         return source.model.correct_cls_mask

@@ -116,8 +116,9 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
 def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
-    `chosen`: the user has also chosen a model, which has to be the same one. Otherwise the settings have a default, or
-    an experiment's model; a captioner of it stays, and begins from the weights' two towers. Raises UserError.
+    `chosen`: the user has also chosen a model, which has to be the weights' own. Otherwise the settings have a default
+    model, or an experiment's, and the weights' model replaces it. But a captioner stays, and begins from the weights'
+    two towers. Raises UserError.
     """
     if config.weights:
         source = local_source(config.weights)

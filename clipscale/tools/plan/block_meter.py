@@ -32,7 +32,7 @@ class BlockMeter:
     peak: float = 0.0
     # Bytes that the blocks that are left out would add.
     added: float = 0.0
-    # Live bytes when the first block was entered; None outside of it.
+    # Live bytes when the first block was entered; None outside the first block.
     entered: int | None = None
     # Operations at the pass's start.
     operations_before: int = 0

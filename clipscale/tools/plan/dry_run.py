@@ -301,7 +301,7 @@ def caption_share(model: ClipModel) -> float:
 
 
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
-    """The exchange that `auto` stands for with the whole batch. A dry run computes only parts of it."""
+    """The exchange that `auto` stands for with the whole batch, of which a dry run computes only parts."""
     itemsize = 4 if config.precision == "fp32" else 2
     num_texts = config.batch * config.data.texts_per_step
     return auto_exchange(nodes, num_texts * width, itemsize, on_gpu)

@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
     A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
     bytes are rounded up as a GPU's allocator does. A kernel's own working memory is not seen.
 
-    `operations` counts what it has seen. A tensor without values reads as 1.0, 0 or false.
+    `operations` counts the operations seen. A tensor without values reads as 1.0, 0 or false.
     """
 
     def __init__(self) -> None:

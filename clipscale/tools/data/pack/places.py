@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     file: str
     # The row group.
     group: int
-    # The row in it.
+    # The row in the row group.
     row: int
     column: str
     # A path in the cell is relative to this place.
@@ -100,7 +100,7 @@ def resolved(root: str) -> str:
 
 
 def cell_bytes(cell: Cell, most: int) -> object:
-    """The picture in a cell, or at the path in it."""
+    """The picture in a cell, or at the path that the cell holds."""
     column = read_column(cell.file, cell.group, cell.column)
     if cell.row < column.first:
         read_column.cache_clear()

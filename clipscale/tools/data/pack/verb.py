@@ -73,7 +73,7 @@ PartNote = TypedDict(
     "PartNote",
     {"read": int, "pairs": dict[str, int], "held-out pairs": dict[str, int], "left_out": dict[str, list[str]]},
 )
-# For each process, so many chunks of the source are read ahead of the oldest part that is not yet written.
+# Chunks of the source, for each process, that are read ahead of the oldest part that is not yet written.
 CHUNKS_AHEAD = 2
 
 
