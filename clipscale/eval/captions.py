@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clipscale.common.record import Metrics, WrittenCaption
-from clipscale.eval.encode import Encoder, gather_batches
+from clipscale.eval.encode import EvalEncoder, gather_batches
 from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, write_captions
 
 # Pairs with logits in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
@@ -39,7 +39,7 @@ class ShownPicture(NamedTuple):
 class CaptionMeter:
     """Collects what a captioner makes of a set's pictures, each with its first caption, while they are encoded."""
 
-    encoder: Encoder
+    encoder: EvalEncoder
     # The captions of each picture.
     captions: Sequence[Sequence[str]]
     # For each batch of this rank (n, 2): a caption's sum of cross entropies, and its number of tokens.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from clipscale.eval import zero_shot
-from clipscale.eval.encode import MISSED, Encoder, gather_batches
+from clipscale.eval.encode import MISSED, EvalEncoder, gather_batches
 from clipscale.eval.sets.item import EvalSet, Measurement
 
 
@@ -31,13 +31,13 @@ class ClassificationSet(EvalSet):
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
-    def measure(self, encoder: Encoder) -> Measurement:
+    def measure(self, encoder: EvalEncoder) -> Measurement:
         """Accuracies, and the mean recall of the classes that have images."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
-        classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
+        classes_UD, rows_C = encoder.encode_classes(self.classnames, self.templates, self.label)
         classes = encoder.at_sizes(classes_UD)
         ranks = []
-        pictures = self.pictures(encoder)
+        pictures = self.encode_pictures(encoder)
         for span, features_nD, usable_n in pictures:
             scores = [
                 (rows @ embeddings.T)[:, rows_C] for rows, embeddings in zip(encoder.at_sizes(features_nD), classes)

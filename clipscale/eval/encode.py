@@ -29,7 +29,7 @@ from clipscale.models.towers import ClipModel
 
 T = TypeVar("T")
 
-# Seconds between two calls of `Encoder.poll_while_waiting`.
+# Seconds between two calls of `EvalEncoder.poll_while_waiting`.
 POLL_S = 0.25
 # The rank of a query that finds no answer: a miss at every k. Also the rank of an image that is left out.
 MISSED = torch.iinfo(torch.int64).max
@@ -108,7 +108,7 @@ class PictureWaits:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EvalEncoder:
     """Unit features of images, texts and classes, by all ranks together."""
 
     model: ClipModel
@@ -137,18 +137,18 @@ class Encoder:
             yield span
         self.progress(f"evaluation of {subject}", len(ranges), len(ranges))
 
-    def text(self, texts: list[str]) -> Tensor:
+    def encode_text_batch(self, texts: list[str]) -> Tensor:
         """Features (n, D) of one batch of texts."""
         self.poll()
         tokens_nT = self.model.tokenizer(texts)
         with self.autocast():
             return self.model.text(tokens_nT.to(self.world.device))
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Features (N, D) of all texts, on every rank."""
 
         def features(span: range) -> Tensor:
-            return F.normalize(self.text([texts[i] for i in span]).float(), dim=-1)
+            return F.normalize(self.encode_text_batch([texts[i] for i in span]).float(), dim=-1)
 
         return self.gathered_rows(len(texts), self.batch, "captions", features)
 
@@ -157,7 +157,7 @@ class Encoder:
         batches = self.with_progress(batch_ranges(count, batch, self.world), subject)
         return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
-    def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
+    def encode_classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: the
         set's, for the progress.
 
@@ -167,14 +167,16 @@ class Encoder:
         names = list(row)
 
         def embeddings(span: range) -> Tensor:
-            return zero_shot.class_embeddings(self.text, [names[i] for i in span], templates, batch=self.batch)
+            return zero_shot.class_embeddings(
+                self.encode_text_batch, [names[i] for i in span], templates, batch=self.batch
+            )
 
         classes_UD = self.gathered_rows(
             len(names), max(1, self.batch // len(templates)), f"the classes of {label}", embeddings
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
-    def images(
+    def encode_images(
         self,
         count: int,
         read: Callable[[int], bytes],

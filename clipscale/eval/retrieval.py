@@ -15,7 +15,7 @@ from clipscale.common.record import Metrics
 from clipscale.data.filters import comparable_caption, key_of_value
 from clipscale.data.hashing import hash64
 from clipscale.eval.captions import CaptionMeter
-from clipscale.eval.encode import MISSED, Encoder, ImageBatch, gather_batches
+from clipscale.eval.encode import MISSED, EvalEncoder, ImageBatch, gather_batches
 from clipscale.eval.sets.item import EvalSet, Measurement, warn_once
 from clipscale.loss.reference import dense_contrastive_loss
 
@@ -79,7 +79,7 @@ class UsableImages(NamedTuple):
     hashes: Tensor
 
     @classmethod
-    def gather(cls, batches: list[ImageBatch], reads: HashedReads, count: int, encoder: Encoder) -> "UsableImages":
+    def gather(cls, batches: list[ImageBatch], reads: HashedReads, count: int, encoder: EvalEncoder) -> "UsableImages":
         """Gather them. A collective. `batches`: this rank's. `count`: the number of images in the set."""
 
         def gathered(rows: list[Tensor]) -> Tensor:
@@ -101,17 +101,17 @@ class RetrievalSet(EvalSet):
 
     answers: Sequence[Sequence[str]]
 
-    def measure(self, encoder: Encoder) -> Measurement:
+    def measure(self, encoder: EvalEncoder) -> Measurement:
         """Measure the recalls, and how well a captioner predicts each picture's first caption.
 
         Every rank ranks the whole set.
         """
         meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
         reads = HashedReads(self.read)
-        pictures = self.pictures(encoder, reads.read, meter.add if meter else None)
+        pictures = self.encode_pictures(encoder, reads.read, meter.add if meter else None)
         index_N, images_ND, hash_N = UsableImages.gather(list(pictures), reads, len(self), encoder)
         captions = [(text, image) for image, index in enumerate(index_N.tolist()) for text in self.answers[index]]
-        captions_MD = encoder.texts([text for text, _ in captions])
+        captions_MD = encoder.encode_texts([text for text, _ in captions])
         device = encoder.world.device
         owner_M = torch.tensor([image for _, image in captions], device=device)
         keys = [key_of_value(comparable_caption(text), str(number)) for number, (text, _) in enumerate(captions)]
@@ -135,7 +135,7 @@ class RetrievalSet(EvalSet):
         if counts:
             warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_rule}")
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
+    def metrics(self, encoder: EvalEncoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
         """The `retrieval_metrics` of these features."""
         return retrieval_metrics(images_ND, captions_MD, Relevance.for_distinct_captions(relevance.owner))
 
@@ -150,7 +150,7 @@ class PairSet(RetrievalSet):
     kind = "pairs"
     equal_rule = "equal ones are right answers"
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
+    def metrics(self, encoder: EvalEncoder, images_ND: Tensor, captions_MD: Tensor, relevance: Relevance) -> Metrics:
         """These metrics:
 
         - the recalls;

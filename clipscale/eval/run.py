@@ -20,7 +20,7 @@ from clipscale.common.record import EvalRecord, Metrics, Results
 from clipscale.common.run_folder import EVAL, read_evaluation
 from clipscale.common.terminal import log_line
 from clipscale.distributed.world import World
-from clipscale.eval.encode import Encoder
+from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
 from clipscale.robustness.moving_aside import read_or_move_aside
@@ -98,7 +98,7 @@ def evaluate(
 
     Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
     """
-    encoder = Encoder(
+    encoder = EvalEncoder(
         model,
         world,
         autocast,

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval import retrieval
-from clipscale.eval.encode import Encoder, gather_batches
+from clipscale.eval.encode import EvalEncoder, gather_batches
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
@@ -227,13 +227,15 @@ def features_and_results(
     torch.manual_seed(0)
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
-    encoder = Encoder(model, world, nullcontext, batch=4, threads=1)
+    encoder = EvalEncoder(model, world, nullcontext, batch=4, threads=1)
     eval_set = load_set(Path(classes))
     captioned = load_set(Path(captions))
     with torch.no_grad():
-        images = gather_batches([features for _, features, _ in eval_set.pictures(encoder)], len(eval_set), 4, world)
-        of_classes, _ = encoder.classes(eval_set.classnames, eval_set.templates, eval_set.label)
-        features = [images, of_classes, encoder.texts([text for texts in captioned.answers for text in texts])]
+        images = gather_batches(
+            [features for _, features, _ in eval_set.encode_pictures(encoder)], len(eval_set), 4, world
+        )
+        of_classes, _ = encoder.encode_classes(eval_set.classnames, eval_set.templates, eval_set.label)
+        features = [images, of_classes, encoder.encode_texts([text for texts in captioned.answers for text in texts])]
     passes = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))

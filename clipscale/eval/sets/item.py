@@ -17,7 +17,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, WrittenCaption
 from clipscale.data.picture import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
-from clipscale.eval.encode import EncodedImages, Encoder, ImageBatch
+from clipscale.eval.encode import EncodedImages, EvalEncoder, ImageBatch
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def without_frame(data: bytes, width: int) -> bytes:
 class Measurement:
     """The results of a model on a set."""
 
-    # The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank.
+    # The metrics over the usable images, at each of `EvalEncoder.at_sizes`, the same on every rank.
     metrics: Sequence[Metrics]
     # Images of all ranks that were left out, by reason.
     broken: Counter[str]
@@ -114,28 +114,28 @@ class EvalSet(ABC):
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     @abstractmethod
-    def measure(self, encoder: Encoder) -> Measurement:
+    def measure(self, encoder: EvalEncoder) -> Measurement:
         """Measure the encoder's model. A collective."""
 
     def read(self, index: int) -> bytes:
         """An image's bytes, as `ImageRef.read`."""
         return self.images[index].read()
 
-    def pictures(
+    def encode_pictures(
         self,
-        encoder: Encoder,
+        encoder: EvalEncoder,
         read: Callable[[int], bytes] | None = None,
         take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
     ) -> EncodedImages:
-        """The set's images, by `Encoder.images`. `read`: used instead of the set's own.
+        """The set's images, by `EvalEncoder.encode_images`. `read`: used instead of the set's own.
 
         At the end a line counts the pictures that are not usable. Raises UserError on every rank if none is usable.
         """
-        batches = encoder.images(len(self), read or self.read, self.label, take_tokens)
+        batches = encoder.encode_images(len(self), read or self.read, self.label, take_tokens)
         return EncodedImages(self._with_warning(batches, encoder))
 
     def _with_warning(
-        self, batches: Generator[ImageBatch, None, Counter[str]], encoder: Encoder
+        self, batches: Generator[ImageBatch, None, Counter[str]], encoder: EvalEncoder
     ) -> Generator[ImageBatch, None, Counter[str]]:
         broken = yield from batches
         total = broken.total()
