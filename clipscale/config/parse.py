@@ -82,7 +82,7 @@ def items(declared: type, key: str, values: Iterable[object]) -> list[object]:
 
 def accepted_value(setting: Setting, value: object) -> object:
     """A value as the setting's type, if it is one of its choices and within its bounds. Raises UserError."""
-    if value is None and setting.optional:
+    if value is None and setting.is_optional:
         return None
     key = setting.name
     result = converted_value(setting, value)
@@ -104,7 +104,7 @@ def accepted_value(setting: Setting, value: object) -> object:
 def converted_value(setting: Setting, value: object) -> object:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key = setting.name
-    wanted_types = get_args(setting.required)
+    wanted_types = get_args(setting.required_type)
     if setting.item_type:
         return items(setting.item_type, key, cast("Iterable[object]", value or []))
     if setting.kind is dict:

@@ -58,7 +58,7 @@ class Setting:
     bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def optional(self) -> bool:
+    def is_optional(self) -> bool:
         """Whether the setting may be null."""
         return NoneType in get_args(self.type)
 
@@ -69,19 +69,19 @@ class Setting:
         return self.help if help_names_all else f"{self.help} Choose {one_of(self.choices)}."
 
     @property
-    def required(self) -> Any:
+    def required_type(self) -> Any:
         """The type without `| None` and `| Unset`."""
         return get_args(self.type)[0] if isinstance(self.type, UnionType) else self.type
 
     @property
     def kind(self) -> type:
         """The bare type: `int`, `list`, `dict`, ..."""
-        return get_origin(self.required) or self.required
+        return get_origin(self.required_type) or self.required_type
 
     @property
     def item_type(self) -> type | None:
         """The dataclass of a list's items; None for other settings."""
-        item = get_args(self.required)[0] if self.kind is list else None
+        item = get_args(self.required_type)[0] if self.kind is list else None
         return item if is_dataclass(item) else None
 
 

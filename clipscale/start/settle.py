@@ -82,7 +82,7 @@ class SettledRun:
     def largest_divisor(self, num_streams: int) -> int:
         """The largest divisor of `num_streams` that divides the batches of all stages.
 
-        Stages of one batch divide it by every number of streams, as a run without stages does: `num_streams` itself.
+        If all stages have one batch, this is `num_streams` itself, as for a run without stages.
         """
         batches = {stage.global_batch for stage in self.stages}
         return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams

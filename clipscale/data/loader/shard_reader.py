@@ -192,7 +192,7 @@ class ShardReader:
         self._raw_samples: Generator[RawSample, None, None] = _no_samples()
         self.epoch, self.index = start
         # The window that is given out while the next one is read.
-        self._ready = Window()
+        self._outgoing = Window()
         # The segment that the caller gives up. Its other samples count as broken, with the reason `fruitless_shard`.
         self.abandoned: Segment | None = None
         # All samples from the position on, with their segments.
@@ -200,12 +200,12 @@ class ShardReader:
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         """Give out each window while the next one is read."""
-        with closing(self._reads()) as reads:
+        with closing(self._read_windows()) as reads:
             for read in reads:
                 if isinstance(read, Window):
-                    while self._ready.items:
-                        yield self._next_ready()
-                    self._ready = read
+                    while self._outgoing.items:
+                        yield self._next_outgoing()
+                    self._outgoing = read
                 else:
                     yield from self._make_room(read.window_bytes)
 
@@ -215,14 +215,14 @@ class ShardReader:
         `bytes_read`: bytes of the window that is being read. It is called after each sample read, which spreads
         requests evenly.
         """
-        while self._ready.items:
-            yield self._next_ready()
-            if self._ready.num_bytes + bytes_read <= WINDOW_BYTES:
+        while self._outgoing.items:
+            yield self._next_outgoing()
+            if self._outgoing.num_bytes + bytes_read <= WINDOW_BYTES:
                 break
 
-    def _next_ready(self) -> tuple[Segment, RawSample]:
+    def _next_outgoing(self) -> tuple[Segment, RawSample]:
         """The next sample to give out. Moves the position."""
-        epoch, segment, sample = self._ready.pop()
+        epoch, segment, sample = self._outgoing.pop()
         if epoch != self.epoch:
             self.epoch = epoch
             self.index = 0
@@ -231,7 +231,7 @@ class ShardReader:
             sample = RawSample.missing(sample.url, "fruitless_shard", sample.url)
         return segment, sample
 
-    def _reads(self) -> Generator[Progress | Window, None, None]:
+    def _read_windows(self) -> Generator[Progress | Window, None, None]:
         """Read all windows from the position on. Yields after each sample, and each window at its end."""
         skip = self.index
         order = self._shards.order
@@ -242,7 +242,7 @@ class ShardReader:
             skip = 0
 
     def _read_segment(self, epoch: int, segment: Segment) -> Generator[Progress | Window, None, None]:
-        """Read the windows of one segment. Yields as `_reads`."""
+        """Read the windows of one segment. Yields as `_read_windows`."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         failure = ReadFailure()
