@@ -200,20 +200,20 @@ class ShardReader:
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         """Give out each window while the next one is read."""
-        with closing(self._read_windows()) as reads:
-            for read in reads:
-                if isinstance(read, Window):
+        with closing(self._read_windows()) as steps:
+            for step in steps:
+                if isinstance(step, Window):
                     while self._outgoing.items:
                         yield self._next_outgoing()
-                    self._outgoing = read
+                    self._outgoing = step
                 else:
-                    yield from self._make_room(read.window_bytes)
+                    yield from self._make_room(step.window_bytes)
 
     def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
 
-        `bytes_read`: bytes of the window that is being read. It is called after each sample read, which spreads
-        requests evenly.
+        `bytes_read`: bytes of the window that is being read. A call after each sample that is read spreads requests
+        evenly.
         """
         while self._outgoing.items:
             yield self._next_outgoing()

@@ -234,8 +234,8 @@ class DryRun:
         return self.tracker.take_peak() - before
 
 
-def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime) -> TrainStep:
-    """Build the step of a run with the model on the meta device, and with the loss on the machine that is planned for.
+def build_dry_step(config: TrainConfig, model: ClipModel, runtime: DryRunRuntime) -> TrainStep:
+    """Build the step of a run with the model on the meta device, and with the loss on the planned machine.
 
     It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
     """
@@ -245,9 +245,9 @@ def build_dry_step(config: TrainConfig, model: ClipModel, machine: DryRunRuntime
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = batch_loss(config, model, precision, assumed_teachers(config, model), runtime=machine)
+    loss = batch_loss(config, model, precision, assumed_teachers(config, model), runtime=runtime)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
-    if machine.capability:
+    if runtime.capability:
         choose_foreach(step.optimizer)
     return step
 

@@ -85,13 +85,13 @@ class StepModel:
         features_per_row = 2 if dry_run.is_captioner else 1
         features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
         gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
-        stays = [self.stays(i, features[i], kept[i]) for i in (0, 1)]
-        stays[0] += kept_images * dry_run.image_output_bytes
+        held = [self.held_bytes(i, features[i], kept[i]) for i in (0, 1)]
+        held[0] += kept_images * dry_run.image_output_bytes
         live = float(dry_run.memory.state)
         before = {"encode": live}
         peak = {}
         for i, name in enumerate(TOWERS):
-            live += stays[i]
+            live += held[i]
             peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.memory.gathered[i].encode
         before["loss"] = live
         peak["loss"] = live + dry_run.loss(self.batch)
@@ -104,12 +104,12 @@ class StepModel:
                 if kept[i]:  # all kept graphs are freed before the first chunk is encoded again
                     replay -= self.passes[i].graph
                 peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay
-            live += dry_run.memory.summed[i] - stays[i] - gradients[i]
+            live += dry_run.memory.summed[i] - held[i] - gradients[i]
         before["optim"] = live
         peak["optim"] = live + dry_run.memory.update
         return StepMemory(before, peak, kept, kept_images)
 
-    def stays(self, tower: int, features: float, kept: int) -> float:
+    def held_bytes(self, tower: int, features: float, kept: int) -> float:
         """Bytes that stay from a tower's first pass to its second one: features, kept graphs, inputs and weights."""
         memory = self.dry_run.memory
         size = features

@@ -56,7 +56,7 @@ class Prediction:
         self.config = config
         self.gpu = gpu
         self.dry_run = dry_run
-        self.local = config.batch // config.ranks
+        self.local_batch = config.batch // config.ranks
         # Memory of cuBLAS, which torch's allocator counts.
         self.workspace = 0
         # Memory that torch's allocator does not count.
@@ -75,7 +75,7 @@ class Prediction:
     def chunk_sizes(self) -> PerTower:
         """The sizes that are set. An `auto` size is assumed: `auto_chunk` of assumed.yaml, halved until passes fit."""
         fixed = [*self.config.cache.sizes]
-        rows = (self.local, self.local * self.dry_run.texts_per_sample)
+        rows = (self.local_batch, self.local_batch * self.dry_run.texts_per_sample)
         for i, name in enumerate(TOWERS):
             if batch_norm_chunk(self.dry_run.towers[i], name, fixed[i], rows[i]):
                 fixed[i] = ASSUMED.largest_batch
@@ -84,7 +84,7 @@ class Prediction:
             sizes = (fixed[0] or size, fixed[1] or size)
             if all(fixed) or size == 1:
                 return sizes
-            memory = StepModel(self.dry_run, self.local, sizes).memory()
+            memory = StepModel(self.dry_run, self.local_batch, sizes).memory()
             if max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return sizes
             size //= 2
@@ -120,11 +120,11 @@ class Prediction:
     def largest_batch(self) -> int:
         """The largest batch that fits with these chunks: the run's own, or a power of two on each rank; 0 if none."""
         powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
-        sizes = sorted({self.local, *(1 << i for i in range(powers))})
-        known = sizes.index(self.local)
+        sizes = sorted({self.local_batch, *(1 << i for i in range(powers))})
+        known = sizes.index(self.local_batch)
         first = 0
         end = len(sizes)
-        if self.fits(self.local):
+        if self.fits(self.local_batch):
             first = known + 1
         else:
             end = known
@@ -141,7 +141,7 @@ class Prediction:
             return SecondPasses(memory.kept, replayed_share, operations)
         # A captioner's chunks are pairs. Images whose outputs are kept have no second pass.
         share_of_pairs = replayed_share[0]
-        share_of_images = max(0.0, share_of_pairs - memory.kept_images / self.local)
+        share_of_images = max(0.0, share_of_pairs - memory.kept_images / self.local_batch)
         return SecondPasses((memory.kept[0], memory.kept[0]), [share_of_images, share_of_pairs], operations)
 
     def phases(self, memory: StepMemory) -> dict[str, dict[str, float]]:
@@ -156,9 +156,9 @@ class Prediction:
     def result(self) -> Record:
         """The object of docs/plan.md: memory, whether it fits, and time; without a largest batch and remedies."""
         config = self.config
-        memory = self.memory(self.local)
-        host = self.host_memory(self.local, memory)
-        step = StepModel(self.dry_run, self.local, self.chunk_sizes)
+        memory = self.memory(self.local_batch)
+        host = self.host_memory(self.local_batch, memory)
+        step = StepModel(self.dry_run, self.local_batch, self.chunk_sizes)
         second = self.second_passes(step, memory)
         min_seconds, time = step_time(
             config,
@@ -181,7 +181,7 @@ class Prediction:
             **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
             "parameters": asdict(self.dry_run.parameters),
             "exchange": self.dry_run.config.loss.exchange,
-            "local_batch": self.local,
+            "local_batch": self.local_batch,
             "chunk": dict(zip(TOWERS, step.sizes)),
             "kept": dict(zip(TOWERS, second.kept)),
             "second_pass": dict(zip(TOWERS, second.replayed_share)),
