@@ -1,1 +1,1 @@
-"""Parts that every package uses: errors, units, files, hardware, random states."""
+"""Parts that several folders use, a file for each subject. None of them imports another folder."""
