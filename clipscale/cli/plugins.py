@@ -53,7 +53,7 @@ def main(line: Namespace) -> int:
     The runs are checked, as far as possible, before the first one starts. Raises UserError.
     """
     with exit_on_signal(" before a run began; the same command goes on"):
-        swept = prepared(line)
+        swept = prepare_sweep(line)
     if not swept:
         return 0
     jobs = JobFolder(swept.folder)
@@ -89,7 +89,7 @@ def main(line: Namespace) -> int:
     return sweep.report_end(swept.folder, jobs.failed())
 
 
-def prepared(line: Namespace) -> PluginSweep | None:
+def prepare_sweep(line: Namespace) -> PluginSweep | None:
     """Compose and check the sweep, and render its data. Returns None if nothing is to start. Raises UserError."""
     swept = compose_sweep(line.words, line.config_dir)
     if not swept.has_sweeper:

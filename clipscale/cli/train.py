@@ -42,12 +42,12 @@ def check(config: TrainConfig) -> None:
     if missing:
         return
     from clipscale.config.conditions import source_names
-    from clipscale.data.shards.counts import counted_at_once
+    from clipscale.data.shards.counts import count_if_quick
     from clipscale.data.shards.listing import local_shards
     from clipscale.data.shards.reader import why_unusable
 
     shards = local_shards(config.data)
-    epoch_samples = counted_at_once(config.data, shards)
+    epoch_samples = count_if_quick(config.data, shards)
     if shards and epoch_samples is not None:
         if holds := why_unusable(shards[0], source_names(config.data.captions)):
             log_line(f"warning: data.train: {holds}", error=True)

@@ -151,7 +151,7 @@ def sample_name(sample: RawSample) -> str:
     return f"{basename(sample.url)}/{sample.key}"
 
 
-def selection(config: DataConfig, *, takes_first: bool = False) -> Selection:
+def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selection:
     """Parse the settings. `takes_first`: see Selection.
 
     Raises UserError for conditions, sources or files that cannot be used.

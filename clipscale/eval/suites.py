@@ -21,7 +21,7 @@ from clipscale.log.table import TextTable
 log = logging.getLogger(__name__)
 
 
-def chosen_sets(config: EvalConfig) -> list[EvalSet]:
+def load_chosen_sets(config: EvalConfig) -> list[EvalSet]:
     """The sets of `eval.sets`, then of `eval.suite`, up to `eval.limit`. Raises UserError.
 
     Their results are marked with the limit, and with `ema` where the averaged weights are evaluated.

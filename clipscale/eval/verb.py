@@ -11,7 +11,7 @@ from clipscale.common.terminal import Progress, is_main_rank, log_line, show_tas
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
-from clipscale.eval.suites import chosen_sets, suite_table
+from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
@@ -43,7 +43,7 @@ def work(config: EvalRunConfig) -> Results:
     world = init_world(config.device, config.launch.timeout_s)
     try:
         # before a model is loaded, so that a mistyped path is reported at once
-        sets = world.raise_together(lambda: chosen_sets(config.eval))
+        sets = world.raise_together(lambda: load_chosen_sets(config.eval))
         precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:

@@ -12,7 +12,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation
-from clipscale.eval.suites import chosen_sets
+from clipscale.eval.suites import load_chosen_sets
 from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
@@ -114,7 +114,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     return Evaluation(
-        sets=world.raise_together(lambda: chosen_sets(config.eval)),
+        sets=world.raise_together(lambda: load_chosen_sets(config.eval)),
         batch=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),

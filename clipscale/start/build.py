@@ -72,7 +72,7 @@ def build(settled: SettledRun, world: World) -> Components:
         teachers = world.run_on_rank0(
             lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
-        stream = undo.enter_context(data_stream(settled, share, side, tokenizer, teachers, world))
+        stream = undo.enter_context(open_data(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
         epoch_samples = stream.samples_per_epoch
@@ -100,7 +100,7 @@ def build(settled: SettledRun, world: World) -> Components:
             precision,
             # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
             choose_chunk_sizes(settled, model, precision, share.local_batch, world),
-            batch_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
+            build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )
         if settled.checkpoint_path:
@@ -136,7 +136,7 @@ def choose_chunk_sizes(
         )
 
 
-def batch_loss(
+def build_loss(
     config: TrainConfig,
     model: ClipModel,
     precision: Precision,
@@ -221,7 +221,7 @@ def writes_captions(config: TrainConfig, model: ClipModel) -> bool:
     return model.decoder is not None and config.caption.weight > 0
 
 
-def data_stream(
+def open_data(
     settled: SettledRun,
     share: BatchShare,
     side: int,

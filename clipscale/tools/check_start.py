@@ -8,9 +8,9 @@ from clipscale.common.text import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, batch_exceeds_data
-from clipscale.data.shards.counts import counted_at_once
+from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import expand, local_shards
-from clipscale.eval.suites import chosen_sets
+from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.tools.data.check import check_shard
@@ -36,10 +36,10 @@ def main(config: TrainConfig) -> None:
     shards = sets = 0
     if not is_missing(sources):  # a missing demo set is rendered at the start
         shards = sum(check_source(source, config.data) for source in sources)
-        epoch = counted_at_once(config.data, local_shards(config.data))
+        epoch = count_if_quick(config.data, local_shards(config.data))
         for warning in {batch_exceeds_data(stage, epoch) for stage in stages_of(config)} - {""}:
             print_line(f"warning: {warning}", error=True)
-        sets = len(chosen_sets(config.eval))
+        sets = len(load_chosen_sets(config.eval))
     if config.checkpoint.copy:
         check_copy(run_folder(config.run), config.checkpoint.copy)
     summary = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"

@@ -15,7 +15,7 @@ import torch
 
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
-from clipscale.data.filters import Selection, selection
+from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.hashing import hash64
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch
@@ -59,7 +59,9 @@ def open_stream(
     kind = options.pop("selection", Selection if "same" in options else Known)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     share = BatchShare(batch, rank, world_size)
-    with mock.patch.object(loader, "selection", lambda config, **given: kind(**vars(selection(config, **given)))):
+    with mock.patch.object(
+        loader, "parse_selection", lambda config, **given: kind(**vars(parse_selection(config, **given)))
+    ):
         shards = loader.order_shards(config, share, seed, position)
         return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position, gpu=gpu)
 

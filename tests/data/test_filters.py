@@ -11,7 +11,7 @@ import pytest
 
 from clipscale.common import files
 from clipscale.config.data import DataConfig
-from clipscale.data.filters import Selection, selection
+from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from tests.data.files import picture
@@ -21,7 +21,7 @@ TABLES = files.read_yaml(Path(__file__).with_name("filters.yaml"))
 
 
 def chosen(*conditions: str, captions: Sequence[str] = ("txt",)) -> Selection:
-    return selection(DataConfig(captions=list(captions), filter=list(conditions)))
+    return parse_selection(DataConfig(captions=list(captions), filter=list(conditions)))
 
 
 def raw(size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) -> RawSample:
@@ -81,7 +81,7 @@ def test_captions_are_drawn_without_replacement_and_then_again() -> None:
 
 
 def test_negatives_are_drawn_as_captions_and_a_sample_without_one_is_broken() -> None:
-    selected = selection(DataConfig(negatives="json:hard", negatives_per_step=3))
+    selected = parse_selection(DataConfig(negatives="json:hard", negatives_per_step=3))
     assert sorted(selected.draw_negatives(raw(hard=["a", " ", "b"]).members, CounterRNG(0))[:2]) == ["a", "b"]
     assert selected.draw_negatives(raw(hard="a").members, CounterRNG(0)) == ["a", "a", "a"]
     for sample in (raw(), raw(hard=[])):
@@ -91,7 +91,7 @@ def test_negatives_are_drawn_as_captions_and_a_sample_without_one_is_broken() ->
 
 @pytest.mark.parametrize(("same", "one", "other", "equal"), SAMPLES["keys"])
 def test_samples_with_the_same_value_have_the_same_key(same: str, one: dict, other: dict, equal: bool) -> None:
-    selected = selection(DataConfig(same=same))
+    selected = parse_selection(DataConfig(same=same))
 
     def key(fields: dict, own: str) -> int:
         sample = raw(**fields)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from clipscale.config.sections import EvalConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.eval.run import Evaluation
-from clipscale.eval.suites import chosen_sets
+from clipscale.eval.suites import load_chosen_sets
 from tests.data.files import write_tar
 
 COLOURS = {
@@ -137,4 +137,4 @@ class ColourModel(nn.Module):
 
 def evaluation(config: EvalConfig, objective: str = "", sizes: Sequence[int] = ()) -> Evaluation:
     """The evaluation that the settings name."""
-    return Evaluation(chosen_sets(config), config.batch, objective, sizes)
+    return Evaluation(load_chosen_sets(config), config.batch, objective, sizes)

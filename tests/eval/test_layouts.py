@@ -16,7 +16,7 @@ from clipscale.data.shards.listing import expand
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
-from clipscale.eval.suites import chosen_sets
+from clipscale.eval.suites import load_chosen_sets
 from tests.eval.sets import (
     NAMES,
     TEMPLATES,
@@ -58,7 +58,7 @@ def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
     assert load_sets(paths[:1])[0].name == "colours"
     for twice in (paths, [paths[0], paths[0] + "/"]):
         with refused(r"two sets, .* are called colours; leave one out, or rename its folder"):
-            chosen_sets(EvalConfig(sets=twice))
+            load_chosen_sets(EvalConfig(sets=twice))
     for parent in ("imagenet", "places"):  # one after the other, into the results of one run
         for name in ("val", "holdout"):
             assert load_sets([str(classification_set(tmp_path / parent / name))])[0].name == f"{parent}/{name}"

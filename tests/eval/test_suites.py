@@ -10,7 +10,7 @@ from clipscale.config.sections import EvalConfig
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.known import known_sets, table
 from clipscale.eval.sets.load import load_set
-from clipscale.eval.suites import chosen_sets, suite_sets, suite_table
+from clipscale.eval.suites import load_chosen_sets, suite_sets, suite_table
 from tests.eval.sets import (
     NAMES,
     ColourModel,
@@ -50,7 +50,7 @@ def test_the_table_is_whole() -> None:
 def test_the_columns_of_infcls_table_are_means_of_the_results(tmp_path: Path) -> None:
     config = EvalConfig(suite="infcl-table3", root=str(infcl(tmp_path)))
     results = evaluate(ColourModel(), evaluation(config), ONE_RANK, file=ResultsFile(tmp_path / "run", 1))
-    shown = suite_table(config.suite, chosen_sets(config), results, "b16")
+    shown = suite_table(config.suite, load_chosen_sets(config), results, "b16")
     columns = ["ImageNet Validation", "v2", "ObjectNet", "OOD", "MSCOCO R@1 I→T", "T→I"]
     assert shown.heads == ["infcl-table3", *columns]
     ood = f"{100 * (3 / 6 + 2 / 6) / 2:.2f}"
@@ -82,7 +82,7 @@ def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
         suite_sets("vtab", None)
     infcl(tmp_path)
     with refused(r"two sets, .*infcl-table3, are called objectnet; leave one out"):
-        chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))
+        load_chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))
 
 
 def test_a_place_within_a_folder_comes_before_the_folder(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import ClipModel
-from clipscale.start.build import batch_loss, build_step
+from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import KeptGraphs
 from clipscale.step.precision import Precision
@@ -116,7 +116,7 @@ def step_of(case: Case, world: World) -> TrainStep:
         offload=case.offload,
     )
     model, precision = model_of(case), Precision.set_up("fp32", CPU)
-    loss = batch_loss(config, model, precision, case.teachers)
+    loss = build_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
     return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
 

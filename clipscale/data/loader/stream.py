@@ -18,7 +18,7 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
-from clipscale.data.filters import selection
+from clipscale.data.filters import parse_selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
 from clipscale.data.loader.memory import check_memory
 from clipscale.data.loader.position import DataPosition, StreamPosition
@@ -278,7 +278,7 @@ def open_stream(
     `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `check_memory`. Raises
     UserError for settings or shards that cannot work.
     """
-    chosen = selection(config, takes_first=bool(shards.teachers))
+    chosen = parse_selection(config, takes_first=bool(shards.teachers))
     empty = np.asarray(tokenizer([""]))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))

@@ -62,7 +62,7 @@ class InProcess:
         self.filler.close()
 
 
-def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[c_char]") -> None:
+def run_worker(connection: Connection, spec: WorkerSpec, arena: Arena, status: "Array[c_char]") -> None:
     """The main function of a worker process: fills the requested batches in order.
 
     Sends an error to the training process. Writes the shard or sample that it reads into `status`, which is shared
@@ -145,7 +145,7 @@ class Workers:
         connection, worker_end = context.Pipe()
         status = RawArray("c", STATUS_BYTES)
         name = f"data-worker-{len(self.processes)}"
-        process = context.Process(target=work, args=(worker_end, spec, arena, status), name=name, daemon=True)
+        process = context.Process(target=run_worker, args=(worker_end, spec, arena, status), name=name, daemon=True)
         process.start()
         worker_end.close()
         self._connections.append(connection)

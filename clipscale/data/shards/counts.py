@@ -81,7 +81,7 @@ def known_shards(
     return [entries.get(url) for url in urls]
 
 
-def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | None:
+def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None:
     """The samples of an epoch of local shards, if indexes have them, or if the shards are few and small; else None.
 
     Writes no index and logs no warning: the run does both later.

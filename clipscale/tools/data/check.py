@@ -12,7 +12,7 @@ from clipscale.common.units import format_bytes
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
-from clipscale.data.filters import selection
+from clipscale.data.filters import parse_selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
@@ -69,7 +69,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     """Decode the shard's samples as training does. With `most`, only the first so many."""
     findings = Findings()
     problem = ReadFailure()
-    chosen = selection(config)
+    chosen = parse_selection(config)
     size_limits = limits(IMAGE_TYPES, chosen.members())
     for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
         findings.weight += min(1.0, sample.keep_probability)

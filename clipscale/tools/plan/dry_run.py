@@ -25,7 +25,7 @@ from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_f
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import without_weights
-from clipscale.start.build import batch_loss, build_step
+from clipscale.start.build import build_loss, build_step
 from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
@@ -245,7 +245,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, runtime: DryRunRuntime
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = batch_loss(config, model, precision, assumed_teachers(config, model), runtime=runtime)
+    loss = build_loss(config, model, precision, assumed_teachers(config, model), runtime=runtime)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
     if runtime.capability:
         choose_foreach(step.optimizer)

@@ -14,7 +14,7 @@ from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
 from clipscale.config.train import beyond_published
-from clipscale.data.shards.counts import counted_at_once
+from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.cache.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
 from clipscale.step.cache.graph_memory import MARGIN
@@ -237,5 +237,5 @@ def epoch_samples(config: PlanConfig) -> int | None:
     data."""
     if config.data.sample_weights:
         with suppress(UserError, OSError):
-            return counted_at_once(config.data, local_shards(config.data))
+            return count_if_quick(config.data, local_shards(config.data))
     return None

@@ -18,7 +18,7 @@ from clipscale.data.loader import shard_reader
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import Segment
 from clipscale.data.shards import index
-from clipscale.data.shards.counts import counted_at_once
+from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.subset import parquet_file, subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
@@ -251,12 +251,12 @@ def test_an_epoch_is_as_long_as_the_weights_of_the_samples_that_are_there(tmp_pa
     file = str(weighed(tmp_path / "w.parquet", there | elsewhere))
     config = DataConfig(train=[str(full)], sample_weights=file)
     urls = [str(full / f"{number}.tar") for number in range(2)]
-    assert counted_at_once(config, urls) == 22
+    assert count_if_quick(config, urls) == 22
     assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
     make_index([str(full)], IndexSettings(sample_weights=file))
     assert [entry.expected for entry in index.lookup(urls, subset_of(config)).entries.values()] == [16, 6]
     assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
-    assert counted_at_once(config, urls) == 22
+    assert count_if_quick(config, urls) == 22
 
 
 def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import batch_loss, build_step, writes_captions
+from clipscale.start.build import build_loss, build_step, writes_captions
 from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
@@ -46,7 +46,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
             keeps_graphs=True,
             pairs=pair_encoder(model) if writes_captions(config, model) else None,
         )
-    return build_step(config, world, model, precision, sizes, batch_loss(config, model, precision), sort_captions=False)
+    return build_step(config, world, model, precision, sizes, build_loss(config, model, precision), sort_captions=False)
 
 
 def measured_config(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
