@@ -234,7 +234,7 @@ class DryRun:
         return self.tracker.take_peak() - before
 
 
-def build_dry_step(config: TrainConfig, model: ClipModel, runtime: DryRunRuntime) -> TrainStep:
+def build_dry_step(config: TrainConfig, model: ClipModel, dry_runtime: DryRunRuntime) -> TrainStep:
     """Build the step of a run with the model on the meta device, and with the loss on the planned machine.
 
     It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
@@ -245,9 +245,9 @@ def build_dry_step(config: TrainConfig, model: ClipModel, runtime: DryRunRuntime
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = build_loss(config, model, precision, assumed_teachers(config, model), runtime=runtime)
+    loss = build_loss(config, model, precision, assumed_teachers(config, model), runtime=dry_runtime)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
-    if runtime.capability:
+    if dry_runtime.capability:
         choose_foreach(step.optimizer)
     return step
 
