@@ -4,7 +4,8 @@
 
 Both passes of one chunk of each tower run on tensors without memory (`traffic.py`). First by autograd alone: it casts
 every weight in every pass, and adds a gradient that it has cast. Then as `clipscale train` does it: weights are cast
-once a step, and products add to the float32 gradient. Matrix products and attention are left out, but for the gradient
+once a step, and products add to the float32 gradient. Launches of casts and additions of weights and of their gradients
+are counted apart. Matrix products and attention are left out, but for the gradient
 that a product adds to: 8 bytes of a weight. Bytes are affine in a chunk's samples; what remains at none is what weights
 move. Captions are as long as the context, on which the number of operations does not depend.
 """
@@ -40,14 +41,32 @@ CAST_BY = "autograd", "once"
 CAST = 6
 
 
-def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool) -> Counter:
+class WeightCounter(Counter):
+    """Counts also casts and additions whose result has the shape of a parameter: of weights and their gradients."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.shapes = {p.shape for p in tower.parameters()}
+        self.casts = 0
+        self.additions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.overloadpacket.__name__
+        if isinstance(out, Tensor) and out.shape in self.shapes:
+            self.casts += name == "_to_copy"
+            self.additions += name in ("add", "add_")
+        return out
+
+
+def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool) -> WeightCounter:
     """Both passes of one chunk of several, not the first: gradients are there. `once`: weights are cast already."""
     cast_weights = CastWeights()
     if once:
         cast_weights.start_step(tower, precision.autocast, 2)
     for p in tower.parameters():
         p.grad = torch.empty_like(p)
-    counter = Counter()
+    counter = WeightCounter(tower)
 
     def add_weight_grad(total: Tensor, a: Tensor, b: Tensor) -> None:
         counter.operations += 1
@@ -64,7 +83,8 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
 
 
 def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[Row]:
-    """Counts for both towers together: MB of a chunk's weights, its operations, and GB of steps by their chunks."""
+    """Counts for both towers together: MB of a chunk's weights, its operations, those that cast and add weights, and GB
+    of steps by their chunks."""
     values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     casts_to = Precision.set_up(precision, CPU)
     row: Row = {}
@@ -85,7 +105,8 @@ def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[R
             of_sample = (large - small) / (CHUNKS[1] - CHUNKS[0])
             weights = small - CHUNKS[0] * of_sample
             row[cast_by] = {"weights_mb": round(weights / 1e6, 1), "sample_mb": round(of_sample / 1e6, 1)}
-            row[cast_by]["operations"] = sum(each.operations for each in more)
+            for launches in ("operations", "casts", "additions"):
+                row[cast_by][launches] = sum(getattr(each, launches) for each in more)
             row[cast_by]["step_gb"] = {
                 size: round((-(-batch // size) * weights + (cast_by == "once") * of_cast) / 1e9, 2) for size in chunks
             }
@@ -117,6 +138,8 @@ COLUMNS = {
     "model": lambda row: row["model"],
     "MB of a chunk's weights": both("{:,.0f}", "weights_mb"),
     "operations of a chunk": both("{:,}", "operations"),
+    "casts of weights": both("{:,}", "casts"),
+    "additions of gradients": both("{:,}", "additions"),
     "GB of weights in a step of 4k, by samples of a chunk": lambda row: "; ".join(
         f"{size}: " + " -> ".join(f"{row[cast_by]['step_gb'][size]:.1f}" for cast_by in CAST_BY)
         for size in row["once"]["step_gb"]

@@ -45,7 +45,8 @@ def test_compiled_operations_are_counted_as_they_are_fused(monkeypatch: pytest.M
 
 def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer without bias moves so many bytes per weight in the passes of a chunk: 8 if it is cast once (a product
-    reads and writes the gradient that it adds to), else 30 (two casts, 2 x 6; one of the gradient, 6; a sum, 12)."""
+    reads and writes the gradient that it adds to), else 30 (two casts, 2 x 6; one of the gradient, 6; a sum, 12). Those
+    are three launches of casts and one of an addition, and none if it is cast once."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     chunks = importlib.import_module("chunks")
     bf16 = Precision.set_up("bf16", torch.device("cpu"))
@@ -53,6 +54,8 @@ def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.Mo
         layers = nn.Sequential(nn.GELU(), nn.Linear(W, W, bias=False))
         replace_linear_layers(layers)
         inputs = [torch.empty(n, W, dtype=torch.bfloat16, requires_grad=True) for n in (N, 2 * N)]
-        for once, expected in ((False, 2 * 6 + 6 + 12), (True, 8)):
-            small, large = (sum(chunks.passes(layers, x, bf16, once=once).moved.values()) for x in inputs)
+        for once, expected, casts, additions in ((False, 2 * 6 + 6 + 12, 3, 1), (True, 8, 0, 0)):
+            counters = [chunks.passes(layers, x, bf16, once=once) for x in inputs]
+            small, large = (sum(counter.moved.values()) for counter in counters)
             assert 2 * small - large == expected * W * W
+            assert (counters[0].casts, counters[0].additions) == (casts, additions)
