@@ -352,16 +352,18 @@ def test_a_process_with_the_models_has_no_ranks() -> None:
     assert parts == {"common", "config", "data", "models"}
 
 
-def parts_of_the_public_names(*_: int) -> list[set[str]]:
-    """The parts of a process that has used the gradient cache, and then the loss, too."""
+def parts_of_the_libraries(*_: int) -> tuple[set[str], set[str], set[str]]:
+    """The parts of a process that has imported every module of the gradient cache, with the files of `step/` beside it;
+    and its parts when it has used the loss, too."""
     forget_the_package()
-    parts = []
-    for name in ("GradCache", "contrastive_loss"):
-        resolve_name(f"clipscale:{name}")
-        parts.append(loaded_parts())
-    return parts
+    for module in walk_packages([str(PACKAGE / "step" / "cache")], "clipscale.step.cache."):
+        import_module(module.name)
+    cache = loaded_parts()
+    beside = {name for name in sys.modules if re.match(r"clipscale\.step\.(?!cache\b)", name)}
+    resolve_name("clipscale:contrastive_loss")
+    return cache, beside, loaded_parts()
 
 
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
-    ((cache, both),) = run_ranks(parts_of_the_public_names, 1)
-    assert cache == {"common", "step"} and not both & {"data", "config", "distributed"}
+    ((cache, beside, both),) = run_ranks(parts_of_the_libraries, 1)
+    assert cache == {"common", "step"} and not beside and not both & {"data", "config", "distributed"}

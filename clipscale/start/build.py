@@ -34,9 +34,9 @@ from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
 from clipscale.step.batch_encoder import BatchEncoder, PairBatchEncoder, TowerBatchEncoder
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.checkpoint_state import load_state
+from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.ema import WeightAverage
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer

@@ -18,7 +18,7 @@ from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights.loading import completed_by_weights
-from clipscale.step.cache.chunk_sizes import check_sizes
+from clipscale.step.chunk_sizes import check_sizes
 
 
 @dataclass(frozen=True)

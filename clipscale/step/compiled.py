@@ -13,8 +13,8 @@ from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
 from clipscale.step.cache.cast_weights import CastWeights
-from clipscale.step.cache.chunk_sizes import both_passes, random_captions, random_pixels
 from clipscale.step.cache.pass_contexts import batch_norm_preserved
+from clipscale.step.chunk_sizes import both_passes, random_captions, random_pixels
 from clipscale.step.precision import Precision
 
 # `auto` compiles if the training takes longer than this. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each

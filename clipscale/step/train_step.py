@@ -19,9 +19,9 @@ from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_encoder import BatchEncoder, LossTerms
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.graph_memory import measured_budget
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
+from clipscale.step.graph_memory import measured_budget
 from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback

@@ -10,7 +10,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.flops import text_flops, trained_names
 from clipscale.models.towers import build_model
-from clipscale.step.cache.chunk_sizes import random_captions
+from clipscale.step.chunk_sizes import random_captions
 from tests.support.bert import save_bert
 
 pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")

@@ -82,8 +82,8 @@ def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int
 
     with (
         mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": str(rank)}),
-        mock.patch("clipscale.step.cache.chunk_sizes.find_chunk", lambda rate, *_, **__: int(rate(4))),
-        mock.patch("clipscale.step.cache.chunk_sizes.samples_per_second", rate),
+        mock.patch("clipscale.step.chunk_sizes.find_chunk", lambda rate, *_, **__: int(rate(4))),
+        mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
     ):
         for config in configs:
             run = train_loop(config, World(rank, world_size, torch.device("cpu")))

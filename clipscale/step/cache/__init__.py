@@ -1,4 +1,4 @@
-"""The gradient cache: exact gradients of a large batch, chunk by chunk; and the sizes of its chunks.
+"""The gradient cache: exact gradients of a large batch, chunk by chunk.
 
-`GradCache` and all that it imports are a library of its own, which needs no model and no data of clipscale.
+This folder is a library of its own: it imports `common/` alone, and knows no model, no data and no `World`.
 """

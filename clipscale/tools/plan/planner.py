@@ -16,8 +16,8 @@ from clipscale.common.terminal import show_task
 from clipscale.config.train import beyond_published
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
-from clipscale.step.cache.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
-from clipscale.step.cache.graph_memory import MARGIN
+from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
+from clipscale.step.graph_memory import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.memory import (

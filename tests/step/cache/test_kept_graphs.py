@@ -4,22 +4,15 @@ import math
 import weakref
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.rng import RandomState
-from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step.cache import graph_memory
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.graph_memory import measured_budget
 from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, OnShortMemory, measured_graph
-from clipscale.step.timer import StepTimer
-from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
@@ -108,50 +101,6 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
     cache = GradCache([Tower(3, 2), nn.Linear(3, 2)], lambda u, v: (u @ v.T).sum(), chunks=2, keep_bytes=1)
     cache.encode(torch.randn(6, 3), torch.randn(6, 3))
     assert [y() for y in held] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("other_rank", "loss", "required"), [(840, 70, 830), (750, 70, 750), (840, 150, 810), (840, 990, 0)]
-)
-def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
-    other_rank: int, loss: int, required: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank that has least decides. The step built and dropped a graph of 30 bytes, so one more may be kept. The
-    optimizer's state, 90 bytes, is made in the first update, and stays."""
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
-    monkeypatch.setattr(graph_memory, "usable_bytes", lambda device: 900)
-    monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
-    gpu = torch.device("cuda")
-    timer = StepTimer(gpu)
-    timer.bytes_before = {"encode": 60}
-    timer.peak_bytes = {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert measured_budget(World(0, 1, gpu), timer, graph_bytes=30) == KeepBudget.at_most(required)
-    keeps = [KeepBudget.measure_first(), KeepBudget.nothing(), KeepBudget.at_most(2048)]
-    assert [KeepBudget.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
-
-
-def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
-    """This is the default of a run: a batch of one chunk has no second pass then."""
-    model, calls = small_model(), []
-    model.image.register_forward_hook(lambda *_: calls.append("image"))
-    cache = cached(model, chunk=N)
-    cache.keep_bytes = None
-    for expected in (2, 1):
-        calls.clear()
-        cache.step(*samples(N))
-        cache.keep_budget = measured_budget(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_bytes)
-        assert len(calls) == expected
-    assert 2**20 < cache.keep_budget.bytes < psutil.virtual_memory().total // 2
-
-
-@pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])
-def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
-    """It leaves half of the memory, and at least 4 GiB. The ranks of a machine share the rest."""
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(graph_memory, "free_memory", lambda: free << 30)
-    for ranks in (1, 2):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert max(0, graph_memory.usable_bytes(cpu)) == (usable << 30) // ranks
 
 
 @pytest.mark.parametrize("full", [0, 2])

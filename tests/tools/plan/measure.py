@@ -16,7 +16,7 @@ from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.start.build import build_loss, build_step, writes_captions
-from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep

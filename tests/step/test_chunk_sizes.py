@@ -9,7 +9,7 @@ import torch
 
 from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.step.cache.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
+from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
 from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import samples, small_model
 
