@@ -28,8 +28,8 @@ from clipscale.start.begin import ReadyRun, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import no_compilation
-from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.rollback import rollback_on_error
+from clipscale.step.step_inputs import NextStepInfo
 
 # After a signal the run waits this many seconds for a copy. `launch.local.SHUTDOWN_S`, after which the launcher kills
 # its workers, covers this and the save. The 30 s of torch 2.11 may end the copy, which comes after the save.

@@ -23,7 +23,7 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
-from clipscale.step.next_step_info import NextStepInfo
+from clipscale.step.step_inputs import NextStepInfo
 from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
-from clipscale.step.next_step_info import NextStepInfo
+from clipscale.step.step_inputs import NextStepInfo
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, four_step_config
 

@@ -32,9 +32,9 @@ from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
 from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
-from clipscale.step.batch_encoder import BatchEncoder, PairBatchEncoder, TowerBatchEncoder
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
@@ -161,6 +161,7 @@ def build_loss(
         runtime=runtime,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
         distill_weights=config.distill.weights,
+        caption_weight=config.caption.weight,
     )
 
 
@@ -179,35 +180,27 @@ def build_step(
     `sort_captions`: see StepInputs. Raises UserError.
     """
     parallel = config.launch.parallel
-    is_resident = config.offload == "none"
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
     )
-    encoder: BatchEncoder
-    if writes_captions(config, model):
+    has_pairs = writes_captions(config, model)
+    if has_pairs:
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
-        encoder = PairBatchEncoder(
-            make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            StepInputs(world, is_resident, sort_captions, writes_captions=True),
-            world,
-            model.image,
-            precision.autocast,
-            config.caption.weight,
-        )
+        cache = make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image])
     else:
         towers = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
         if model.decoder is not None:
             model.decoder.requires_grad_(False)
-        encoder = TowerBatchEncoder(
-            make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-            StepInputs(world, is_resident, sort_captions),
-        )
+        cache = make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text])
     # The optimizer comes after `wrap`, because FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
-    return TrainStep(
+    kind = CaptionerStep if has_pairs else TrainStep
+    return kind(
         world=world,
         model=model,
-        encoder=encoder,
+        cache=cache,
+        inputs=StepInputs(world, config.offload == "none", sort_captions, writes_captions=has_pairs),
+        loss=loss,
         precision=precision,
         optimizer=optimizer,
         average=WeightAverage(config.ema, model) if config.ema else None,

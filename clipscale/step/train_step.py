@@ -17,15 +17,14 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel
-from clipscale.step.batch_encoder import BatchEncoder, LossTerms
+from clipscale.step.batch_loss import BatchLoss, LossTerms
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.graph_memory import measured_budget
-from clipscale.step.next_step_info import NextStepInfo
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback
-from clipscale.step.step_inputs import StepInputs
+from clipscale.step.step_inputs import NextStepInfo, StepInputs
 from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.
@@ -33,7 +32,7 @@ MAX_LOGIT_SCALE = 100.0
 
 
 class LossOptions(TypedDict):
-    """The keywords of BatchLoss, beside the features."""
+    """The keyword arguments of `BatchLoss`."""
 
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
@@ -76,12 +75,17 @@ class StepResult:
 
 @dataclass
 class TrainStep:
-    """Turns a batch into new weights, on one rank."""
+    """Turns a batch into new weights, on one rank. `CaptionerStep` is the one of a captioner.
+
+    N: samples of this rank, D: feature width.
+    """
 
     world: World
     model: ClipModel
-    # The two towers, or a captioner's pairs.
-    encoder: BatchEncoder
+    # Its encoders are the two towers; its loss is `loss`.
+    cache: GradCache
+    inputs: StepInputs
+    loss: BatchLoss
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
@@ -91,14 +95,6 @@ class TrainStep:
     chunk_device: str
     # Whether an update has begun and not ended. If an error ends it, some weights may be updated and others not.
     is_updating: bool = False
-
-    @property
-    def cache(self) -> GradCache:
-        return self.encoder.cache
-
-    @property
-    def inputs(self) -> StepInputs:
-        return self.encoder.inputs
 
     def run(
         self, batch: HostBatch, stream: TrainStream, step: int, *, save: bool, before_chunk: Callable[[], None]
@@ -118,8 +114,8 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, caption_loader = self.encoder.encode(batch, before_chunk)
-        statistics = self.statistics(features, step)
+            features, caption_loader = self.encode(batch, before_chunk)
+        statistics = self.begin_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
@@ -127,9 +123,9 @@ class TrainStep:
         # The message travels during the replay.
         next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
         with self.phase(timer, "replay", step):
-            self.cache.replay(before_chunk, chunk_loss_weight=self.encoder.chunk_loss_weight)
+            self.cache.replay(before_chunk, chunk_loss_weight=self.chunk_loss_weight)
         with self.phase(timer, "optim", step):
-            numbers = self.finish(self.encoder.losses(value), stream, step)
+            numbers = self.check_and_update(self.loss_terms(value), stream, step)
         return StepResult(
             loss=numbers.loss,
             loss_terms=numbers.loss_terms,
@@ -141,6 +137,34 @@ class TrainStep:
             statistics=statistics,
         )
 
+    # ---- what a captioner does otherwise ----
+
+    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+        """First pass, tower by tower. Returns the features, as the cache's loss takes them, and the captions' input.
+
+        A collective if the ranks must agree on a count (`StepInputs`). `before_chunk`: called before each chunk.
+        """
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
+        caption_loader = self.inputs.captions(batch, self.cache.chunks[1])
+        return [image_features, self.cache.encode_tower(1, caption_loader, before_chunk)], caption_loader
+
+    def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The features of images and of captions, (N, D) each, given what `encode` returned."""
+        images, texts = features
+        return images, texts
+
+    @property
+    def chunk_loss_weight(self) -> float:
+        """The weight of the chunks' own losses in the gradients. A tower's chunks have none."""
+        return 0.0
+
+    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
+        """The terms of the global batch's loss, 0-d, as `BatchLoss.total` takes their values. A collective.
+
+        `contrastive`: the loss of the features. Call it after the replay.
+        """
+        return [contrastive]
+
     # ---- around the passes ----
 
     def loss_options(self, batch: HostBatch) -> LossOptions:
@@ -151,11 +175,11 @@ class TrainStep:
             "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
-    def statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
+    def begin_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
         """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
             return None
-        return begin_statistics(*self.encoder.images_and_texts(features))
+        return begin_statistics(*self.images_and_texts(features))
 
     def widths(self, caption_loader: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> captions that the text tower computed at it."""
@@ -191,16 +215,16 @@ class TrainStep:
 
     # ---- update ----
 
-    def finish(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
+    def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
-        `losses`: of the encoder. The host waits for the device here, and in the loss's backward pass, which reads the
+        The host waits for the device here, and in the loss's backward pass, which reads the
         logit scale.
         """
         if stream.failure:
             self.fail_on_all_ranks()
         norm = self.summed_gradient_norm()
-        numbers = self.read_numbers(losses, norm)
+        numbers = self.read_numbers(loss_terms, norm)
         if not numbers.is_finite:
             self.check_not_finite(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
@@ -215,11 +239,11 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def read_numbers(self, losses: list[Tensor], norm: Tensor) -> StepNumbers:
+    def read_numbers(self, loss_terms: list[Tensor], norm: Tensor) -> StepNumbers:
         """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *values = Readback.start(norm, *losses).read()
-        loss, loss_terms = self.encoder.total(values)
-        return StepNumbers(loss, loss_terms, grad_norm)
+        grad_norm, *values = Readback.start(norm, *loss_terms).read()
+        loss, terms_by_name = self.loss.total(*values)
+        return StepNumbers(loss, terms_by_name, grad_norm)
 
     def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise what made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.

@@ -36,8 +36,10 @@ from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import KeptGraphs
+from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import StepResult, TrainStep
+from tests.support.checkpoints import ONE_RANK
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
@@ -153,6 +155,32 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         losses = {"loss": result.loss, **result.loss_terms}
         answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
+
+
+def captioner_step(chunk_loss: Tensor | None, labels: int = 4) -> CaptionerStep:
+    """A step after a replay whose captions have so many labels, with a caption loss of weight 3."""
+    parts: Any = SimpleNamespace(chunk_loss=chunk_loss, caption_weight=3.0)
+    return CaptionerStep(
+        ONE_RANK, model=parts, cache=parts, inputs=parts, loss=parts, precision=parts, optimizer=parts, average=None,
+        clip_norm=None, chunk_device="cpu", num_labels=labels,
+    )  # fmt: skip
+
+
+def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
+    step = captioner_step(torch.tensor(10.0), labels=4)
+    assert [float(term) for term in step.loss_terms(torch.tensor(2.0))] == [2.0, 2.5]
+    assert step.chunk_loss_weight == pytest.approx(3 / 4)
+
+
+def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
+    value = torch.tensor(2.0)
+    assert captioner_step(None).loss_terms(value) == [value]
+
+
+def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:
+    features_N2D = torch.randn(5, 2, 3)
+    images, texts = captioner_step(None).images_and_texts([features_N2D])
+    assert torch.equal(images, features_N2D[:, 0]) and torch.equal(texts, features_N2D[:, 1])
 
 
 def open_clips(model: ClipModel) -> CoCa:

@@ -10,7 +10,7 @@ from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.next_step_info import NextStepInfo
+from clipscale.step.step_inputs import NextStepInfo
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches

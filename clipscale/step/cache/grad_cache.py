@@ -10,7 +10,7 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
 
     TrainLoop.run_step                               train.py: rate, batch, rollback, record
     └ TrainStep.run                                  step/train_step.py: the step on one page, and the update
-      ├ TowerBatchEncoder.encode                     step/batch_encoder.py: which input goes to which tower
+      ├ TrainStep.encode                             which input goes to which tower
       │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
       │     └ KeptGraphs.first_pass                  kept_graphs.py: the graph is kept, measured, or not built

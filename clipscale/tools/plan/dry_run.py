@@ -26,9 +26,9 @@ from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import build_loss, build_step
-from clipscale.step.batch_encoder import PairBatchEncoder
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
@@ -280,7 +280,7 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 def encodes_pairs(step: TrainStep) -> bool:
     """Whether the step has one encoder, a captioner's encoder of pairs."""
-    return isinstance(step.encoder, PairBatchEncoder)
+    return isinstance(step, CaptionerStep)
 
 
 def tower_modules(step: TrainStep) -> tuple[nn.Module, nn.Module]:

@@ -20,7 +20,7 @@ from clipscale.config.sections import CheckpointConfig, LaunchConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.log.sinks import Sinks
-from clipscale.step.next_step_info import NextStepInfo
+from clipscale.step.step_inputs import NextStepInfo
 from clipscale.train import TrainLoop
 from tests.lifecycle.waits.signals import HEARD_S
 from tests.support.checkpoints import steps

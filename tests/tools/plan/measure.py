@@ -113,18 +113,19 @@ class EqualRows:
         texts = self.captions(batch, chunk)
         return PairLoader(self.images(batch), texts), texts
 
-    def num_caption_tokens(self, batch: range) -> int:
+    def num_caption_labels(self, batch: range) -> int:
         return len(batch)
 
 
 def one_step(step: TrainStep, local: int) -> None:
     """A step as in clipscale.train. Garbage is collected before each phase."""
     step.optimizer.zero_grad()
-    encoder: Any = step.encoder
-    encoder.inputs = EqualRows(step)
+    inputs: Any = EqualRows(step)
+    step.inputs = inputs
+    batch: Any = range(local)
     gc.collect()
     with record_function("encode"):
-        features, _ = encoder.encode(range(local), lambda: None)
+        features, _ = step.encode(batch, lambda: None)
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))
