@@ -156,7 +156,7 @@ class TrainLoop:
         def before_chunk() -> None:
             self.signal_poller.poll()
             records.log_if_ready()
-            records.show_progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_chunks(local_batch))
+            records.show_progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_passes(local_batch))
 
         return before_chunk
 

@@ -86,22 +86,24 @@ def try_compiled(
 def run_every_pass(
     model: ClipModel, tower: Tower, chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, *, is_ddp: bool
 ) -> None:
-    """Run every kind of pass of a tower, on random inputs: full and last chunks, with and without DDP's sums."""
+    """Run every kind of pass of a tower, on random inputs: full and last chunks, with cast weights and, as DDP sums in
+    a last chunk, with the tower's own.
+
+    `is_ddp`: whether the steps wrap the tower in DDP; here it is not wrapped.
+    """
     is_image = tower is model.image
     chunk = chunk_sizes.image if is_image else chunk_sizes.text
     draw = random_pixels if is_image else random_captions
     cast_weights = CastWeights()
     cast_weights.start_step(tower, precision.autocast, num_chunks=math.ceil(local_batch / chunk))
-    cast_weights.is_ddp = is_ddp
     last_chunk = local_batch % chunk or chunk
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
         for sums_gradients in (False, True):
-            with (
-                batch_norm_preserved(tower),
-                precision.autocast(),
-                cast_weights.used(builds_graph=True, sums_gradients=sums_gradients),
-            ):
+            casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, sums_gradients=False)
+            if is_ddp and sums_gradients:
+                casts = nullcontext()
+            with batch_norm_preserved(tower), precision.autocast(), casts:
                 both_passes(tower, inputs)
 
 

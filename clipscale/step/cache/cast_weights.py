@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.half_precision import Cast, CastLayer
-from clipscale.step.cache.pass_contexts import is_collective
+from clipscale.step.cache.pass_contexts import has_no_sync, is_collective, is_ddp
 
 
 @dataclass
@@ -37,8 +36,8 @@ class CastWeights:
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    # Whether DDP's hooks sum gradients over ranks. They see only what autograd adds.
-    is_ddp: bool = False
+    # Whether hooks of DDP sum gradients over ranks. They see only what autograd adds.
+    has_hooks: bool = False
 
     def start_step(
         self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
@@ -47,7 +46,7 @@ class CastWeights:
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
-        self.is_ddp = hasattr(encoder, "no_sync")
+        self.has_hooks = has_no_sync(encoder)
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)
@@ -61,11 +60,11 @@ class CastWeights:
     def used(self, *, builds_graph: bool, sums_gradients: bool) -> Iterator[None]:
         """Around a pass of one chunk: the layers use their cast weights.
 
-        `builds_graph`: the pass has a backward pass, now or later, which adds to the weights' `.grad`.
-        `sums_gradients`: that backward pass sums them over the ranks. DDP then needs autograd's own gradients, so
-        nothing is cast.
+        `builds_graph`: the pass builds a graph, whose backward pass, now or later, adds to the weights' `.grad`.
+        `sums_gradients`: that backward pass sums gradients over the ranks. DDP then needs autograd's own, so nothing is
+        cast.
         """
-        if builds_graph and sums_gradients and self.is_ddp:
+        if builds_graph and sums_gradients and self.has_hooks:
             yield
         elif builds_graph:
             with casting(self.layers, accumulates=True), self.accumulating():
@@ -140,4 +139,4 @@ def has_hooks(weight: Tensor) -> bool:
 
 def finds_unused(encoder: nn.Module) -> bool:
     """Whether DDP notes in every chunk, by its hooks, which parameters have a gradient."""
-    return isinstance(encoder, DistributedDataParallel) and encoder.find_unused_parameters
+    return is_ddp(encoder) and encoder.find_unused_parameters

@@ -13,7 +13,7 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
       ├ TrainStep.encode                             which input goes to which tower
       │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
-      │     └ KeptGraphs.first_pass                  kept_graphs.py: the graph is kept, measured, or not built
+      │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
       │       └ TowerPasses.run                      calls the encoder
       ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
       └ GradCache.replay                             3. here
@@ -111,7 +111,7 @@ class GradCache:
         self.keep_budget = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
-            TowerPasses(encoder, function, autocast, sums_gradients=encoder not in encoders[i + 1 :])
+            TowerPasses(encoder, function, autocast, is_last_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self._keeps_none = False
@@ -165,7 +165,7 @@ class GradCache:
         self._refuse_scaled(value)
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
-            if tower.trained and tower.representations.grad is None:
+            if tower.has_second_pass and tower.representations.grad is None:
                 raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
     def replay(self, before_chunk: Callable[[], None] = _nothing, *, chunk_loss_weight: float = 1.0) -> None:
@@ -222,9 +222,9 @@ class GradCache:
         self.keep_budget = to_keep_budget(value)
 
     @property
-    def trained(self) -> list[bool]:
-        """Whether each tower has trainable parameters, and so a second pass."""
-        return [tower.trained for tower in self.towers]
+    def has_second_pass(self) -> list[bool]:
+        """Whether each tower has one: it trains, and gradients are enabled."""
+        return [tower.has_second_pass for tower in self.towers]
 
     @property
     def kept(self) -> list[int]:
@@ -236,14 +236,14 @@ class GradCache:
         """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
         return next((tower.graphs.meter.bytes_each for tower in self.towers if tower.graphs.meter.bytes_each), 0)
 
-    def num_chunks(self, samples: int) -> int:
-        """How often a step calls `before_chunk`: the chunks of both passes.
+    def num_passes(self, samples: int) -> int:
+        """The passes of chunks in a step of so many samples, each with a call of `before_chunk`.
 
         An estimate for a `ReorderedInput`, until its first pass has begun.
         """
         total = 0
         for tower, size in zip(self.towers, self.chunks):
-            passes = 2 if tower.trained else 1
+            passes = 2 if tower.has_second_pass else 1
             total += passes * (len(tower.spans) or len(equal_spans(samples, size)))
         return total
 

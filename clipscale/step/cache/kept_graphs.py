@@ -1,4 +1,4 @@
-"""Graphs that are kept from the first pass, so that their chunks need no second pass; and the bytes of one graph."""
+"""Which graphs are kept from the first pass, so that their chunks need no second pass; and the bytes of one graph."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,13 +42,13 @@ class GraphMeter:
         """Whether this step measures graphs."""
         return self._measured is not None
 
-    def measure(self, encode: Callable[[], ChunkOutput], *, on_gpu: bool) -> ChunkOutput:
-        """A chunk's output, encoded with a graph. Notes the graph's bytes."""
+    @contextmanager
+    def measuring(self, *, on_gpu: bool) -> Iterator[None]:
+        """Around a chunk's pass with a graph: notes the graph's bytes. `on_gpu`: see `measured_graph`."""
         assert self._measured is not None
         with measured_graph(on_gpu) as size:
-            out = encode()
+            yield
         self._measured.append(size())
-        return out
 
     def agree_on_size(self, device: torch.device) -> None:
         """After the first pass, set `bytes_each` to the largest graph of all ranks. A collective if a step measures."""
@@ -83,11 +83,16 @@ class GraphPolicy(Enum):
     KEEP = "keep"
     # Built, measured, and dropped.
     MEASURE = "measure"
-    # Built without its saved tensors, and dropped. This rank has no memory for it, but must communicate as often
-    # as the ranks that build theirs.
+    # Built without the tensors that its backward pass would need, and dropped. This rank has no memory for it, but must
+    # communicate as often as the ranks that build theirs.
     DISCARD = "discard"
     # Not built.
     NO_GRAPH = "no graph"
+
+    @property
+    def builds_whole_graph(self) -> bool:
+        """Whether the graph is built with all that its backward pass needs."""
+        return self in (GraphPolicy.KEEP, GraphPolicy.MEASURE)
 
 
 @dataclass
@@ -96,7 +101,7 @@ class KeptGraphs:
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
-    a graph does not fit after all:               `first_pass` goes on without it and notes `out_of_memory`;
+    a graph does not fit after all:               the step goes on without it, and `out_of_memory` is true;
                                                   `GradCache` keeps none from then on
     """
 
@@ -128,41 +133,18 @@ class KeptGraphs:
         self.out_of_memory = False
         self._on_gpu = on_gpu
 
-    def first_pass(self, i: int, encode: Callable[[], ChunkOutput], encode_again: Callable[[], ChunkOutput]) -> Tensor:
-        """Run chunk i's first pass; `policy` says what becomes of its graph. Returns its representations, detached.
+    def decide(self, i: int) -> GraphPolicy:
+        """What becomes of the graph of chunk i, the next one to be encoded: `policy`, after a look at the free memory.
 
-        `encode_again`: repeats the pass with the same random numbers.
+        Only ASK_FIRST looks. If the memory is short, this rank keeps no more graphs.
         """
         if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
             self.num_kept = i
             self.out_of_memory = True
-        try:
-            return self._encode(encode, self.policy(i))
-        except torch.OutOfMemoryError:
-            if i >= self.num_kept or self.on_short_memory is not OnShortMemory.RETRY:
-                raise
-        # After the handler, because until it ends the error holds the tensors of the failed pass.
-        self.drop()
-        return self._encode(encode_again, self.policy(i))
-
-    def _encode(self, encode: Callable[[], ChunkOutput], policy: GraphPolicy) -> Tensor:
-        """Run a pass under the policy. Returns the chunk's representations, detached."""
-        match policy:
-            case GraphPolicy.KEEP:
-                out = encode()
-                self.outputs.append(out)
-            case GraphPolicy.MEASURE:
-                out = self.meter.measure(encode, on_gpu=self._on_gpu)
-            case GraphPolicy.DISCARD:
-                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-                    out = encode()
-            case GraphPolicy.NO_GRAPH:
-                with torch.no_grad():
-                    out = encode()
-        return out.representations.detach()
+        return self.policy(i)
 
     def policy(self, i: int) -> GraphPolicy:
-        """What becomes of the graph of chunk i.
+        """What becomes of the graph of chunk i, by the numbers of this step.
 
         A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph a
         captioner also runs its decoder, and gathers its weights; all ranks must gather equally often.
@@ -177,9 +159,21 @@ class KeptGraphs:
         """Whether one more graph fits. On a CPU it is not known, and assumed."""
         return not self._on_gpu or free_gpu_memory() >= HEADROOM * self.meter.bytes_each
 
-    def builds(self, i: int) -> bool:
-        """Whether the first pass of chunk i builds a graph that this rank uses: to keep or to measure it."""
-        return i < self.num_kept or self.meter.is_measuring
+    @contextmanager
+    def building(self, policy: GraphPolicy) -> Iterator[None]:
+        """Around a first pass: builds, measures or discards its graph."""
+        match policy:
+            case GraphPolicy.KEEP:
+                yield
+            case GraphPolicy.MEASURE:
+                with self.meter.measuring(on_gpu=self._on_gpu):
+                    yield
+            case GraphPolicy.DISCARD:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                    yield
+            case GraphPolicy.NO_GRAPH:
+                with torch.no_grad():
+                    yield
 
     def drop(self) -> None:
         """Drop the kept graphs, and keep no more in this step. Their chunks get a second pass."""
@@ -189,7 +183,10 @@ class KeptGraphs:
 
 
 def largest_of_ranks(value: int, device: torch.device) -> int:
-    """A collective: the largest value of all ranks; this process's own without a process group."""
+    """A collective: the largest value of all ranks; this process's own without a process group.
+
+    On the default group. `World.all_reduce_max` uses a CPU group of a run, which a library does not have.
+    """
     largest = torch.tensor(int(value), device=device)
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -204,12 +201,12 @@ def free_gpu_memory() -> int:
 @contextmanager
 def measured_graph(on_gpu: bool = False) -> Iterator[Callable[[], int]]:
     """Measures the graph that is built inside: on the current GPU by the allocator, else by the tensors it saves."""
-    saved: dict[int, int] = {}
+    bytes_of_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
             storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            bytes_of_storage[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an operation that saves its own output would otherwise keep the graph alive for ever
 
     if on_gpu:
@@ -217,4 +214,4 @@ def measured_graph(on_gpu: bool = False) -> Iterator[Callable[[], int]]:
         yield lambda: torch.cuda.memory_allocated() - before
     else:
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            yield lambda: sum(saved.values())
+            yield lambda: sum(bytes_of_storage.values())

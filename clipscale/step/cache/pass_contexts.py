@@ -1,7 +1,8 @@
-"""Contexts around a pass of an encoder: when gradients are summed over ranks, and when statistics change."""
+"""How encoders differ: when they sum gradients over ranks, and whether a pass of theirs changes statistics."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -10,6 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.common.modules import is_batch_norm
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.cache.kept_graphs import OnShortMemory
+
+
+def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
+    """Whether the encoder is under DDP."""
+    return isinstance(encoder, DistributedDataParallel)
+
+
+def has_no_sync(encoder: object) -> bool:
+    """Whether hooks sum the encoder's gradients in each backward pass, but not inside its `no_sync`: DDP's, or those of
+    another wrapper with that method."""
+    return hasattr(encoder, "no_sync")
 
 
 def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
@@ -22,15 +34,17 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
 def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
     """Around the pass of a chunk. `sums_gradients`: whether its backward pass sums gradients over the ranks.
 
-    It is true for the step's last backward pass alone. Who reads it, and when:
+    `sums_gradients` is true for an encoder's last backward pass in a step. Who reads it, and when:
 
-    - DDP in the forward pass (see `rearm_ddp_sync`), FSDP2's `fully_shard` in the backward pass. Both then sum.
-    - A `ShardedTower` sums after each chunk in any case. If it is true, ZeRO's stage 2 shards the weights again.
+    DDP                     in the forward pass (see `rearm_ddp_sync`): the next backward pass sums
+    FSDP2's `fully_shard`   in the backward pass, which sums
+    `ShardedTower`          in the backward pass, which always sums: in ZeRO's stage 2 it then shards the weights again
+    `gradient_sync`         of a user's encoder decides itself; see `GradCache`
     """
     if hasattr(encoder, "chunk_context"):
         with encoder.chunk_context(sums_gradients=sums_gradients):
             yield
-    elif hasattr(encoder, "gradient_sync"):  # of a user's encoder; see `GradCache`
+    elif hasattr(encoder, "gradient_sync"):
         with encoder.gradient_sync(sums_gradients):
             yield
     elif isinstance(encoder, FSDPModule):
@@ -39,8 +53,8 @@ def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> It
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif hasattr(encoder, "no_sync") and not sums_gradients:
-        with encoder.no_sync():
+    elif has_no_sync(encoder) and not sums_gradients:
+        with encoder.no_sync():  # type: ignore[attr-defined]
             yield
     else:
         yield
@@ -65,10 +79,10 @@ def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
     """Re-arm DDP for an `out` computed under `no_sync`: a backward pass from the returned output sums gradients.
 
-    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again.
-    Meanwhile the identity is in the place of the wrapped module.
+    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through DDP again, with the
+    identity in the place of the wrapped module.
     """
-    if not isinstance(encoder, DistributedDataParallel):
+    if not is_ddp(encoder):
         return out
     module = encoder.module
     encoder.module = nn.Identity()

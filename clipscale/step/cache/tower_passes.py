@@ -1,15 +1,14 @@
-"""One encoder's two passes over its chunks: first without a graph, then with a graph and the same random numbers."""
+"""One encoder's two passes over its chunks: the first one without a graph, the second one with a graph and the same
+random numbers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.keep_budget import KeepBudget
@@ -18,11 +17,12 @@ from clipscale.common.rng import RandomState
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.cache.encoder_inputs import LazyInput, ReorderedInput, lazy_input
-from clipscale.step.cache.kept_graphs import KeptGraphs
+from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMemory
 from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
     chunk_context,
+    is_ddp,
     on_short_memory,
     rearm_ddp_sync,
 )
@@ -39,8 +39,8 @@ class TowerPasses:
     # Maps the encoder's output to the representations. None: the output is the representations.
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
-    # Whether its last chunk sums the gradients over ranks. If several towers share an encoder, the last one's does.
-    sums_gradients: bool
+    # Whether no later tower has the same encoder. The gradients are summed over ranks after its last chunk.
+    is_last_of_encoder: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     # The representations of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the
     # loss's gradient.
@@ -54,9 +54,11 @@ class TowerPasses:
     cast_weights: CastWeights = field(default_factory=CastWeights)
 
     @property
-    def trained(self) -> bool:
-        """Whether the encoder has a second pass."""
+    def has_second_pass(self) -> bool:
+        """Whether the encoder trains, and gradients are enabled."""
         return torch.is_grad_enabled() and trains(self.encoder)
+
+    # ---- first pass ----
 
     def encode(
         self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
@@ -66,23 +68,15 @@ class TowerPasses:
         `keep_budget`: for this tower's graphs.
         """
         num_rows = self.start_step(tower_input, size, keep_budget)
-        for i, (start, stop) in enumerate(self.spans):
+        for i in range(len(self.spans)):
             before_chunk()
             self.random_states.append(RandomState.now())
-            sums_gradients = self.sums_gradients and stop == num_rows
-            builds_graph = self.graphs.builds(i)
-            with (
-                # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast
-                # weights need to know of that pass.
-                chunk_context(self.encoder, sums_gradients=False),
-                self.cast_weights.used(builds_graph=builds_graph, sums_gradients=sums_gradients),
-            ):
-                out = self.graphs.first_pass(i, partial(self.run, start, stop), partial(self.run_again, i))
+            out = self.encode_chunk(i)
             if i == 0:
                 self.representations = out.new_empty((num_rows, *out.shape[1:]))
-            self.representations[self.row_index(start, stop)] = out
+            self.representations[self.rows(i)] = out
         self.graphs.meter.agree_on_size(self.representations.device)
-        return self.representations.requires_grad_(self.trained)
+        return self.representations.requires_grad_(self.has_second_pass)
 
     def start_step(self, tower_input: object, size: int, keep_budget: KeepBudget) -> int:
         """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
@@ -98,14 +92,44 @@ class TowerPasses:
             self.order = inputs.rows(0, num_rows)
         self.random_states = []
         num_chunks = len(self.spans)
-        if self.trained:
+        num_replayed = 0
+        if self.has_second_pass:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
+            num_replayed = num_chunks
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        num_trained = num_chunks if self.trained else 0
-        self.graphs.start_step(num_rows, num_trained, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
+        self.graphs.start_step(num_rows, num_replayed, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
         self.cast_weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
+
+    def encode_chunk(self, i: int) -> Tensor:
+        """The first pass of chunk i; `KeptGraphs` decides what becomes of its graph. Its representations, detached."""
+        policy = self.graphs.decide(i)
+        with (
+            # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast weights
+            # need to know of that pass.
+            chunk_context(self.encoder, sums_gradients=False),
+            self.cast_weights.used(builds_graph=policy.builds_whole_graph, sums_gradients=self.sums_after(i)),
+        ):
+            try:
+                return self.run_under(policy, i)
+            except torch.OutOfMemoryError:
+                if policy is not GraphPolicy.KEEP or self.graphs.on_short_memory is not OnShortMemory.RETRY:
+                    raise
+            # After the handler, because until it ends the error holds the tensors of the failed pass.
+            self.graphs.drop()
+            self.random_states[i].restore()
+            return self.run_under(self.graphs.policy(i), i)
+
+    def run_under(self, policy: GraphPolicy, i: int) -> Tensor:
+        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached."""
+        with self.graphs.building(policy):
+            out = self.run(i)
+        if policy is GraphPolicy.KEEP:
+            self.graphs.outputs.append(out)
+        return out.representations.detach()
+
+    # ---- second pass ----
 
     def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Second pass: backpropagate through the kept graphs, then replay the other chunks.
@@ -119,28 +143,30 @@ class TowerPasses:
         if gradient is None:
             return losses
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
-            for i, (start, stop) in enumerate(self.spans):
+            for i in range(len(self.spans)):
                 before_chunk()
-                sums_gradients = self.sums_gradients and stop == self.spans[-1][1]
+                sums_gradients = self.sums_after(i)
                 with (
                     chunk_context(self.encoder, sums_gradients=sums_gradients),
                     self.cast_weights.used(builds_graph=True, sums_gradients=sums_gradients),
                 ):
                     out = self.output_with_graph(i, sums_gradients=sums_gradients)
-                    backward_chunk(out, gradient[self.row_index(start, stop)], loss_gradient)
+                    backward_chunk(out, gradient[self.rows(i)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
 
     def output_with_graph(self, i: int, *, sums_gradients: bool) -> ChunkOutput:
-        """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass.
+        """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass with the
+        random numbers of its first one.
 
         `sums_gradients`: whether its backward pass sums gradients over the ranks.
         """
-        if not self.graphs.outputs:
-            return self.run_again(i)
-        out = self.graphs.outputs.pop(0)
-        return rearm_ddp_sync(self.encoder, out) if sums_gradients else out
+        if self.graphs.outputs:
+            out = self.graphs.outputs.pop(0)
+            return rearm_ddp_sync(self.encoder, out) if sums_gradients else out
+        self.random_states[i].restore()
+        return self.run(i)
 
     def end_step(self) -> None:
         """Let go of the batch, its representations and the cast weights."""
@@ -148,9 +174,12 @@ class TowerPasses:
         self.inputs = None
         self.cast_weights.end_step()
 
-    def run(self, start: int, stop: int) -> ChunkOutput:
-        """One forward pass over a chunk, checked. Raises ValueError."""
+    # ---- one chunk ----
+
+    def run(self, i: int) -> ChunkOutput:
+        """One forward pass over chunk i, checked. Raises ValueError."""
         assert self.inputs is not None
+        start, stop = self.spans[i]
         arguments = self.inputs.chunk(start, stop)
         with self.autocast():
             if isinstance(arguments, Mapping):
@@ -172,14 +201,14 @@ class TowerPasses:
             raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
         return ChunkOutput(out, loss)
 
-    def run_again(self, i: int) -> ChunkOutput:
-        """Another forward pass over chunk i, with the random numbers of its first one."""
-        self.random_states[i].restore()
-        return self.run(*self.spans[i])
-
-    def row_index(self, start: int, stop: int) -> slice | Tensor:
-        """The rows of the batch in a chunk."""
+    def rows(self, i: int) -> slice | Tensor:
+        """The rows of the batch in chunk i, as an index."""
+        start, stop = self.spans[i]
         return slice(start, stop) if self.order is None else self.order[start:stop]
+
+    def sums_after(self, i: int) -> bool:
+        """Whether the backward pass of chunk i, the encoder's last one in the step, sums gradients over the ranks."""
+        return self.is_last_of_encoder and i == len(self.spans) - 1
 
 
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
@@ -214,7 +243,7 @@ def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
 
 def refuse_static_graph(encoder: Callable[..., object]) -> None:
     """Raise ValueError for DDP with static_graph=True, a promise that all passes are alike."""
-    if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
+    if is_ddp(encoder) and encoder.static_graph:
         raise ValueError(
             "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
             "has none; leave static_graph out"

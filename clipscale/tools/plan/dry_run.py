@@ -111,7 +111,7 @@ class DryRun:
     @property
     def trained(self) -> Sequence[bool]:
         """Whether each tower has a second pass. A captioner's encoder of pairs counts as the image tower."""
-        return [*self.step.cache.trained, False][:2]
+        return [*self.step.cache.has_second_pass, False][:2]
 
     @property
     def is_captioner(self) -> bool:
