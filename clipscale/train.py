@@ -132,7 +132,7 @@ class TrainLoop:
                 batch, self.stream, step, save=overdue, before_chunk=self.make_before_chunk(len(batch))
             )
         self.step = step  # what fails from here on undoes nothing
-        self.loss = result.loss
+        self.loss = result.numbers.loss
         stage = ready.settled.stage
         record: StepRecord = {
             "step": step,
@@ -166,8 +166,8 @@ class TrainLoop:
         evaluation = self.ready.evaluation
         records = self.ready.records
         records.flush()
-        average = train_step.average if evaluation.uses_average else None
-        with average.swapped_in() if average else nullcontext(), no_compilation(self.ready.components.is_compiled):
+        ema = train_step.ema if evaluation.uses_ema else None
+        with ema.swapped_in() if ema else nullcontext(), no_compilation(self.ready.components.is_compiled):
             results = evaluate(
                 train_step.model,
                 evaluation,

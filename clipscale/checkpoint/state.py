@@ -22,8 +22,8 @@ class OptimizerState(TypedDict, total=False):
     param_groups: list[dict[str, Any]]
 
 
-class AverageState(TypedDict):
-    """A moving average of the weights."""
+class EmaState(TypedDict):
+    """The moving average of the weights."""
 
     updates: int
     weights: dict[str, Tensor]
@@ -53,7 +53,7 @@ class CheckpointState:
     optimizer_name: str = ""
     # The loss scale of fp16.
     scaler: dict[str, Any] | None = None
-    ema: AverageState | None = None
+    ema: EmaState | None = None
     # The samples per chunk; None if not known.
     chunks: ChunkSizes | None = None
     # The random states of each rank.

@@ -64,8 +64,8 @@ class Evaluation:
     objective: str = ""
     # The first numbers of the features have results of their own, named `SET (size 64)`.
     sizes: Sequence[int] = ()
-    # Whether the moving average is evaluated, not the weights themselves.
-    uses_average: bool = False
+    # Whether the weights' moving average (EMA) is evaluated, not the weights themselves.
+    uses_ema: bool = False
     # Facts that the results' file has for all results.
     facts: Mapping[str, object] = field(default_factory=dict)
 

@@ -49,11 +49,12 @@ class StepRecords:
         now = time.monotonic()
         widths = result.widths
         mean_width = sum(width * count for width, count in widths.items()) / sum(widths.values())
+        numbers = result.numbers
         measured: StepRecord = {
-            "loss": result.loss,
-            **result.loss_terms,
-            "grad_norm": result.grad_norm,
-            "skipped": result.grad_norm is None,
+            "loss": numbers.loss,
+            **numbers.loss_terms,
+            "grad_norm": numbers.grad_norm if numbers.is_finite else None,
+            "skipped": not numbers.is_finite,
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),

@@ -118,7 +118,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
         batch=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),
-        uses_average=config.eval.weights == "ema",
+        uses_ema=config.eval.weights == "ema",
         facts={"precision": config.precision},
     )
 

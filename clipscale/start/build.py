@@ -38,7 +38,7 @@ from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
-from clipscale.step.ema import WeightAverage
+from clipscale.step.ema import WeightEma
 from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
@@ -203,7 +203,7 @@ def build_step(
         loss=loss,
         precision=precision,
         optimizer=optimizer,
-        average=WeightAverage(config.ema, model) if config.ema else None,
+        ema=WeightEma(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
         chunk_device=chunk_sizes.device,
     )

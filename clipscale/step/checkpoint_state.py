@@ -1,4 +1,4 @@
-"""The state of a step that a checkpoint holds: weights, optimizer, average, loss scale."""
+"""The state of a step that a checkpoint holds: weights, optimizer, moving average (EMA), loss scale."""
 
 from dataclasses import replace
 from typing import cast
@@ -43,43 +43,43 @@ def gather_checkpoint_state(
         optimizer=cast(OptimizerState, get_optimizer_state_dict(train_step.model, train_step.optimizer)),
         chunks=train_step.chunk_sizes,
         scaler=train_step.precision.scaler.state_dict() if train_step.precision.scaler else None,
-        ema=train_step.average.state_dict() if train_step.average else None,
+        ema=train_step.ema.state_dict() if train_step.ema else None,
     )
 
 
-def load_state(train_step: TrainStep, saved: CheckpointState, policy: OptimizerPolicy) -> None:
-    """Load weights, optimizer, average and loss scale from a checkpoint. Changes `saved`. Raises UserError if it trains
-    other parameters.
+def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerPolicy) -> None:
+    """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`. Edits it on the way.
 
-    The optimizer's settings (learning rate, decay) stay as they are.
+    The optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint trains
+    other parameters.
     """
     model = train_step.model
     optimizer = train_step.optimizer
     scaler = train_step.precision.scaler
     name_by_id = {id(p): name for name, p in model.named_parameters()}
     names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in saved.optimizer["param_groups"]] != names:
+    if [group["params"] for group in state.optimizer["param_groups"]] != names:
         raise UserError(
             "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
             "choose another run=NAME"
         )
     # The run's settings replace the checkpoint's. torch also needs them to place the state, for example of fused
     # optimizers.
-    for group, settings in zip(saved.optimizer["param_groups"], optimizer.param_groups):
+    for group, settings in zip(state.optimizer["param_groups"], optimizer.param_groups):
         group.update({key: value for key, value in settings.items() if key != "params"})
     if policy is not OptimizerPolicy.RESUME:
-        for weights in (saved.model, saved.ema["weights"] if saved.ema else {}):
+        for weights in (state.model, state.ema["weights"] if state.ema else {}):
             for name in fit_positions(weights, model):
                 weights[name] = sharded_as(model.get_parameter(name), weights[name])
-                saved.optimizer["state"].pop(name, None)
+                state.optimizer["state"].pop(name, None)
     # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
     # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.RESTART:
-        set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, saved.optimizer), options=options)
+        set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, state.optimizer), options=options)
         replicate_state(optimizer)
-    set_model_state_dict(model, {**saved.model})
-    if scaler and saved.scaler:
-        scaler.load_state_dict(saved.scaler)
-    if train_step.average:
-        train_step.average.load(saved.ema)
+    set_model_state_dict(model, {**state.model})
+    if scaler and state.scaler:
+        scaler.load_state_dict(state.scaler)
+    if train_step.ema:
+        train_step.ema.load(state.ema)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from clipscale.checkpoint.state import AverageState
+from clipscale.checkpoint.state import EmaState
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import local_shard
 
 
-class WeightAverage:
+class WeightEma:
     """a <- d a + (1 - d) w after every step, in float32, with d = min(decay, (1 + n) / (10 + n)) in step n = 1, 2, ...
 
     The smaller decay of the first steps lets the average forget the initial weights, as in TensorFlow's
@@ -34,15 +34,15 @@ class WeightAverage:
         weights = [local_shard(w.detach()) for w in self.weights.values()]
         get_ema_multi_avg_fn(decay)(values, weights, self.updates)
 
-    def state_dict(self) -> AverageState:
+    def state_dict(self) -> EmaState:
         """The state for a checkpoint."""
         return {"updates": self.updates, "weights": dict(self.values)}
 
-    def load(self, saved: AverageState | None) -> None:
+    def load(self, state: EmaState | None) -> None:
         """Continue a checkpoint's average; with None start again at the current weights."""
-        self.updates = saved["updates"] if saved else 0
+        self.updates = state["updates"] if state else 0
         for name, value in self.values.items():
-            local_shard(value).copy_(local_shard(saved["weights"][name] if saved else self.weights[name].detach()))
+            local_shard(value).copy_(local_shard(state["weights"][name] if state else self.weights[name].detach()))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

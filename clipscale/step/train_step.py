@@ -19,7 +19,7 @@ from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_loss import BatchLoss, LossTerms
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.ema import WeightAverage
+from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.graph_memory import measured_budget
 from clipscale.step.precision import Precision
@@ -47,10 +47,12 @@ class StepNumbers:
     loss: float
     # Empty if the loss has only one term.
     loss_terms: LossTerms
+    # Of the unclipped gradients of all parameters.
     grad_norm: float
 
     @property
     def is_finite(self) -> bool:
+        """Whether loss and norm are. If not, the weights are unchanged; but with fp16 the norm alone decides."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -58,11 +60,7 @@ class StepNumbers:
 class StepResult:
     """The result of a step, for the run's loop."""
 
-    loss: float
-    # Empty if the loss has only one term.
-    loss_terms: LossTerms
-    # None if the loss or the norm is not finite. Then the weights are unchanged; but with fp16 the norm alone decides.
-    grad_norm: float | None
+    numbers: StepNumbers
     next_step: NextStepInfo
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
@@ -88,7 +86,8 @@ class TrainStep:
     loss: BatchLoss
     precision: Precision
     optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
+    # The moving average of the weights; None if the run keeps none.
+    ema: WeightEma | None
     # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
     # The kind of device on which the cache's chunk sizes were measured.
@@ -127,9 +126,7 @@ class TrainStep:
         with self.phase(timer, "optim", step):
             numbers = self.check_and_update(self.loss_terms(value), stream, step)
         return StepResult(
-            loss=numbers.loss,
-            loss_terms=numbers.loss_terms,
-            grad_norm=numbers.grad_norm if numbers.is_finite else None,
+            numbers=numbers,
             next_step=next_step,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
@@ -229,7 +226,7 @@ class TrainStep:
             self.check_not_finite(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
-            self.update(norm)
+            self.update(norm, overflows=not math.isfinite(numbers.grad_norm))
             self.is_updating = False
         return numbers
 
@@ -271,13 +268,13 @@ class TrainStep:
         """The parameters that the optimizer updates, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def update(self, norm: Tensor) -> None:
+    def update(self, norm: Tensor, *, overflows: bool = False) -> None:
         """Clip the gradients by their `norm`, update the weights, clamp the logit scale, and update the average.
 
-        After an overflow the scaler skips the update on all ranks, and the average stays.
+        `overflows`: gradients of fp16 are not finite. Then the scaler skips the update on all ranks, and the average
+        stays.
         """
         scaler = self.precision.scaler
-        skipped = scaler is not None and not bool(norm.isfinite())
         if self.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, self.clip_norm, norm)
         if scaler:
@@ -287,5 +284,5 @@ class TrainStep:
             self.optimizer.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
-        if self.average and not skipped:
-            self.average.update()
+        if self.ema and not overflows:
+            self.ema.update()

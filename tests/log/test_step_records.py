@@ -10,7 +10,7 @@ import torch
 from clipscale.log.records import read_metrics
 from clipscale.log.step_records import StepRecords
 from clipscale.step.timer import StepTimer
-from clipscale.step.train_step import StepResult
+from clipscale.step.train_step import StepNumbers, StepResult
 from tests.log.test_metrics import open_log
 
 
@@ -23,7 +23,7 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     timer = StepTimer(torch.device("cpu"))
     with timer("encode"):
         pass
-    done = StepResult(0.5, {}, 1.0, Mock(), timer, waited_s=0.0, widths={8: 8}, statistics=None)
+    done = StepResult(StepNumbers(0.5, {}, 1.0), Mock(), timer, waited_s=0.0, widths={8: 8}, statistics=None)
     records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")

@@ -152,7 +152,7 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
         result = last_of(step, rank, ranks, range(2, 3), case.teachers)
-        losses = {"loss": result.loss, **result.loss_terms}
+        losses = {"loss": result.numbers.loss, **result.numbers.loss_terms}
         answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
 
@@ -161,7 +161,7 @@ def captioner_step(chunk_loss: Tensor | None, labels: int = 4) -> CaptionerStep:
     """A step after a replay whose captions have so many labels, with a caption loss of weight 3."""
     parts: Any = SimpleNamespace(chunk_loss=chunk_loss, caption_weight=3.0)
     return CaptionerStep(
-        ONE_RANK, model=parts, cache=parts, inputs=parts, loss=parts, precision=parts, optimizer=parts, average=None,
+        ONE_RANK, model=parts, cache=parts, inputs=parts, loss=parts, precision=parts, optimizer=parts, ema=None,
         clip_norm=None, chunk_device="cpu", num_labels=labels,
     )  # fmt: skip
 

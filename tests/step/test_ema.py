@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from clipscale.config.sections import EvalConfig
-from clipscale.step.ema import WeightAverage
+from clipscale.step.ema import WeightEma
 from tests.support.checkpoints import ONE_RANK
 from tests.support.runs import four_step_config, train_loop
 
 
 def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     model = nn.Linear(3, 2)
-    average = WeightAverage(0.5, model)
+    average = WeightEma(0.5, model)
     expected = model.weight.detach().clone()
     for n in range(1, 12):
         with torch.no_grad():
@@ -34,12 +34,12 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
 def test_without_a_saved_average_it_starts_again_at_the_weights() -> None:
     """It begins as a new average does: its first steps weigh as much."""
     model = nn.Linear(3, 2)
-    average = WeightAverage(0.9, model)
+    average = WeightEma(0.9, model)
     average.update()
     with torch.no_grad():
         model.weight.normal_()
     average.load(None)
-    anew = WeightAverage(0.9, model)
+    anew = WeightEma(0.9, model)
     with torch.no_grad():
         model.weight.normal_()
     average.update()
@@ -56,7 +56,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     run = train_loop(config, ONE_RANK)
     run.run_step()
     run.stream.close()
-    average = run.train_step.average
+    average = run.train_step.ema
     assert average and average.updates == averaged
 
 
@@ -65,7 +65,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
 ) -> None:
     run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ONE_RANK)
     run.run_step()
-    model, average = run.train_step.model, run.train_step.average
+    model, average = run.train_step.model, run.train_step.ema
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(
