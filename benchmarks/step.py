@@ -47,7 +47,7 @@ from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
 from clipscale.step.cache.encoder_inputs import LazyInput
-from clipscale.step.compiled import compile_towers
+from clipscale.step.compiled import compile_towers, innermost_blocks
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 
@@ -115,7 +115,10 @@ class Step:
             self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)
         if self.kind.startswith("compiled"):
             lengths_vary = not self.base.endswith("plain")
-            compile_towers(self.model, lengths_vary=lengths_vary, any_width=self.kind == "compiled_text")
+            compile_towers(self.model, lengths_vary=lengths_vary)
+            if self.kind == "compiled_text":
+                for block in innermost_blocks(self.model.text.encoder):
+                    block.compile(dynamic=True)
         keep = self.base.removeprefix("keep").removeprefix("-")
         keep_bytes: float = math.inf
         if self.base == "cache":

@@ -28,7 +28,7 @@ class UnfinishedStep:
     @property
     def is_ready(self) -> bool:
         """Whether its record can be completed without a wait for the device."""
-        return self.logit_scale.ready and (self.result.statistics is None or self.result.statistics.ready)
+        return self.logit_scale.is_ready and (self.result.statistics is None or self.result.statistics.is_ready)
 
 
 class StepRecords:

@@ -254,7 +254,7 @@ def _make_backend(name: str, term: LossTerm, similarity: Similarity, runtime: Lo
     if name == "triton":
         tiles = runtime.tile_shape(term.inputs.scale.device, term.inputs.dtype)
         return term.objective.kernels()(runtime, tiles)
-    return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, dense=name == "dense")
+    return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, is_dense=name == "dense")
 
 
 def _choose_backend(

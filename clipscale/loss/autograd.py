@@ -107,7 +107,7 @@ class ContrastiveLoss(torch.autograd.Function):
         with matmul_precision(call, images.device):
             rows, cols = call.local_sides(images, texts)
             rows.value = scale.new_zeros(len(rows), dtype=torch.float64)
-            if not call.objective.pairwise:
+            if not call.objective.is_pairwise:
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
@@ -279,7 +279,7 @@ def make_striped_block_fn(
 
 
 def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
-    is_scaled_later = features.dtype == torch.float16 and call.objective.pairwise
+    is_scaled_later = features.dtype == torch.float16 and call.objective.is_pairwise
     return torch.float32 if is_scaled_later else features.dtype
 
 

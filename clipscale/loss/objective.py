@@ -25,7 +25,7 @@ class Objective:
     weights: tuple[float | None, float | None] = (None, None)
     # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
     # first sweep collects the log-sum-exps of the rows and columns that have a weight.
-    pairwise: bool = True
+    is_pairwise: bool = True
     # Whether it takes a logit bias, which is trained.
     needs_bias: bool = False
     # Whether there are Triton kernels for the dot product.
@@ -44,7 +44,7 @@ class Objective:
     @property
     def sweeps(self) -> int:
         """How often a training step computes all scores."""
-        return 1 if self.pairwise else 2
+        return 1 if self.is_pairwise else 2
 
     def prepare(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
         """A collective: add what the sweeps need to the inputs."""
@@ -75,7 +75,7 @@ class Softmax(Objective):
     2103.00020. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
     """
 
-    pairwise: bool = False
+    is_pairwise: bool = False
     has_kernels: bool = True
 
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":

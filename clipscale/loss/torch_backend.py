@@ -1,6 +1,6 @@
 """The torch backend computes a block tile by tile, on any device, for every objective and similarity.
 
-The extra memory is two tiles. With `dense` one tile is the whole block, so the memory is quadratic in the batch.
+The extra memory is two tiles. With `is_dense` one tile is the whole block, so the memory is quadratic in the batch.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from clipscale.loss.tile import TileOps
 
 
 class TorchBackend:
-    """The two functions of a backend, for an objective's tile functions and a similarity. `dense`: one tile."""
+    """The two functions of a backend, for an objective's tile functions and a similarity. `is_dense`: one tile."""
 
-    def __init__(self, tile_ops: TileOps, similarity: Similarity, runtime: LossRuntime, dense: bool) -> None:
+    def __init__(self, tile_ops: TileOps, similarity: Similarity, runtime: LossRuntime, is_dense: bool) -> None:
         self.tile_ops = tile_ops
         self.similarity = similarity
         self.runtime = runtime
-        self.dense = dense
+        self.is_dense = is_dense
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' values, in place."""
@@ -47,7 +47,7 @@ class TorchBackend:
         """Each tile, and two tensors of its shape to write to."""
         n = len(block.rows)
         m = len(block.cols)
-        if self.dense:
+        if self.is_dense:
             height, width = n, m
         else:
             height, width = self.similarity.tile_shape(self.runtime.is_gpu(block.rows.features.device))

@@ -193,7 +193,9 @@ def build_step(
             model.decoder.requires_grad_(False)
         cache = make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text])
     # The optimizer comes after `wrap`, because FSDP2 replaces parameters by sharded ones.
-    optimizer = build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=model.rate_factors(config.model))
+    optimizer = build_optimizer(
+        model, config.optim, is_sharded=parallel != "ddp", scales=model.rate_factors(config.model)
+    )
     kind = CaptionerStep if has_pairs else TrainStep
     return kind(
         world=world,

@@ -33,20 +33,19 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
     return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * ASSUMED_MFU * peak)
 
 
-def compile_towers(model: ClipModel, *, lengths_vary: bool, any_width: bool = False) -> list[Tower]:
+def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
     """Compile the towers in place: block by block, and a tower without blocks as a whole. Returns the compiled ones.
 
     `lengths_vary`: chunks of captions have many widths, and each would be compiled anew. The text tower, a small part
-    of a step, then stays as it is. With `any_width` it is compiled once with dynamic shapes. No run does that: how fast
-    it is on a GPU is not measured.
+    of a step, then stays as it is.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; gradients are summed once a step
-    towers: list[Tower] = [model.image] if lengths_vary and not any_width else [model.image, model.text]
+    towers: list[Tower] = [model.image] if lengths_vary else [model.image, model.text]
     for tower in towers:
         for module in innermost_blocks(tower.encoder) or [tower.encoder]:
-            module.compile(dynamic=lengths_vary and tower is model.text)
+            module.compile(dynamic=False)
     return towers
 
 

@@ -21,7 +21,7 @@ class PendingStatistics:
     result: Future[dict[str, float]]
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether reading would not wait."""
         return self.result.done()
 

@@ -20,11 +20,12 @@ FUSED = ("adamw", "adam", "adagrad")
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, sharded: bool = False, scales: Mapping[str, float] | None = None
+    model: nn.Module, config: OptimConfig, *, is_sharded: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters; see `parameter_groups`.
 
-    `sharded`: matrices and vectors are sharded, scalars are not. `scales`: factors of the learning rate by parameter.
+    `is_sharded`: matrices and vectors are sharded, scalars are not. `scales`: factors of the learning rate, by the
+    parameter's name.
 
     Raises UserError for options that the optimizer does not take.
     """
@@ -36,7 +37,7 @@ def build_optimizer(
         options.setdefault("beta2_cap", config.betas[1])
     if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
-    if sharded and config.name not in SHARDABLE_OPTIMIZERS:
+    if is_sharded and config.name not in SHARDABLE_OPTIMIZERS:
         raise UserError(
             f"optim.name={config.name}: needs whole parameters, launch.parallel=ddp; for shards choose one of "
             f"{', '.join(SHARDABLE_OPTIMIZERS)}"
@@ -183,7 +184,7 @@ class Schedule:
     # The rate at the end, as a share of the peak.
     final: float
     # Whether the rate falls along a cosine; if not, it stays at the peak until the cooldown.
-    cosine: bool
+    is_cosine: bool
     # The step of the run at which it begins.
     first_step: int
 
@@ -201,8 +202,15 @@ class Schedule:
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
-        cosine = config.name == "cosine"
-        return Schedule(optim.lr, total, min(warmup, total), min(cooldown, total), config.final, cosine, first_step)
+        return Schedule(
+            peak=optim.lr,
+            total=total,
+            warmup=min(warmup, total),
+            cooldown=min(cooldown, total),
+            final=config.final,
+            is_cosine=config.name == "cosine",
+            first_step=first_step,
+        )
 
     @property
     def end(self) -> int:
@@ -215,7 +223,7 @@ class Schedule:
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final
-        if self.cosine:
+        if self.is_cosine:
             progress = (position - self.warmup) / max(1, self.total - self.warmup)
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         remaining = self.total - position

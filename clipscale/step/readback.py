@@ -31,7 +31,7 @@ class Readback:
         return cls(on_host, arrival)
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether reading would not wait."""
         return self.arrival is None or self.arrival.query()
 

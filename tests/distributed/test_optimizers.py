@@ -34,7 +34,7 @@ class Model(nn.Module):
 def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
     """The parameters after three steps with given gradients, the second of which are small."""
     config = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, eps=None)
-    optimizer = build_optimizer(model, config, sharded=sharded)
+    optimizer = build_optimizer(model, config, is_sharded=sharded)
     for number in range(3):
         g = torch.Generator().manual_seed(number)
         for p in model.parameters():
@@ -76,7 +76,7 @@ def test_steps_on_shards_are_those_on_whole_parameters(ranks: int, names: tuple[
 @pytest.mark.parametrize("name", ["adafactor", "lamb"])
 def test_others_are_refused_with_those_that_work(name: str) -> None:
     with pytest.raises(UserError, match=f"optim.name={name}: needs whole parameters, .*adafactorbv, muon"):
-        build_optimizer(Model(), OptimConfig(name=name), sharded=True)
+        build_optimizer(Model(), OptimConfig(name=name), is_sharded=True)
 
 
 @pytest.mark.slow

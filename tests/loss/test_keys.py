@@ -38,7 +38,7 @@ def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.Monke
 
     def stand_in(objective: Softmax) -> Any:
         asked.append(objective)
-        return lambda machine, shape: TorchBackend(objective.make_tile_ops(), Dot(), machine, dense=False)
+        return lambda machine, shape: TorchBackend(objective.make_tile_ops(), Dot(), machine, is_dense=False)
 
     monkeypatch.setattr(Softmax, "kernels", stand_in)
     u, v = (x.float() for x in features(6, 6, 16))

@@ -37,7 +37,7 @@ class Distillation(Objective):
     """
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
-    pairwise: bool = False
+    is_pairwise: bool = False
     teachers: tuple[TeacherSpec, ...] = ()
     # The teachers' share of the targets. The rest is the pairs'.
     teacher_share: float = 1.0
@@ -81,7 +81,7 @@ def add_teacher_lses(
     images_by_teacher = inputs.rows.teacher_features.split(widths, 1)
     texts_by_teacher = inputs.cols.teacher_features.split(widths, 1)
     softmax = Softmax((0.5, 0.5))
-    backend = TorchBackend(softmax.make_tile_ops(), Dot(), runtime, dense=False)
+    backend = TorchBackend(softmax.make_tile_ops(), Dot(), runtime, is_dense=False)
     row_lses = []
     col_lses = []
     for images, texts, teacher in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):

@@ -32,7 +32,8 @@ class TritonBackend:
         self.tiles = tiles
 
     def forward(self, block: Block) -> None:
-        """See TorchBackend. Does nothing here: without log-sum-exps there is nothing to compute."""
+        """See TorchBackend. An objective that is a sum over pairs has none: `backward` is its one sweep."""
+        raise NotImplementedError
 
     def backward(self, block: Block) -> None:
         """See TorchBackend."""
