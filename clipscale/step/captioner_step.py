@@ -34,7 +34,7 @@ class CaptionerStep(TrainStep):
         pairs, caption_loader = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if is_frozen(self.model.image):
-            reserved = min(self.cache.keep_budget.bytes, len(batch) * self.image_bytes)
+            reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
             pairs.images = FrozenImages(pairs.images, self.model.image, self.precision.autocast, reserved)
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):

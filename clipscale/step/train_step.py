@@ -191,9 +191,9 @@ class TrainStep:
 
     def set_keep_budget(self, timer: StepTimer) -> None:
         """After the first step, set the budget for kept graphs: the memory that the step left free. A collective."""
-        if self.cache.keep_budget.is_unknown:
+        if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # the timer's peaks have them already
-            self.cache.keep_budget = measured_budget(self.world, timer, self.cache.graph_bytes)
+            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:

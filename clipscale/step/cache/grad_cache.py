@@ -108,7 +108,7 @@ class GradCache:
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
-        self.keep_budget = to_keep_budget(keep_bytes)
+        self._keep_budget = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
             TowerPasses(encoder, function, autocast, is_last_of_encoder=encoder not in encoders[i + 1 :])
@@ -148,7 +148,7 @@ class GradCache:
 
         `reserved`: bytes of `keep_bytes` that are not for graphs.
         """
-        keep_budget = self.keep_budget.minus(reserved)
+        keep_budget = self._keep_budget.minus(reserved)
         for tower in self.towers[:i]:
             keep_budget = keep_budget.after_tower(tower.graphs.num_kept, tower.graphs.meter.bytes_each)
         if self._keeps_none:
@@ -202,7 +202,7 @@ class GradCache:
         keeps none.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
-        keeps_graphs = self.keep_budget.bytes and not self._keeps_none
+        keeps_graphs = self._keep_budget.bytes and not self._keeps_none
         may_repeat_alone = all(tower.graphs.on_short_memory is OnShortMemory.RETRY for tower in self.towers)
         if keeps_graphs and not may_repeat_alone:
             out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
@@ -215,11 +215,11 @@ class GradCache:
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        return None if self.keep_budget.is_unknown else self.keep_budget.bytes
+        return None if self._keep_budget.is_unknown else self._keep_budget.bytes
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | KeepBudget | None) -> None:
-        self.keep_budget = to_keep_budget(value)
+        self._keep_budget = to_keep_budget(value)
 
     @property
     def has_second_pass(self) -> list[bool]:

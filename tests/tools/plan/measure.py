@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale.common.keep_budget import KeepBudget
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
@@ -73,7 +72,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = measured_step(config, world)
-        step.cache.keep_budget = KeepBudget.at_most(config.cache.keep_budget.bytes)
+        step.cache.keep_bytes = config.cache.keep_budget.bytes
         for _ in range(3):
             one_step(step, config.batch // world.size)
     events = profiler.profiler.kineto_results.events()
