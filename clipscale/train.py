@@ -31,8 +31,9 @@ from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
 from clipscale.step.step_inputs import NextStepInfo
 
-# After a signal the run waits this many seconds for a copy. `launch.local.SHUTDOWN_S`, after which the launcher kills
-# its workers, covers this and the save. The 30 s of torch 2.11 may end the copy, which comes after the save.
+# After a signal the run saves, and then waits this many seconds for the checkpoint's copy. The launcher kills its
+# workers after `launch.local.SHUTDOWN_S`, which covers both. torch 2.11 kills them after 30 s: perhaps before the copy
+# ends.
 COPY_S = 60.0
 
 
@@ -150,13 +151,13 @@ class TrainLoop:
         It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous
         step as soon as the device has finished it.
         """
-        chunks = count()
+        passes = count()
         records = self.ready.records
 
         def before_chunk() -> None:
             self.signal_poller.poll()
             records.log_if_ready()
-            records.show_progress(f"step {self.step + 1}", next(chunks), self.train_step.cache.num_passes(local_batch))
+            records.show_progress(f"step {self.step + 1}", next(passes), self.train_step.cache.num_passes(local_batch))
 
         return before_chunk
 

@@ -134,7 +134,7 @@ class TrainStep:
             statistics=statistics,
         )
 
-    # ---- what a captioner does otherwise ----
+    # ---- of two towers; `CaptionerStep` has its own ----
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """First pass, tower by tower. Returns the features, as the cache's loss takes them, and the captions' input.
@@ -184,43 +184,17 @@ class TrainStep:
             return dict(caption_loader.widths())
         return {self.model.context_length: len(caption_loader)}
 
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """Samples per chunk of each tower."""
-        return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
-
-    def set_keep_budget(self, timer: StepTimer) -> None:
-        """After the first step, set the budget for kept graphs: the memory that the step left free. A collective."""
-        if self.cache.keep_bytes is None:
-            self.optimizer.zero_grad()  # the timer's peaks have them already
-            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_bytes)
-
-    @contextmanager
-    def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
-        """Around a part of a step. Raises UserError if the device runs out of memory."""
-        try:
-            with timer(name):
-                yield
-        except torch.OutOfMemoryError as error:
-            chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
-            graphs = sum(self.cache.kept)
-            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
-            raise UserError(
-                f"step {step}: out of memory in {name}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
-                "plan with the settings of this run says what fits"
-            ) from error
-
     # ---- update ----
 
     def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
-        The host waits for the device here, and in the loss's backward pass, which reads the
-        logit scale.
+        The host waits for the device here. It also waits in the loss's backward pass, which reads the logit scale.
         """
         if stream.failure:
             self.fail_on_all_ranks()
-        norm = self.summed_gradient_norm()
+        self.sum_and_unscale_gradients()
+        norm = gradient_norm(self.trainable_parameters)
         numbers = self.read_numbers(loss_terms, norm)
         if not numbers.is_finite:
             self.check_not_finite(numbers, stream, step)
@@ -231,8 +205,10 @@ class TrainStep:
         return numbers
 
     def fail_on_all_ranks(self) -> None:
-        """Make the gradient norm NaN on all ranks, so that none updates its weights: sets this rank's gradient of the
-        logit scale, which is summed over ranks, to NaN."""
+        """Set this rank's gradient of the logit scale to NaN.
+
+        It is summed over ranks, so the gradient norm is NaN on all of them, and none updates its weights.
+        """
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
@@ -256,12 +232,14 @@ class TrainStep:
                 )
             )
 
-    def summed_gradient_norm(self) -> Tensor:
-        """Sum the gradients of scale and bias over ranks, and unscale all. Returns the gradients' global norm, 0-d."""
+    def sum_and_unscale_gradients(self) -> None:
+        """Sum the gradients of scale and bias over ranks, as the replay does with those of the towers. A collective.
+
+        With fp16 also divide all gradients by the scale of the loss.
+        """
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
-        return gradient_norm(self.trainable_parameters)
 
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -286,3 +264,34 @@ class TrainStep:
             self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
         if self.ema and not overflows:
             self.ema.update()
+
+    # ---- chunks and their memory ----
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """Samples per chunk of each tower."""
+        return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
+
+    def set_keep_budget(self, timer: StepTimer) -> None:
+        """After the first step with `cache.keep=auto`, set the memory for kept graphs: what the step left free.
+
+        A collective.
+        """
+        if self.cache.keep_bytes is None:
+            self.optimizer.zero_grad()  # the timer's peaks have them already
+            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_bytes)
+
+    @contextmanager
+    def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
+        """Around a part of a step. Raises UserError if the device runs out of memory."""
+        try:
+            with timer(name):
+                yield
+        except torch.OutOfMemoryError as error:
+            chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
+            graphs = sum(self.cache.kept)
+            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
+            raise UserError(
+                f"step {step}: out of memory in {name}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
+                "plan with the settings of this run says what fits"
+            ) from error

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.common.modules import nested_blocks, trains
 from clipscale.distributed.weight_types import cast_gathered_, gathered_type
+from clipscale.distributed.world import gradient_norm
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -90,7 +91,8 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
         tracker.take_peak()
         for p, _ in updated:
             p.grad = torch.empty_like(p)
-        step.update(step.summed_gradient_norm())
+        step.sum_and_unscale_gradients()
+        step.update(gradient_norm(step.trainable_parameters))
     peak = tracker.take_peak() - tracker.live
     step.optimizer.zero_grad()
     state = step.optimizer.state

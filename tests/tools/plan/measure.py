@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
-from clipscale.distributed.world import World
+from clipscale.distributed.world import World, gradient_norm
 from clipscale.models.towers import build_model
 from clipscale.start.build import build_loss, build_step, writes_captions
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
@@ -134,7 +134,8 @@ def one_step(step: TrainStep, local: int) -> None:
         step.cache.replay()
     gc.collect()
     with record_function("optim"):
-        step.update(step.summed_gradient_norm())
+        step.sum_and_unscale_gradients()
+        step.update(gradient_norm(step.trainable_parameters))
 
 
 def measured_on_a_rank(rank: int, world_size: int, changed: dict) -> StepMemory:
