@@ -44,8 +44,8 @@ class ShardedTower(nn.Module):
     def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
         """Around the pass of a chunk: decides whether its backward pass shards the weights again.
 
-        In ZeRO's stage 3 every chunk's does, in stage 2 only the last one's, with `sums_gradients`. Gradients are
-        summed after each chunk in any case.
+        In ZeRO's stage 3 every chunk's backward pass does, in stage 2 the last one's, for which `sums_gradients` is
+        true. In both stages gradients are summed after each chunk.
         """
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(sums_gradients or self.zero_stage == 3)

@@ -176,7 +176,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`.
 
-    An input that needs no gradient has None. But a backend may sum the scale's in any case; autograd then drops it.
+    An input that needs no gradient has None. The scale may have one all the same; autograd then drops it.
     Where each gradient comes from:
 
         images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe
@@ -279,6 +279,7 @@ def make_striped_block_fn(
 
 
 def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
+    """The type of the features' gradient: theirs, or float32 for float16 if the backward pass scales it later."""
     is_scaled_later = features.dtype == torch.float16 and call.objective.is_pairwise
     return torch.float32 if is_scaled_later else features.dtype
 

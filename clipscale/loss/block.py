@@ -26,7 +26,7 @@ class Side:
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
     value: Tensor | None = None  # (n,) float64, rows only: the loss's terms that are no log-sum-exps, times N
-    positive_weight: Tensor | None = None  # (n,) of the softmax's kernel alone: `weight`, as it counts for positives
+    positive_weight: Tensor | None = None  # (n,) for the softmax's kernel alone: the weights of the positives
 
     def __len__(self) -> int:
         return len(self.features)

@@ -183,9 +183,9 @@ class Schedule:
     cooldown: int
     # The rate at the end, as a share of the peak.
     final: float
-    # Whether the rate falls along a cosine; if not, it stays at the peak until the cooldown.
+    # Whether the rate falls along a cosine. If not, the rate stays at the peak until the cooldown.
     is_cosine: bool
-    # The step of the run at which it begins.
+    # The step of the run at which the schedule begins.
     first_step: int
 
     @staticmethod

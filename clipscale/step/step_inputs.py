@@ -14,12 +14,12 @@ TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_LABELS = range(4)
 
 @dataclass(frozen=True)
 class NextStepInfo:
-    """What a step needs from all ranks before it begins, and whether a checkpoint is saved before it. Reading it waits
-    for the all-reduce.
+    """What the ranks tell each other of the next step: the counts that it needs before it begins, and whether a
+    checkpoint is saved before it. Reading waits for the all-reduce.
 
     step n:    replay begins -> `start` begins the all-reduce, with this rank's counts of step n + 1
                replay, update
-    step n+1:  reads `num_text_chunks` and `num_caption_labels`; where one is 0, it asks the ranks itself
+    step n+1:  reads `num_text_chunks` and `num_caption_labels`; a count of 0 is not known, so the step asks the ranks
     """
 
     # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
@@ -59,10 +59,7 @@ class NextStepInfo:
 
 @dataclass
 class StepInputs:
-    """Builds the towers' inputs of a batch.
-
-    Keeps the last step's message, from which this step learns how many text chunks all ranks make.
-    """
+    """Builds the encoders' inputs of a batch. The last step's message says how many text chunks all ranks make."""
 
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
@@ -72,9 +69,9 @@ class StepInputs:
     sort_captions: bool
     # Whether the model writes captions; then pairs are its only input.
     writes_captions: bool = False
-    # What the last step's all-reduce says of this one; None in the first step.
+    # What the last step's all-reduce says of this step; None in the first one.
     info: NextStepInfo | None = None
-    # The next step's captions, if they had arrived in the last one.
+    # This step's captions, if they had arrived in the last step.
     sorted_ahead: SortedCaptions | None = None
 
     def images(self, batch: HostBatch) -> ChunkLoader:
@@ -96,7 +93,7 @@ class StepInputs:
         return caption_loader
 
     def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
-        """The text tower's input. If it is sorted, in this rank's own chunks; that waits for all captions."""
+        """The text tower's input. If captions are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
@@ -112,7 +109,7 @@ class StepInputs:
         return caption_loader
 
     def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
-        """The input of a captioner's encoder; and the captions in it. `chunk_size`: pairs of a chunk."""
+        """The input of a captioner's encoder, and the captions in it. `chunk_size`: pairs of a chunk."""
         caption_loader = self.captions(batch, chunk_size)
         if isinstance(caption_loader, SortedCaptions):
             return SortedPairs(batch.pixels, caption_loader), caption_loader

@@ -49,7 +49,7 @@ class StepTimer:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Each part's seconds, once the last has begun. On a GPU this waits for its end, not for work queued later."""
+        """Seconds of each part, to be read after the last one. On a GPU this waits until that part has run there."""
         if not self._cuda:
             return {name: ended - started for name, (started, ended) in self._spans.items()}
         for _, ended in self._spans.values():

@@ -92,9 +92,11 @@ class TritonSigmoid(TritonBackend):
     """Three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
 
     def backward(self, block: Block) -> None:
-        """Add the block's part of the value to row 0's, where there is one. Add scale * G V to
-        the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
-        scale's."""
+        """Add the block's part of the loss to the value of row 0, since the kernel sums over tiles, not over rows.
+
+        Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij
+        <u_i, v_j> to the scale's.
+        """
         parameters = block.parameters
         row_values = block.rows.value
         for panel, store in self.gradient_panels(block):

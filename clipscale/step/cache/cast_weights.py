@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.half_precision import Cast, CastLayer
-from clipscale.step.cache.pass_contexts import has_no_sync, is_collective, is_ddp
+from clipscale.step.cache.pass_contexts import is_collective, is_ddp, sums_by_hooks
 
 
 @dataclass
@@ -36,17 +36,22 @@ class CastWeights:
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    # Whether hooks of DDP sum gradients over ranks. They see only what autograd adds.
-    has_hooks: bool = False
+    # Whether hooks, such as DDP's, sum the gradients over ranks. They see only what autograd adds.
+    sums_by_hooks: bool = False
 
     def start_step(
         self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
     ) -> None:
-        """Cast the weights that autocast would cast in every chunk. Not under FSDP2, which gathers cast weights."""
+        """Cast the weights that autocast would cast in every chunk. Casts nothing in three cases:
+
+        - There is only one chunk.
+        - FSDP2 gathers the weights, and casts them then.
+        - DDP looks for unused parameters, which its hooks must see.
+        """
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
-        self.has_hooks = has_no_sync(encoder)
+        self.sums_by_hooks = sums_by_hooks(encoder)
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)
@@ -64,7 +69,7 @@ class CastWeights:
         `sums_gradients`: that backward pass sums gradients over the ranks. DDP then needs autograd's own, so nothing is
         cast.
         """
-        if builds_graph and sums_gradients and self.has_hooks:
+        if builds_graph and sums_gradients and self.sums_by_hooks:
             yield
         elif builds_graph:
             with casting(self.layers, accumulates=True), self.accumulating():
@@ -89,7 +94,8 @@ class CastWeights:
         Between the passes of a step somebody else may have set `.grad` to None or to another tensor:
 
         first pass of the step   `.grad`, or zeros if it is None
-        later passes             the same tensor; before, another `.grad` is copied into it, and None sets it to zero
+        later passes             the tensor of the first pass, after the values of another `.grad` have been copied into
+                                 it; if `.grad` is None, zeros
         """
         gradient = self.gradients.get(weight)
         if gradient is None:

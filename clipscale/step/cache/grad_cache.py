@@ -53,20 +53,20 @@ class GradCache:
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
             so a loss of its own is never counted. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
             synchronised once, with its last chunk; clipscale's own `ShardedTower` does it after each chunk. A module
-            with a method `gradient_sync(sync)`, a context, is asked to sum in its own way: each pass is inside it, and
+            with a method `gradient_sync(sync)`, a context, sums in its own way: each pass runs inside that context, and
             `sync` is true for the last chunk's backward pass alone. The forward pass of such an encoder counts as a
             collective, unless it has an attribute `forward_is_collective = False`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
-        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. All ranks
-            pass the same.
-            0: keep none.
-            math.inf: keep all.
-            A number: measure a graph in the first step, then keep as many as fit.
-            None: measure, and keep none yet.
-            A `KeepBudget`: one of these as an object, as clipscale's own runs pass it.
-            May be changed between steps, as `chunks` may. A rank that runs out of memory for a graph keeps none from
-            then on. Under FSDP2, or with synchronised batch normalisation, all ranks then keep none.
+        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. It is the
+            same on all ranks, and may be changed between steps, as `chunks` may. The values:
+                0: keep none
+                math.inf: keep all
+                a number: measure a graph in the first step, then keep as many as fit
+                None: measure a graph, and keep none yet
+                a `KeepBudget`: one of these as an object, as clipscale's own runs pass it
+            A rank that runs out of memory for a graph keeps none from then on. Under FSDP2, or with synchronised batch
+            normalisation, all ranks then keep none.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
@@ -146,7 +146,7 @@ class GradCache:
     ) -> Tensor:
         """The first pass of tower i, after all earlier towers have had theirs; see `encode`.
 
-        `reserved`: bytes of `keep_bytes` that are not for graphs.
+        `reserved`: bytes of `keep_bytes` that the input takes for itself.
         """
         keep_budget = self._keep_budget.minus(reserved)
         for tower in self.towers[:i]:
@@ -195,11 +195,10 @@ class GradCache:
             )
 
     def _keep_none_after_out_of_memory(self) -> None:
-        """If a graph did not fit, keep none from now on.
+        """If a graph did not fit, keep none from now on: on this rank, or on all ranks if their passes are collectives.
 
-        If a pass is a collective, all ranks keep none, and this call is a collective while graphs are kept. A pass is
-        one under FSDP2, which gathers weights, and with synchronised batch normalisation. Otherwise only this rank
-        keeps none.
+        Passes are collectives under FSDP2, which gathers weights, and with synchronised batch normalisation. This call
+        is then one, too, as long as graphs are kept.
         """
         out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
         keeps_graphs = self._keep_budget.bytes and not self._keeps_none

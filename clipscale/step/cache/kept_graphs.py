@@ -28,7 +28,7 @@ class GraphMeter:
     _measured: list[int] | None = None
 
     def start_step(self, rows: int, *, measure: bool) -> None:
-        """Prepare for a step of `rows` samples. `measure`: it measures the bytes, if they are not known.
+        """Prepare for a step of `rows` samples. `measure`: whether the step measures bytes that are not known.
 
         All ranks pass the same values, since `agree_on_size` is a collective.
         """
@@ -51,7 +51,10 @@ class GraphMeter:
         self._measured.append(size())
 
     def agree_on_size(self, device: torch.device) -> None:
-        """After the first pass, set `bytes_each` to the largest graph of all ranks. A collective if a step measures."""
+        """After the first pass, set `bytes_each` to the largest graph of all ranks.
+
+        A collective if the step measures.
+        """
         if self._measured is None:
             return
         graphs = self._measured
@@ -68,8 +71,8 @@ class OnShortMemory(Enum):
     # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
     # collective does this, because no rank may fail in it or repeat it.
     ASK_FIRST = "ask first"
-    # Try the pass. If it fails, drop all graphs and repeat it without one. DDP's passes do this, too: they have to be
-    # tried, because DDP rebuilds its buckets after the first graph, on all ranks together.
+    # Try the pass. If it fails, drop all graphs and repeat the pass without a graph. Passes under DDP do this, too, and
+    # must be tried, because DDP rebuilds its buckets after the first graph, on all ranks together.
     RETRY = "retry"
     # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates statistics does this, because a repeated
     # one would update them twice.
@@ -97,7 +100,7 @@ class GraphPolicy(Enum):
 
 @dataclass
 class KeptGraphs:
-    """The graphs of a tower's first chunks, which it keeps in a step. All ranks keep the same number.
+    """The graphs of a tower's first chunks, which it keeps in a step. All ranks plan to keep the same number.
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
@@ -134,9 +137,9 @@ class KeptGraphs:
         self._on_gpu = on_gpu
 
     def decide(self, i: int) -> GraphPolicy:
-        """What becomes of the graph of chunk i, the next one to be encoded: `policy`, after a look at the free memory.
+        """What becomes of the graph of chunk i, the next one to be encoded.
 
-        Only ASK_FIRST looks. If the memory is short, this rank keeps no more graphs.
+        ASK_FIRST looks at the free memory before. If it is short, this rank keeps no more graphs.
         """
         if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
             self.num_kept = i
@@ -144,7 +147,7 @@ class KeptGraphs:
         return self.policy(i)
 
     def policy(self, i: int) -> GraphPolicy:
-        """What becomes of the graph of chunk i, by the numbers of this step.
+        """What becomes of the graph of chunk i, by `num_kept` and `num_planned`.
 
         A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph a
         captioner also runs its decoder, and gathers its weights; all ranks must gather equally often.
@@ -156,7 +159,7 @@ class KeptGraphs:
         return GraphPolicy.MEASURE if self.meter.is_measuring else GraphPolicy.NO_GRAPH
 
     def _has_memory(self) -> bool:
-        """Whether one more graph fits. On a CPU it is not known, and assumed."""
+        """Whether one more graph fits. Always true on a CPU, where it is not known."""
         return not self._on_gpu or free_gpu_memory() >= HEADROOM * self.meter.bytes_each
 
     @contextmanager
@@ -176,7 +179,7 @@ class KeptGraphs:
                     yield
 
     def drop(self) -> None:
-        """Drop the kept graphs, and keep no more in this step. Their chunks get a second pass."""
+        """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""
         self.outputs.clear()
         self.num_kept = 0
         self.out_of_memory = True
@@ -200,7 +203,7 @@ def free_gpu_memory() -> int:
 
 @contextmanager
 def measured_graph(on_gpu: bool = False) -> Iterator[Callable[[], int]]:
-    """Measures the graph that is built inside: on the current GPU by the allocator, else by the tensors it saves."""
+    """Measures the graph that is built inside: by the current GPU's allocator, or by the tensors that it saves."""
     bytes_of_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:

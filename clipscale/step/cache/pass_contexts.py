@@ -1,8 +1,8 @@
-"""How encoders differ: when they sum gradients over ranks, and whether a pass of theirs changes statistics."""
+"""Contexts around a pass of an encoder, and what they ask of it: DDP or FSDP2, batch normalisation."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeGuard
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,9 +18,17 @@ def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
     return isinstance(encoder, DistributedDataParallel)
 
 
-def has_no_sync(encoder: object) -> bool:
-    """Whether hooks sum the encoder's gradients in each backward pass, but not inside its `no_sync`: DDP's, or those of
-    another wrapper with that method."""
+class HasNoSync(Protocol):
+    """A wrapper with a context in which a pass does not sum gradients, such as DDP."""
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+def sums_by_hooks(encoder: object) -> TypeGuard[HasNoSync]:
+    """Whether hooks on the encoder's gradients sum them over ranks, except for passes inside its `no_sync`.
+
+    True of DDP, and taken to be true of any other wrapper with that method.
+    """
     return hasattr(encoder, "no_sync")
 
 
@@ -39,7 +47,7 @@ def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> It
     DDP                     in the forward pass (see `rearm_ddp_sync`): the next backward pass sums
     FSDP2's `fully_shard`   in the backward pass, which sums
     `ShardedTower`          in the backward pass, which always sums: in ZeRO's stage 2 it then shards the weights again
-    `gradient_sync`         of a user's encoder decides itself; see `GradCache`
+    a `gradient_sync`       of a user's encoder decides itself; see `GradCache`
     """
     if hasattr(encoder, "chunk_context"):
         with encoder.chunk_context(sums_gradients=sums_gradients):
@@ -53,15 +61,15 @@ def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> It
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif has_no_sync(encoder) and not sums_gradients:
-        with encoder.no_sync():  # type: ignore[attr-defined]
+    elif sums_by_hooks(encoder) and not sums_gradients:
+        with encoder.no_sync():
             yield
     else:
         yield
 
 
 def is_collective(encoder: Callable[..., object]) -> bool:
-    """Whether the forward pass communicates (FSDP2 gathers weights), so that every rank must run equally many."""
+    """Whether a forward pass communicates (FSDP2 gathers weights), so that all ranks must run equally many passes."""
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:
         return stated
@@ -99,7 +107,8 @@ def snapshot_batch_norm(encoder: Callable[..., object]) -> Callable[[], None]:
 
     def restore() -> None:
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # `data`: a change that autograd does not see, as another tower's kept graph needs
+            # By `data`, so that autograd does not see the change: another tower's kept graph may hold the buffer.
+            buffer.data.copy_(value)
 
     return restore
 
