@@ -68,7 +68,7 @@ class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
     def __init__(self, ready: ReadyRun, world: World, lock: RunLock | None = None) -> None:
-        """`lock`: the one of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
+        """`lock`: the lock of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
         self.ready = ready
         self.world = world
         self.lock = lock
@@ -116,7 +116,7 @@ class TrainLoop:
     def run_step(self) -> NextStepInfo:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
 
-        Returns what the ranks say of the next step, and whether one wishes to save before it.
+        Returns what the ranks say of the next step, and whether any of them wishes to save before it.
         """
         step = self.step + 1
         train_step = self.train_step
@@ -128,9 +128,9 @@ class TrainLoop:
                 wait_for_first_samples(batch)
             if self.step == ready.settled.step:
                 show_task(f"step {step}, the first of this start")
-            overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
+            is_overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
-                batch, self.stream, step, save=overdue, before_chunk=self.make_before_chunk(len(batch))
+                batch, self.stream, step, wants_save=is_overdue, before_chunk=self.make_before_chunk(len(batch))
             )
         self.step = step  # what fails from here on undoes nothing
         self.loss = result.numbers.loss
@@ -184,7 +184,7 @@ class TrainLoop:
         return results
 
     def save(self, *, wait: bool) -> None:
-        """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: until it is complete."""
+        """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: wait until it is complete."""
         self.ready.records.flush()
         if wait:
             show_task(f"saving step {self.step}")

@@ -217,7 +217,7 @@ def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
 
 
 def both_passes(tower: nn.Module, inputs: TowerInput) -> None:
-    """A pass without a graph and, if the tower trains, one with a graph, which adds to its gradients."""
+    """A pass without a graph and, if the tower trains, one with a graph, which adds to the tower's gradients."""
     arguments = as_arguments(inputs)
     with torch.no_grad():
         tower(*arguments)

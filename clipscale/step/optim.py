@@ -68,8 +68,8 @@ class FastMuon(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         fused = [group for group in self.param_groups if group.get("fused")]
-        # Both optimizers use this one's groups and state. They are passed on in each step, since loading a checkpoint
-        # replaces them.
+        # Both optimizers use the groups and the state of this object. These are passed on in each step, since loading a
+        # checkpoint replaces them.
         self.muon.param_groups = [group for group in self.param_groups if not group.get("fused")]
         self.adamw.param_groups = [
             self.adamw.defaults | group | {"lr": group["lr"] * group["fallback_lr_scale"]} for group in fused
@@ -214,7 +214,7 @@ class Schedule:
 
     @property
     def end(self) -> int:
-        """The step after its last one, counted from the start of the run."""
+        """The step after the schedule's last one, counted from the start of the run."""
         return self.first_step + self.total
 
     def lr(self, step: int) -> float:

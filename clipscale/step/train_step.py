@@ -96,14 +96,14 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, step: int, *, save: bool, before_chunk: Callable[[], None]
+        self, batch: HostBatch, stream: TrainStream, step: int, *, wants_save: bool, before_chunk: Callable[[], None]
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1, for messages.
-            save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
+            wants_save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
@@ -120,7 +120,7 @@ class TrainStep:
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=save)
+        next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.cache.replay(before_chunk, chunk_loss_weight=self.chunk_loss_weight)
         with self.phase(timer, "optim", step):
@@ -243,7 +243,7 @@ class TrainStep:
 
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates, in its order."""
+        """The parameters of the optimizer, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def update(self, norm: Tensor, *, overflows: bool = False) -> None:

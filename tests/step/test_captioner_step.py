@@ -131,7 +131,7 @@ def last_of(
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
     batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None, waited_s=0.0)
-    return [step.run(batch, stream, number, save=False, before_chunk=lambda: None) for number in numbers][-1]
+    return [step.run(batch, stream, number, wants_save=False, before_chunk=lambda: None) for number in numbers][-1]
 
 
 class Answer(NamedTuple):

@@ -200,7 +200,7 @@ class GradCache:
         Passes are collectives under FSDP2, which gathers weights, and with synchronised batch normalisation. This call
         is then one, too, as long as graphs are kept.
         """
-        out_of_memory = any(tower.graphs.out_of_memory for tower in self.towers)
+        out_of_memory = any(tower.graphs.is_out_of_memory for tower in self.towers)
         keeps_graphs = self._keep_budget.bytes and not self._keeps_none
         may_repeat_alone = all(tower.graphs.on_short_memory is OnShortMemory.RETRY for tower in self.towers)
         if keeps_graphs and not may_repeat_alone:
@@ -222,7 +222,7 @@ class GradCache:
 
     @property
     def has_second_pass(self) -> list[bool]:
-        """Whether each tower has one: it trains, and gradients are enabled."""
+        """Whether each tower has a second pass: its encoder trains, and gradients are enabled."""
         return [tower.has_second_pass for tower in self.towers]
 
     @property

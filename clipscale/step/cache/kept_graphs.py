@@ -104,7 +104,7 @@ class KeptGraphs:
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
-    a graph does not fit after all:               the step goes on without it, and `out_of_memory` is true;
+    a graph does not fit after all:               the step goes on without it, and `is_out_of_memory`;
                                                   `GradCache` keeps none from then on
     """
 
@@ -117,7 +117,7 @@ class KeptGraphs:
     meter: GraphMeter = field(default_factory=GraphMeter)
     on_short_memory: OnShortMemory = OnShortMemory.RAISE
     # Whether a graph did not fit in this step.
-    out_of_memory: bool = False
+    is_out_of_memory: bool = False
     _on_gpu: bool = False
 
     def start_step(
@@ -133,7 +133,7 @@ class KeptGraphs:
         self.num_planned = keep_budget.graphs(num_chunks, self.meter.bytes_each)
         self.num_kept = self.num_planned
         self.on_short_memory = on_short_memory
-        self.out_of_memory = False
+        self.is_out_of_memory = False
         self._on_gpu = on_gpu
 
     def decide(self, i: int) -> GraphPolicy:
@@ -143,7 +143,7 @@ class KeptGraphs:
         """
         if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
             self.num_kept = i
-            self.out_of_memory = True
+            self.is_out_of_memory = True
         return self.policy(i)
 
     def policy(self, i: int) -> GraphPolicy:
@@ -182,7 +182,7 @@ class KeptGraphs:
         """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""
         self.outputs.clear()
         self.num_kept = 0
-        self.out_of_memory = True
+        self.is_out_of_memory = True
 
 
 def largest_of_ranks(value: int, device: torch.device) -> int:
