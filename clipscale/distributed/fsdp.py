@@ -73,6 +73,11 @@ def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, or any other tensor itself. Writing to it writes to the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Gathers the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
 

@@ -200,11 +200,6 @@ class World:
         return wrapped
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, or any other tensor itself. Writing to it writes to the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Global Euclidean norm of all gradients, sharded or not: 0-d, the same on every rank, 0 without gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from clipscale.checkpoint.state import EmaState
-from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import local_shard
+from clipscale.distributed.fsdp import local_shard, reshard
 
 
 class WeightEma:
