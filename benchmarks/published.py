@@ -1,9 +1,13 @@
-"""What published implementations of the contrastive loss keep on a GPU, by what their own code keeps.
+"""What published implementations of the contrastive loss keep on a GPU, and how fast published runs were.
 
     python benchmarks/published.py model=vit-b16 gpus=8 loss=infcl batch=800k precision=fp16 chunk=128 json=true
+    python benchmarks/published.py of=time
 
-A step with open_clip's own forward pass, whose graph a dry run measures, and a gradient cache, under DDP and AdamW, as
-Inf-CL's code takes it. The loss runs outside of autocast, on float32 features. docs/benchmarks/published.md derives it.
+`of=time`: the rates of published runs, beside those that the plan expects of a plain step (docs/plan.md).
+
+`of=memory`: by what their own code keeps. A step with open_clip's own forward pass, whose graph a dry run measures,
+and a gradient cache, under DDP and AdamW, as Inf-CL's code takes it. The loss runs outside of autocast, on float32
+features. docs/benchmarks/published.md derives it.
 
 N: batch, b: samples of one rank, D: feature width. All sizes in bytes of one GPU.
 """
@@ -26,8 +30,10 @@ from clipscale.common.units import format_bytes
 from clipscale.config.presets import conf_dir
 from clipscale.tools.plan.memory import outside_torch
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
+from clipscale.tools.plan.step_time import PLAIN_STEPS, plain_share
 
 DEFAULTS = {
+    "of": "memory",  # or time, of published runs, which takes no other setting
     "model": "vit-l14",  # a preset of conf/model, or open_clip's name
     "gpus": 8,  # in all
     "hardware": "a800-80g",
@@ -50,6 +56,33 @@ TABLE_1 = {
     (32, "openclip", False): ["0.71 42.46", "2.45 43.06", "8.98 44.26", "34.35 46.71", ""],
     (32, "infcl", False): ["0.05 42.48", "0.09 43.08", "0.18 44.30", "0.35 46.71", "1.44 61.20"],
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """Published runs of a model on a kind of GPU."""
+
+    model: str
+    # As in clipscale/common/hardware.yaml.
+    hardware: str
+    gpus: str
+    # Images a second of one GPU.
+    published: str
+    source: str
+
+
+LAION = "LAION (arXiv 2212.07143, trained_models_info.csv)"
+# open_clip's names, by which the rates of plain steps are known.
+RUNS = [
+    Run("ViT-B-32", "a100-80g", "128 and 344 A100", "850 and 634", LAION),
+    Run("ViT-B-16", "a100-80g", "A100", "396", "LAION, as above"),
+    Run("ViT-L-14", "a100-80g", "768 and 1,024 A100", "79 and 66 to 77", "LAION, as above"),
+    Run("ViT-H-14", "a100-80g", "824 A100", "42", "LAION, as above"),
+    Run("ViT-L-14", "v100-32g", "256 V100", "48", "OpenAI (arXiv 2103.00020): 12 days, 12.8B samples"),
+    Run("ViT-B-16", "a100-80g", "8 A100", "271 to 417", "Chinese-CLIP"),
+    Run("ViT-g-14", "a100-80g", "8 to 128 A100", "70 to 67", "NVIDIA NeMo"),
+    Run("ViT-g-14", "h100-80g", "8 to 128 H100", "117 to 108", "NVIDIA NeMo"),
+]
 
 
 @dataclass(frozen=True)
@@ -132,9 +165,36 @@ def figures(model: Model, method: Method, *, batch: int, gpus: int, chunk: int, 
     return {"published_loss_bytes": loss, "published_peak_bytes": peak}
 
 
+def planned(run: Run) -> tuple[float, float]:
+    """Images a second of one GPU that the plan expects of a plain step: the lowest, the highest."""
+    gpu = hardware(run.hardware)
+    forward = 1e9 * next(row["gflop"] for row in reversed(PLAIN_STEPS["images_per_s"]) if row["model"] == run.model)
+    _, low, high = plain_share(run.model, gpu, forward)
+    # A backward pass takes twice the operations of a forward pass.
+    return low * gpu.peak("bf16") / (3 * forward), high * gpu.peak("bf16") / (3 * forward)
+
+
+def times() -> str:
+    """The table of docs/plan.md."""
+    lines = [
+        "| model | GPUs | published, images/s a GPU | plan of a plain step | source |",
+        "|---|---|--:|--:|---|",
+    ]
+    for run in RUNS:
+        low, high = planned(run)
+        name = run.model.removeprefix("ViT-").replace("-", "/")
+        lines.append(f"| {name} | {run.gpus} | {run.published} | {low:,.0f} to {high:,.0f} | {run.source} |")
+    return "\n".join(lines)
+
+
 def main(words: list[str]) -> dict[str, Any]:
     """The figures of the settings. Raises UserError."""
     settings = settings_of(DEFAULTS, words)
+    if settings.of not in ("memory", "time"):
+        raise UserError(f"of={settings.of}: known are memory, time")
+    if settings.of == "time":
+        print(times())
+        return {}
     if settings.loss not in METHODS:
         raise UserError(f"loss={settings.loss}: known are {', '.join(METHODS)}{did_you_mean(settings.loss, METHODS)}")
     gpu = hardware(settings.hardware)

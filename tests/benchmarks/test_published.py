@@ -1,4 +1,4 @@
-"""`benchmarks/published.py`: the memory of published implementations."""
+"""`benchmarks/published.py`: the memory of published implementations, and the rates of published runs."""
 
 import importlib
 import json
@@ -48,7 +48,18 @@ def test_the_object_that_it_prints(published: Any, capsys: Capture) -> None:
     assert 0 < result["published_loss_bytes"] < result["published_peak_bytes"]
 
 
-@pytest.mark.parametrize(("word", "reason"), [("loss=siglip", "known are clip, "), ("model=vit-l15", "unknown")])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("loss=siglip", "known are clip, "), ("model=vit-l15", "unknown"), ("of=speed", "known are memory, time")],
+)
 def test_an_unknown_name_is_refused(word: str, reason: str, published: Any) -> None:
     with pytest.raises(UserError, match=reason):
         published.main([word])
+
+
+def test_the_plans_page_has_the_rates_that_the_plan_expects_beside_published_ones(
+    published: Any, capsys: Capture
+) -> None:
+    published.main(["of=time"])
+    table = capsys.readouterr().out
+    assert table in (BENCHMARKS.parent / "docs/plan.md").read_text(), table
