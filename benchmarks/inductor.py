@@ -39,6 +39,8 @@ H100 = SimpleNamespace(
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
 )  # fmt: skip
+# Parts of the names of library kernels, our own sum of weight gradients among them.
+PRODUCTS = "mm", "scaled_dot_product", "convolution", "add_weight_grad"
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Fused:
     """Fused kernels of the compiled graphs that have run: their number and bytes in forward and backward passes."""
 
     kernels: int = 0
+    # Calls of library kernels, such as matrix products and attention, which nothing else counts here.
+    library_calls: int = 0
     bytes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
     # The kernels of each pass's first graph: the pass, the operations that a kernel computes, its bytes.
     groups: list[tuple[str, str, int]] = field(default_factory=list)
@@ -72,9 +76,9 @@ def as_if_there_were_a_gpu() -> Iterator[None]:
         yield
 
 
-def scheduled(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool) -> list[tuple[str, int]]:
+def scheduled(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool) -> tuple[list[tuple[str, int]], int]:
     """The operations and bytes of each kernel that inductor would write for a graph on a GPU. Library kernels, such as
-    products and attention, are left out. Changes the graph."""
+    products and attention, are not among them, and are the second result: their number. Changes the graph."""
     mode: Any = detect_fake_mode(inputs)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
@@ -93,17 +97,18 @@ def scheduled(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool)
         with V.set_graph_handler(lowering):
             lowering.run(*there)
             lowering._update_scheduler()
-            return [
+            fused = [
                 (operations_of(kernel), kernel.get_read_write_buffers_sizes())
                 for kernel in lowering.scheduler.nodes
                 if not is_product(kernel) and kernel.get_read_write_buffers_sizes()
             ]
+            return fused, sum(map(is_product, lowering.scheduler.nodes))
 
 
 def is_product(kernel: Any) -> bool:
     """A matrix product or attention."""
     name = str(getattr(kernel.node, "python_kernel_name", ""))
-    return kernel.is_extern() and any(part in name for part in ("mm", "scaled_dot_product", "convolution"))
+    return kernel.is_extern() and any(part in name for part in PRODUCTS)
 
 
 def operations_of(kernel: Any) -> str:
@@ -119,12 +124,13 @@ def counting(fused: Fused) -> Callable[..., Any]:
     def inner_compile(graph: torch.fx.GraphModule, inputs: list[Any], **settings: Any) -> Any:
         is_backward = bool(settings.get("is_backward"))
         name = "backward" if is_backward else "forward"
-        kernels = scheduled(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)), inputs, is_backward)
+        kernels, library_calls = scheduled(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)), inputs, is_backward)
         if name not in {each[0] for each in fused.groups}:
             fused.groups += [(name, operations, size) for operations, size in kernels]
 
         def run(*arguments: Any) -> Any:
             fused.kernels += len(kernels)
+            fused.library_calls += library_calls
             fused.bytes[name] += sum(size for _, size in kernels)
             return graph.forward(*arguments)
 

@@ -59,3 +59,15 @@ def test_weights_that_are_cast_once_move_a_gradient_alone(monkeypatch: pytest.Mo
             small, large = (sum(counter.moved.values()) for counter in counters)
             assert 2 * small - large == expected * W * W
             assert (counters[0].casts, counters[0].additions) == (casts, additions)
+
+
+@pytest.mark.slow  # it loads torch's compiler
+def test_launches_of_a_compiled_text_tower_are_its_products_and_fewer_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tiny` has two blocks. A block's forward pass has four products and attention, its backward pass twice as many
+    products and attention's; the last block's computes the pooled token alone, by one product more."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    launches = importlib.import_module("launches")
+    (row,) = launches.measure("tiny", "bf16", chunk=64, width=24)
+    assert row["library_calls"] == (2 * 5 + 2 * 4 + 1) + (2 * 6 + 2 * 5 + 1)
+    assert row["kernels"] + row["library_calls"] < row["eager_blocks"] < row["eager"]
+    assert row["compiled"] == row["eager"] - row["eager_blocks"] + row["kernels"] + row["library_calls"]
