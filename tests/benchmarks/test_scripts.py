@@ -79,6 +79,8 @@ def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
     assert cached["ratio"] == pytest.approx(rows[0]["samples_per_s"] / cached["samples_per_s"])
     assert {"encode_s", "loss_s", "replay_s"} <= cached["parts"].keys()
     assert cached["profile"]["host_share"] == 1, "a CPU waits for no device"
+    in_kernels = sum(cached["profile"]["kinds_ms"].values())
+    assert cached["profile"]["idle_ms"] == pytest.approx(1e3 * cached["step_s"]["median"] - in_kernels, abs=0.1)
     assert cached["profile"]["launches"] > 4 * len(cached["profile"]["kernels"])
     assert rows[2]["ratio"] == 1, "a frozen tower is compared with its like"
     with pytest.raises(UserError, match="methods=cash: unknown; did you mean 'cache'"):
@@ -178,3 +180,52 @@ def test_what_a_written_caption_names_is_compared_with_its_pictures_objects(scri
         "shape": 2,
         "both": 1,
     }
+
+
+def test_a_change_is_golden_if_all_curves_are_those_of_the_other_commit(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("the commits are not here")
+    golden = script("golden")
+    steps = [(4.5, 13.5), (4.4, 12.5), (4.3, 11.5)]
+
+    def curve(tree: Path, words: str, run: Path) -> list[tuple[float, float]]:
+        assert (tree / "clipscale/train.py").is_file(), "the whole tree of the commit"
+        of_this_tree = {"sigmoid": steps[:2] + [(4.3, 11.6)], "ring": steps[:2], "bf16": []}
+        return of_this_tree.get(run.name.removesuffix("-now"), steps)
+
+    monkeypatch.setattr(golden, "curve", curve)
+    assert golden.main(["commit=HEAD", "runs=plain,stages"]) is True
+    assert golden.main(["commit=HEAD", "runs=plain,sigmoid,ring,bf16"]) is False
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2:] == [
+        "plain: bit-equal", "sigmoid: differs from step 3", "ring: differs from step 3", "bf16: not run",
+    ]  # fmt: skip
+    for word, reason in (("commit=nowhere", "git does not know it"), ("runs=rings", "known are plain, ")):
+        with pytest.raises(UserError, match=reason):
+            golden.main([word])
+
+
+@pytest.mark.slow  # it trains twice
+def test_a_golden_run_is_trained_and_read(script: Any, tmp_path: Path) -> None:
+    golden = script("golden")
+    first, again = (golden.curve(ROOT, "samples=128", tmp_path / name) for name in ("first", "again"))
+    assert len(first) == 2 and golden.comparison(first, again) == golden.EQUAL
+    assert golden.comparison(first, golden.curve(ROOT, "samples=128 seed=1", tmp_path / "other")).endswith("step 1")
+
+
+def test_products_in_float32_are_no_farther_from_float64_than_autograds_sums(script: Any) -> None:
+    (row,) = script("rounding").measure("tiny", batch=16, chunk=4, precision="bf16")
+    for of in ("matrices", "all"):
+        assert 1e-4 < row["float32"][of] <= 1.05 * row["autograd"][of] < 0.1, row
+        assert row["once"][of] <= 1.05 * row["autograd"][of], row
+
+
+def test_an_optimizers_step_is_timed_beside_timms_and_ends_at_the_same_weights(script: Any) -> None:
+    optim = script("optim")
+    rows = {row["way"]: row for row in optim.measure("tiny", "adamw", repeats=1)}
+    assert rows["ours"]["difference"] == 0 and 0 < rows["timm's"]["difference"] < 1e-6
+    assert all(row["step_s"]["median"] > 0 for row in rows.values())
+    with pytest.raises(UserError, match="optimizers=adam: known are adamw, muon; did you mean 'adamw'"):
+        optim.plan(script_settings(optim, "optimizers=adam"))
