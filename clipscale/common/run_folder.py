@@ -7,7 +7,6 @@ from typing import cast
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.files import visible_entries
 from clipscale.common.record import EvalRecord, Record
 
 # The file of a checkpoint that holds everything but its tensors.
@@ -73,7 +72,7 @@ def check_own(run: Path) -> None:
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     inside = run / "checkpoints"
-    for path in (*visible_entries(run), *(visible_entries(inside) if inside.is_dir() else ())):
+    for path in (*files.visible_entries(run), *(files.visible_entries(inside) if inside.is_dir() else ())):
         if path.suffix not in LOG_SUFFIXES and path != inside:
             raise UserError(
                 f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"

@@ -56,12 +56,12 @@ def _equal(value: object, text: str) -> bool:
     return str(value).casefold() == text.casefold()
 
 
-def conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
+def parse_conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
     """Parse `data.filter`, the cheapest conditions first: captions, fields, pictures. Raises UserError."""
-    return tuple(sorted(map(condition, texts), key=lambda each: (each.name in SIZES, each.is_of_field)))
+    return tuple(sorted(map(parse_condition, texts), key=lambda each: (each.name in SIZES, each.is_of_field)))
 
 
-def condition(text: str) -> Condition:
+def parse_condition(text: str) -> Condition:
     """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
     match = _CONDITION.match(text)
     if not match:
@@ -87,10 +87,10 @@ class CaptionSource(NamedTuple):
 
 def source_names(texts: Sequence[str]) -> list[str]:
     """Names of the caption sources, in the order in which they are tried."""
-    return [source.name for source in caption_sources(texts)]
+    return [source.name for source in parse_caption_sources(texts)]
 
 
-def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
+def parse_caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
     """Parse caption sources with their weights: `txt`, `json:caption@span=0.5`. Raises UserError."""
     sources = []
     for text in texts:

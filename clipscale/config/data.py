@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
-from clipscale.config.conditions import caption_sources, conditions
+from clipscale.config.conditions import parse_caption_sources, parse_conditions
 from clipscale.config.setting import setting
 
 
@@ -102,8 +102,8 @@ class DataConfig:
         self.check_weights()
         if self.only_keys is not None and self.sample_weights is not None:
             raise UserError("data.only_keys and data.sample_weights exclude each other; give weights of 0")
-        caption_sources(self.captions)
-        conditions(self.filter)
+        parse_caption_sources(self.captions)
+        parse_conditions(self.filter)
         if self.negatives and not re.fullmatch("json:.+", self.negatives):
             raise UserError(f"data.negatives={self.negatives}: name the field that has the texts, json:FIELD")
         if self.negatives and (self.same is not None or self.sample_weights is not None):

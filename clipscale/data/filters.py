@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, CaptionSource, Condition, caption_sources, conditions
+from clipscale.config.conditions import (
+    CAPTION,
+    SAMPLE,
+    SIZES,
+    CaptionSource,
+    Condition,
+    parse_caption_sources,
+    parse_conditions,
+)
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
 from clipscale.data.captions import captions_in, first_caption, json_fields
@@ -157,8 +165,8 @@ def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selecti
     Raises UserError for conditions, sources or files that cannot be used.
     """
     return Selection(
-        caption_sources(config.captions),
-        conditions(config.filter),
+        parse_caption_sources(config.captions),
+        parse_conditions(config.filter),
         config.same,
         config.captions_per_step,
         config.negatives or "",

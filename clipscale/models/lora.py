@@ -49,7 +49,7 @@ class AdaptedBlock(LeanBlock):
         return self.attn.in_proj(token)[..., :width], self.attn.in_proj(y)[..., width:]
 
 
-def add(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
+def add_adapters(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
     """Freeze all but the last `unlocked` layer groups, and put adapters of a rank into the blocks that are frozen.
 
     `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft.

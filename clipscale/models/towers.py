@@ -349,7 +349,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         if config.lora and settings.groups != 0:
-            lora.add(tower.encoder, name, config.lora, settings.groups or 0)
+            lora.add_adapters(tower.encoder, name, config.lora, settings.groups or 0)
         elif settings.groups is not None:
             lock(tower.encoder, name, settings.groups)
         replace_linear_layers(tower)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.config.conditions import caption_sources
+from clipscale.config.conditions import parse_caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sentences import draw_part, sentences
 from tests.data.files import picture, write_tar
@@ -73,6 +73,6 @@ def test_ranks_workers_and_resumed_runs_draw_the_same_parts(tmp_path: Path, part
 
 
 def test_an_unknown_part_is_refused() -> None:
-    assert caption_sources(["json:alt@span=3", "json:@id"]) == (("json:alt", 3.0, "span"), ("json:@id", 1.0, ""))
+    assert parse_caption_sources(["json:alt@span=3", "json:@id"]) == (("json:alt", 3.0, "span"), ("json:@id", 1.0, ""))
     with refused("data.captions=txt@first: @first is none of @sentence, @span, @later"):
-        caption_sources(["txt@first"])
+        parse_caption_sources(["txt@first"])

@@ -83,7 +83,7 @@ LAYERS = {
 def test_towers_of_timm_and_of_transformers_have_adapters(kind: str) -> None:
     encoder: Any = build_model(config(SIGLIP)).image.encoder if kind == "timm" else bert()
     inputs = torch.randn(1, 3, 160, 160) if kind == "timm" else torch.randint(1, 99, (2, 6))
-    lora.add(encoder, "image", 2, 0)
+    lora.add_adapters(encoder, "image", 2, 0)
     assert {name.split(".lora_A")[0] for name in trained(encoder) if ".lora_A." in name} == {*LAYERS[kind]}
     encoder(inputs).sum().backward()
     assert not [name for name in trained(encoder) if encoder.get_parameter(name).grad is None], "all take part"
