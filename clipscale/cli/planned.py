@@ -26,7 +26,7 @@ NICENESS = 10
 
 
 def send_plan(connection: Connection, config: TrainConfig) -> None:
-    """Send the plan, or an empty one and the reason why there is none. Runs in the planner's process."""
+    """Send the plan and an empty text, or an empty plan and why there is none. Runs in the planner's process."""
     os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
     try:

@@ -32,9 +32,9 @@ LINE_WRAPPER = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_w
 LINE_S = 60.0
 # Seconds until a bar appears.
 BAR_AFTER_S = 2.0
-# Seconds between its updates.
+# Seconds between a bar's updates.
 BAR_EVERY_S = 0.2
-# Its width in characters.
+# A bar's width in characters.
 BAR_WIDTH = 20
 
 

@@ -38,12 +38,14 @@ class Condition:
 
     @property
     def is_of_field(self) -> bool:
-        """Whether it is about a field of the json."""
+        """Whether the condition is on a field of the json."""
         return self.name not in (SAMPLE, CAPTION, *SIZES)
 
     def holds(self, value: object) -> bool:
-        """Texts are compared without regard to case. Raises ValueError, TypeError or OverflowError where the value is
-        no number and one is needed."""
+        """Whether a value meets the condition. Texts are compared without regard to case.
+
+        Raises ValueError, TypeError or OverflowError if the condition compares numbers and the value is none.
+        """
         if self.sign in _COMPARE:
             return _COMPARE[self.sign](float(cast(float, value)), float(self.values[0]))
         return any(_equal(value, text) for text in self.values) == (self.sign == "=")

@@ -37,7 +37,7 @@ def model_description(name: str) -> Record:
 def hidden_packages(*packages: str) -> Iterator[None]:
     """Inside, these packages are not found, unless they are imported already.
 
-    It is for packages that another one imports if it finds them. Python does not find a module that is None in
+    For packages that another package imports if it finds them. Python does not find a module that is None in
     sys.modules (language reference, 5.3.1).
     """
     absent = [name for name in packages if name not in sys.modules]
@@ -53,7 +53,8 @@ def hidden_packages(*packages: str) -> Iterator[None]:
 def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
     """Packages that open_clip and timm import if they find them, for seconds, and that this model does not need.
 
-    None if its description is not known, or if open_clip is imported already. `fetches`: its weights may be fetched.
+    Empty if the model's description is not known, or if open_clip is imported already. `fetches`: its weights may be
+    fetched.
     """
     needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
     if needed:

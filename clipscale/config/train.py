@@ -131,7 +131,7 @@ def batch_exceeds_data(config: TrainConfig, epoch_samples: int | None) -> str:
 BEST_BATCHES = {12_800_000: 2048, 64_000_000: 4096, 128_000_000: 8192, 1_280_000_000: 16384}
 # The largest batch that shows a gain in published runs of more samples. DataComp and LAION-2B took up to 90k.
 LARGEST_PUBLISHED_BATCH = 1 << 18
-# This many times the best batch cost next to nothing there: 90k instead of 16k, 0.1 % of ImageNet.
+# This many times the best batch cost next to nothing in those sweeps: 90k instead of 16k, 0.1 % of ImageNet.
 HARMLESS_BATCH_RATIO = 5.5
 
 

@@ -35,14 +35,14 @@ MAX_SIDE = 1_048_576
 WEBP_COST = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode. It may have 44 million pixels.
 SLOW_COST = 2
-# An interlaced PNG takes twice the time of that.
+# An interlaced PNG takes at least four times the time.
 INTERLACED_COST = 4
 # Pillow decodes a run-length encoded BMP in Python. It may have 5.6 million pixels.
 RUN_LENGTH_COST = 16
 # The marker of a scan of a JPEG.
 SCAN = b"\xff\xda"
-# That marker, or the header of a frame in an arithmetic or lossless code, with length and depth. Compressed data has no
-# such bytes. An arithmetic code takes four times as long to decode, and no browser shows it.
+# The marker of a scan, or the header of a frame in an arithmetic or lossless code, with length and depth. Compressed
+# data has no such bytes. An arithmetic code takes four times as long to decode, and no browser shows it.
 SCANS_AND_CODES = re.compile(rb"\xff(?:\xda|[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08)")
 # Most scans of a progressive JPEG; 10 are usual. A scan of a few bytes takes as long to decode as a whole picture.
 MAX_SCANS = 100

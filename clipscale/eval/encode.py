@@ -55,7 +55,7 @@ def gather_batches(batches: Sequence[Tensor], count: int, batch_size: int, world
 class ImageBatch(NamedTuple):
     """A batch of encoded images of this rank."""
 
-    # Their indices in the set. Empty: this rank had no work left, and has encoded a substitute.
+    # The images' indices in the set. Empty: this rank had no work left, and has encoded a substitute.
     span: range
     # Unit rows (n, D).
     features: Tensor

@@ -27,11 +27,11 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
 
 @contextmanager
 def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
-    """Inside, the tower has only two of its identical blocks. Yields the second one, and how many blocks it stands for;
-    None and 1 if there are no more than two.
+    """Inside, the tower has only two of its identical blocks. Yields the second block, and how many blocks it stands
+    for; None and 1 if there are no more than two.
 
-    The first one stands for itself: its input may need no gradient. A decoder keeps all its blocks: they are in two
-    lists, which go together.
+    The first block stands for itself alone: its input may need no gradient. A decoder keeps all its blocks, because it
+    has two lists of blocks, which it calls in pairs.
     """
     blocks, alike = repeated_blocks(tower)
     names = [name for name, _ in blocks.named_children()] if alike else []

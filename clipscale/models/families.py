@@ -1,6 +1,6 @@
 """The facts of each family of encoders that the trainer uses. A new family is one entry of FAMILIES.
 
-What an entry leaves open works for any encoder of open_clip.
+A field that an entry leaves out has the default for any encoder of open_clip.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + B A x, where only A and B train.
 
-They are on the linear layers of attention and the MLP, in the blocks that do not train whole. B begins at 0.
+Adapters are on the linear layers of attention and the MLP, in the blocks that do not train whole. B begins at 0.
 
 N: samples, T: tokens, W: width.
 """
@@ -30,7 +30,7 @@ class AdaptedAttention(nn.Module):
 
 
 class AdaptedBlock(LeanBlock):
-    """The lean block over such an attention."""
+    """A `LeanBlock` with an `AdaptedAttention`."""
 
     attn: Any
 

@@ -21,7 +21,7 @@ from clipscale.common.record import Record
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 # Files of a vocabulary; a tokenizer's folder has one or more.
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-# Options that are read from a tokenizer's configuration, beside its special tokens. Others may be paths.
+# Options that are read from a tokenizer's configuration, beside its special tokens. Other options may be paths.
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
     "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "model_input_names",

@@ -12,7 +12,7 @@ NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new
 E = TypeVar("E", bound=BaseException)
 # Linux's folder for shared memory.
 SHARED_MEMORY = "/dev/shm"
-# It is not full if it has this many free bytes.
+# SHARED_MEMORY is not full if it has this many free bytes.
 MIN_SHARED_BYTES = 2**16
 
 

@@ -45,7 +45,7 @@ class Intervals:
 class ReadyRun:
     """A run, or one stage of it, that is ready for its next step."""
 
-    # Its folder, its stage, and the step and the loss at which it begins. The loop reads no setting.
+    # The run's folder and stage, and the step and loss from which it goes on. The loop reads no setting of it.
     settled: SettledRun
     components: Components
     evaluation: Evaluation

@@ -27,12 +27,12 @@ class Stage:
 
     # Pairs per step.
     global_batch: int
-    # Its first step, counted from 0 in the run.
+    # The stage's first step, counted from 0 in the run.
     first_step: int
     # Samples of the stages before it.
     first_sample: int
     is_last: bool
-    # What its first step does with the optimizer's state.
+    # What the stage's first step does with the optimizer's state.
     optimizer_policy: OptimizerPolicy
 
     def samples_before(self, step: int) -> int:

@@ -63,8 +63,8 @@ class ChunkLoader:
         # The chunks that stay on the device; None if none does.
         self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
-        # One event for each chunk on the device, recorded before its copy. When it has passed, an earlier chunk is
-        # computed.
+        # One event for each chunk on the device, recorded before the chunk's copy. When an event has passed, an earlier
+        # chunk is computed.
         self.events: deque[torch.cuda.Event] = deque()
         self.ahead = AHEAD
 

@@ -30,7 +30,7 @@ class TeacherNote(TypedDict, total=False):
 
     width: int
     dtype: str
-    # Its logit scale, the multiplier itself.
+    # The teacher's logit scale, the multiplier itself.
     scale: float
     # The caption sources. The teacher has seen the first text of these.
     captions: list[str]

@@ -14,7 +14,7 @@ WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
 
 @dataclass(frozen=True)
 class KnownSet:
-    """One entry."""
+    """One entry of `known.yaml`."""
 
     # Its name in CLIP_benchmark, such as `vtab/caltech101`.
     name: str

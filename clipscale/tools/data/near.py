@@ -15,7 +15,7 @@ from clipscale.common.terminal import tracked
 Load = Callable[[Tensor], Tensor]
 # Most cosines that are computed at once.
 CELLS = 1 << 24
-# The clusters are found from at most so many samples.
+# Most samples from which the clusters are found.
 TRAINED = 1 << 17
 # Rounds of k-means.
 ROUNDS = 10

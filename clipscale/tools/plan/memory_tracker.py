@@ -141,7 +141,7 @@ class DryRunRuntime(LossRuntime):
 
 
 class DryCommunicator(Communicator):
-    """One of `size` ranks. The others do not exist, so the tensors that it receives have only shapes."""
+    """One of `size` ranks. The other ranks do not exist, so the tensors that it receives have only shapes."""
 
     def __init__(self, size: int) -> None:
         self.rank = 0

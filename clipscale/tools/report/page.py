@@ -63,9 +63,9 @@ class Drawing(TypedDict):
 
 # The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
-# About so many points has a chart, over all its curves.
+# Points of a chart, about, over all its curves.
 CHART_POINTS = 3000
-# So many charts of evaluations stand next to the loss.
+# Charts of evaluations next to the loss.
 FIRST_CHARTS = 4
 
 

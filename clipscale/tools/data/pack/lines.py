@@ -9,7 +9,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.captions import encoding_of
 from clipscale.data.sample import MAX_TEXT_BYTES
 
-# So many first bytes of a table show its encoding.
+# The first bytes of a table, which show its encoding.
 START = 1 << 20
 # Most characters of a line. What follows counts as another line.
 MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES

@@ -20,7 +20,7 @@ PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re
 Row = dict[str, object]
 # Most lines of a value. Each line that opens a quote may make the reader look so many lines ahead.
 MAX_LINES = 200
-# So many first lines of a table show how it names pictures.
+# The number of first lines that show how a table names pictures.
 FIRST_LINES = 100
 
 

@@ -36,7 +36,7 @@ SIGNS = {
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
-# So many first rows show the columns of JSON, where each row has them as keys.
+# The number of first rows that show the columns of JSON, where each row has them as keys.
 FIRST_ROWS = 100
 # Columns that a message names.
 MAX_NAMES = 20
