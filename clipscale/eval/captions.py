@@ -59,7 +59,7 @@ class CaptionMeter:
         tokens_nT = self.encoder.model.tokenizer(texts).to(pixels.device)
         losses = []
         # All ranks make equally many passes: one without work repeats a pair.
-        for start in range(0, min(self.encoder.batch, len(self.captions)), PAIRS_AT_ONCE):
+        for start in range(0, min(self.encoder.batch_size, len(self.captions)), PAIRS_AT_ONCE):
             pairs = slice(start, start + PAIRS_AT_ONCE) if start < len(texts) else slice(1)
             losses.append(self.losses(image_nPW[pairs], tokens_nT[pairs]))
         self.batches.append(torch.cat(losses)[: len(span)])
@@ -110,7 +110,7 @@ class CaptionMeter:
 
         `usable_N`: indices of the pictures that count.
         """
-        rows = gather_batches(self.batches, len(self.captions), self.encoder.batch, self.encoder.world)
+        rows = gather_batches(self.batches, len(self.captions), self.encoder.batch_size, self.encoder.world)
         loss, tokens = rows[usable_N].sum(0).tolist()
         mean = loss / tokens if tokens else math.nan
         return {"caption_loss": mean, "perplexity": math.exp(min(mean, 700.0))}

@@ -45,7 +45,7 @@ class ClassificationSet(EvalSet):
             target_n = target_N[span.start : span.stop]
             ranks_nS = torch.stack([zero_shot.target_ranks(scores_nC, target_n) for scores_nC in scores], dim=1)
             ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))
-        ranks_NS = gather_batches(ranks, len(self), encoder.batch, encoder.world)
+        ranks_NS = gather_batches(ranks, len(self), encoder.batch_size, encoder.world)
         usable_N = ranks_NS[:, 0] != MISSED
         right_N = target_N[usable_N]
         counts = {"images": len(right_N)}

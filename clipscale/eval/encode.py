@@ -114,7 +114,7 @@ class EvalEncoder:
     model: ClipModel
     world: World
     autocast: Callable[[], AbstractContextManager[object]]
-    batch: int
+    batch_size: int
     threads: int
     # Called equally often on every rank; what it raises ends the evaluation.
     poll: Callable[[], None] = lambda: None
@@ -150,12 +150,12 @@ class EvalEncoder:
         def features(span: range) -> Tensor:
             return F.normalize(self.encode_text_batch([texts[i] for i in span]).float(), dim=-1)
 
-        return self.gathered_rows(len(texts), self.batch, "captions", features)
+        return self.gathered_rows(len(texts), self.batch_size, "captions", features)
 
-    def gathered_rows(self, count: int, batch: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
+    def gathered_rows(self, count: int, batch_size: int, subject: str, rows: Callable[[range], Tensor]) -> Tensor:
         """The rows (count, ...) that `rows` makes of each batch, on every rank. `subject`: for the progress."""
-        batches = self.with_progress(batch_ranges(count, batch, self.world), subject)
-        return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
+        batches = self.with_progress(batch_ranges(count, batch_size, self.world), subject)
+        return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch_size, self.world)
 
     def encode_classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: the
@@ -168,11 +168,11 @@ class EvalEncoder:
 
         def embeddings(span: range) -> Tensor:
             return zero_shot.class_embeddings(
-                self.encode_text_batch, [names[i] for i in span], templates, batch=self.batch
+                self.encode_text_batch, [names[i] for i in span], templates, batch_size=self.batch_size
             )
 
         classes_UD = self.gathered_rows(
-            len(names), max(1, self.batch // len(templates)), f"the classes of {label}", embeddings
+            len(names), max(1, self.batch_size // len(templates)), f"the classes of {label}", embeddings
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
@@ -204,7 +204,7 @@ class EvalEncoder:
 
         reasons: Counter[str] = Counter()
         waits = PictureWaits(self.world, self.poll_while_waiting)
-        batches = batch_ranges(count, self.batch, self.world)
+        batches = batch_ranges(count, self.batch_size, self.world)
         with ThreadPool(self.threads) as pool:
             shown = self.with_progress(batches, f"{label}'s pictures")
             for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):

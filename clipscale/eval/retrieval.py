@@ -83,7 +83,7 @@ class UsableImages(NamedTuple):
         """Gather them. A collective. `batches`: this rank's. `count`: the number of images in the set."""
 
         def gathered(rows: list[Tensor]) -> Tensor:
-            return gather_batches(rows, count, encoder.batch, encoder.world)
+            return gather_batches(rows, count, encoder.batch_size, encoder.world)
 
         hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
         index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]

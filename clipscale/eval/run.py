@@ -59,7 +59,7 @@ class Evaluation:
 
     sets: Sequence[EvalSet]
     # Images or captions encoded at once.
-    batch: int = 256
+    batch_size: int = 256
     # The training's objective; empty: not known, and held-out pairs have no loss.
     objective: str = ""
     # The first numbers of the features have results of their own, named `SET (size 64)`.
@@ -102,7 +102,7 @@ def evaluate(
         model,
         world,
         autocast,
-        evaluation.batch,
+        evaluation.batch_size,
         threads=min(8, cores_of_rank()),
         poll=poll,
         poll_while_waiting=poll_while_waiting,
@@ -124,7 +124,10 @@ def evaluate(
                 results[sized_set.label] = metrics
                 if file is None or not world.is_rank0:
                     continue
-                facts = measurement_facts(sized_set) | {"batch": evaluation.batch, "broken": dict(measurement.broken)}
+                facts = measurement_facts(sized_set) | {
+                    "batch": evaluation.batch_size,
+                    "broken": dict(measurement.broken),
+                }
                 if measurement.written and sized_set is eval_set:
                     facts["written"] = measurement.written
                 try:

@@ -17,16 +17,16 @@ def class_embeddings(
     classnames: Sequence[str],
     templates: Sequence[str],
     *,
-    batch: int,
+    batch_size: int,
 ) -> Tensor:
     """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
-    encode_texts: n texts -> (n, D), called with exactly `batch` texts except at the end. templates: with {c} for the
-    class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
+    encode_texts: n texts -> (n, D), called with exactly `batch_size` texts except at the end. templates: with {c} for
+    the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
     # Not by str.format, because templates may contain other braces.
     prompts = [template.replace("{c}", name) for name in classnames for template in templates]
-    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    batches = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     features = F.normalize(torch.cat([encode_texts(texts) for texts in batches]).double(), dim=-1)
     # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.
     membership = torch.eye(len(classnames)).repeat_interleave(len(templates), dim=1)

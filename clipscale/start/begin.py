@@ -115,7 +115,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
         show_task("reading the evaluation sets")
     return Evaluation(
         sets=world.raise_together(lambda: load_chosen_sets(config.eval)),
-        batch=config.eval.batch,
+        batch_size=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),
         uses_ema=config.eval.weights == "ema",

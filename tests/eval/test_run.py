@@ -227,7 +227,7 @@ def features_and_results(
     torch.manual_seed(0)
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
-    encoder = EvalEncoder(model, world, nullcontext, batch=4, threads=1)
+    encoder = EvalEncoder(model, world, nullcontext, batch_size=4, threads=1)
     eval_set = load_set(Path(classes))
     captioned = load_set(Path(captions))
     with torch.no_grad():
