@@ -228,7 +228,7 @@ class Copies:
         # What a complete run returns.
         self.results: RunResult | None = None
         # Whether the run has ended without its last copy.
-        self.abandoned = False
+        self.is_abandoned = False
         self._tasks: SimpleQueue[CopyTask] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
@@ -260,7 +260,7 @@ class Copies:
                 try:
                     self.thread.join(limit)
                 finally:
-                    self.abandoned = self.thread.is_alive()
+                    self.is_abandoned = self.thread.is_alive()
         if self.problem:
             log_line(
                 f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
@@ -279,7 +279,7 @@ class Copies:
                 reported = None
             except Exception as error:  # each library behind fsspec has its own
                 self.problem = one_line(error)
-                if type(error) is not reported and not self.abandoned:
+                if type(error) is not reported and not self.is_abandoned:
                     log_line(f"warning: checkpoint.copy: {self.problem}; the run goes on")
                 reported = type(error)
             self.copying = []

@@ -94,31 +94,31 @@ def _show(text: str) -> None:
 class Progress:
     """Shows how far long work is: a bar on a terminal, elsewhere a line every LINE_S seconds."""
 
-    _began = _shown = 0.0
-    _bar = False
+    _began_at = _shown_at = 0.0
+    _shows_bar = False
 
     def __call__(self, task: str, done: int, total: int) -> None:
         """`done` of `total` parts of the work called `task`, which begins with 0 parts. `total` may be an estimate."""
         now = time.monotonic()
         if done == 0:
-            self._began = now
-            self._shown = now
+            self._began_at = now
+            self._shown_at = now
         if not 0 < done < total:
-            if self._bar:
+            if self._shows_bar:
                 clear()
-            self._bar = False
+            self._shows_bar = False
             return
-        remaining = timedelta(seconds=round((now - self._began) * (total / done - 1)))
+        remaining = timedelta(seconds=round((now - self._began_at) * (total / done - 1)))
         text = f"{task}: {done} of {total}, {done / total:.0%}, {remaining} left"
         if not on_terminal():
-            if now - self._shown >= LINE_S and is_main_rank():
+            if now - self._shown_at >= LINE_S and is_main_rank():
                 log_line(text, error=True)
-                self._shown = now
-        elif now - self._began >= BAR_AFTER_S and now - self._shown >= BAR_EVERY_S:
+                self._shown_at = now
+        elif now - self._began_at >= BAR_AFTER_S and now - self._shown_at >= BAR_EVERY_S:
             full = BAR_WIDTH * done // total
             _show(f"{'━' * full}{'╌' * (BAR_WIDTH - full)} {text}")
-            self._bar = True
-            self._shown = now
+            self._shows_bar = True
+            self._shown_at = now
 
 
 def tracked(items: Iterable[T], task: str, total: int) -> Iterator[T]:

@@ -53,7 +53,7 @@ class RunLock:
         checkpoint.make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
         deadline = time.monotonic() + WAIT_S
-        announced = False
+        has_announced = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,9 +69,9 @@ class RunLock:
                 break
             if time.monotonic() > deadline:
                 raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
-            if not announced:
+            if not has_announced:
                 log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
-                announced = True
+                has_announced = True
             time.sleep(0.2)
         if self._removed(file):  # by a holder that has failed at its start
             file.close()

@@ -80,7 +80,7 @@ class TrainStream:
         self._positions = start
         self._num_streams = len(start)
         self._step = -1
-        self._given_back = False
+        self._is_given_back = False
         self._batches: dict[int, PendingBatch] = {}
         # Reason -> samples that the workers have skipped so far.
         self.broken: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class TrainStream:
         self.faults: Counter[str] = Counter()
         # Seconds that this process has waited for samples.
         self.waited_s = 0.0
-        self._defers = False
+        self._defers_failures = False
         self._poll: Callable[[], None] = lambda: None
         # The error of the workers, or of a wait for them. After an error reads return at once and rows may be garbage,
         # so the caller discards the batch with `give_back`.
@@ -113,7 +113,7 @@ class TrainStream:
 
     def defer_failures(self) -> None:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
-        self._defers = True
+        self._defers_failures = True
 
     def set_poll(self, poll: Callable[[], None]) -> None:
         """Call `poll` a few times a second while samples are waited for. What it raises is a failure."""
@@ -156,14 +156,14 @@ class TrainStream:
 
     def give_back(self) -> None:
         """Discard the last batch: `position` then is the one before it. Call it last: no further batch can follow."""
-        self._given_back = True
+        self._is_given_back = True
 
     def position(self) -> DataPosition:
         """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
         Raises the `failure` if that has left a position unknown.
         """
-        positions = self._positions if self._step < 0 or self._given_back else self.wait_for_batch(self._step)
+        positions = self._positions if self._step < 0 or self._is_given_back else self.wait_for_batch(self._step)
         if self.failure and len(positions) < self._num_streams:
             raise self.failure
         by_stream = {stream_id: positions[stream_id] for stream_id in sorted(positions)}
@@ -216,7 +216,7 @@ class TrainStream:
                 failure = LoaderError(f"the data loader failed: {error!r}")
                 print_failure("the data loader failed", "".join(traceback.format_exception(error)))
             self.failure = failure
-            if not self._defers:
+            if not self._defers_failures:
                 raise failure from error
             return
         for number, message in messages:

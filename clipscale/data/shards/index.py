@@ -181,14 +181,14 @@ def sample_offsets(
 
     `count_fault` is called with CHANGED if the shard has changed since it was indexed.
     """
-    stale = False
+    is_stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
     for path in index_paths(folder_of_shard(url)):
         for packed, size, version in query(path, question, [name_in_index(url)]):
             if (size, version.removesuffix(RULE_MARK)) == state:
                 return None if packed is None else unpack(packed)
-            stale = True
-    if stale:
+            is_stale = True
+    if is_stale:
         count_fault(CHANGED)
     return None
 

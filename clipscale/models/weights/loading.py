@@ -67,14 +67,14 @@ def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" =
             correct_cls_mask=trained.correct_cls_mask if config.correct_cls_mask is None else config.correct_cls_mask,
         )
     preprocess: dict[str, object] = {}
-    mask = True
+    correct_mask = True
     if config.weights:
         source = find(config.weights, config.name)
         preprocess = source.model.preprocess
         config = with_architecture_of(config, source)
-        mask = config.is_captioner and begins_with_correct_mask(source)
+        correct_mask = config.is_captioner and begins_with_correct_mask(source)
     if config.is_captioner and config.correct_cls_mask is None:
-        config = replace(config, correct_cls_mask=mask)
+        config = replace(config, correct_cls_mask=correct_mask)
     if config.image.weights:
         preprocess = find(config.image.weights, config.name, "model.image.weights").model.preprocess or preprocess
     return replace(config, preprocess={**preprocess, **config.preprocess})
