@@ -84,7 +84,7 @@ def compiled(rank: int, world_size: int, fails_at: int, lora: int) -> None:
 
 @pytest.mark.slow
 def test_a_text_tower_is_compiled_once_for_captions_of_any_length() -> None:
-    """As `benchmarks/step.py` compiles it (compiled_text).
+    """`benchmarks/step.py` compiles it in the same way (compiled_text).
 
     A graph for each kind of block, without gradients and with them: the last block is of another kind.
     """
