@@ -53,8 +53,8 @@ class StepRecords:
         measured: StepRecord = {
             "loss": numbers.loss,
             **numbers.loss_terms,
-            "grad_norm": numbers.grad_norm if numbers.is_finite else None,
-            "skipped": not numbers.is_finite,
+            "grad_norm": None if numbers.overflows else numbers.grad_norm,
+            "skipped": numbers.overflows,  # with fp16; otherwise such a step ends the run, without a record
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),

@@ -52,8 +52,16 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are. If not, the weights are unchanged; but with fp16 the norm alone decides."""
+        """Whether loss and norm are finite. If not, the step updates no weights.
+
+        With fp16 the norm alone decides; see `overflows`.
+        """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the gradients are not finite. With fp16 the loss scaler then skips the update, whatever the loss."""
+        return not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ class TrainStep:
             self.check_not_finite(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
-            self.update(norm, overflows=not math.isfinite(numbers.grad_norm))
+            self.update(norm, overflows=numbers.overflows)
             self.is_updating = False
         return numbers
 
