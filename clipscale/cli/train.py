@@ -125,10 +125,10 @@ def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
     try:
         with planned(config, forked=workers_fork_here) if config.plan and no_launcher else nullcontext():
             show_task("loading torch")
-            from clipscale.lifecycle.run_lock import check_free
+            from clipscale.lifecycle.run_lock import wait_until_free
 
             if no_launcher:
-                check_free(Path(config.run))
+                wait_until_free(Path(config.run))
             return cast(RunResult, local.launch(config, isolated=isolated))
     except StoppedError as stopped:
         if not has_checkpoint(config):

@@ -20,16 +20,45 @@ log = logging.getLogger(__name__)
 WAIT_S = 10.0
 
 
-def check_free(folder: Path) -> None:
-    """Raise UserError if another run uses the folder. Called early, before the plan and the workers start."""
-    if (folder / LOCK).exists():
-        lock = RunLock(folder)
-        lock.acquire()
-        lock.release()
-
-
 class FolderInUseError(UserError):
     """Another run has the folder."""
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait a short time for another run in the folder. Raises FolderInUseError if that run goes on.
+
+    Changes nothing in the folder. The command line calls it before it starts the workers, which take the lock.
+    """
+    with suppress(FileNotFoundError), (folder / LOCK).open("r+") as file:
+        wait_for_flock(file, folder)
+
+
+def wait_for_flock(file: IO[str], folder: Path) -> bool:
+    """Take `flock` on a run's lock file. Waits a short time for another holder, and raises FolderInUseError after it.
+
+    Returns whether it was taken: some file systems have no locks. That is a warning.
+    """
+    deadline = time.monotonic() + WAIT_S
+    has_announced = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            file.seek(0)
+            used = f"run={folder} is in use by {file.read() or 'another run'}"
+        except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
+            log.warning(
+                "run=%s: its file system has no locks (%s); see to it yourself that no second run writes there",
+                folder, error.strerror,
+            )  # fmt: skip
+            return False
+        if time.monotonic() > deadline:
+            raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
+        if not has_announced:
+            log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
+            has_announced = True
+        time.sleep(0.2)
 
 
 class RunLock:
@@ -47,32 +76,13 @@ class RunLock:
     def acquire(self) -> None:
         """Make the run's folder, and take its lock. Waits a short time for another holder.
 
-        Then removes the half-written files of a dead run. Raises UserError if another run keeps the lock.
+        Then removes the half-written files of a dead run. But where the file system has no locks they stay: a run that
+        goes on may be writing them. Raises FolderInUseError if another run keeps the lock.
         """
         self.has_made_folder |= not self.folder.exists()
         checkpoint.make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
-        deadline = time.monotonic() + WAIT_S
-        has_announced = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                file.seek(0)
-                used = f"run={self.folder} is in use by {file.read() or 'another run'}"
-            except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
-                log.warning(
-                    "run=%s: its file system has no locks (%s); see to it yourself that no second run writes there",
-                    self.folder, error.strerror,
-                )  # fmt: skip
-                break
-            if time.monotonic() > deadline:
-                raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
-            if not has_announced:
-                log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
-                has_announced = True
-            time.sleep(0.2)
+        is_locked = wait_for_flock(file, self.folder)
         if self._removed(file):  # by a holder that has failed at its start
             file.close()
             self.acquire()
@@ -81,7 +91,8 @@ class RunLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
         file.flush()
         self.file = file
-        checkpoint.remove_temporary(self.folder)
+        if is_locked:
+            checkpoint.remove_temporary(self.folder)
 
     def renew(self) -> bool:
         """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has

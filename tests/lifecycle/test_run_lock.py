@@ -14,7 +14,7 @@ from clipscale.cli import train as verb
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
 from clipscale.lifecycle import run_lock
-from clipscale.lifecycle.run_lock import RunLock
+from clipscale.lifecycle.run_lock import RunLock, wait_until_free
 from clipscale.train import train
 from tests.support.forked_processes import forks
 from tests.support.user_errors import refused
@@ -92,14 +92,35 @@ def test_a_failed_start_leaves_no_folder_and_one_that_holds_something_stays(tmp_
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_warned_of(
+def test_without_locks_there_is_a_warning_and_half_written_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
+    """A run may be going on there, and may be writing them. With a lock they are a dead run's, and removed."""
+
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    half_written = tmp_path / "checkpoints/step_00000002.tmp"
+    half_written.mkdir(parents=True)
+    (tmp_path / "run.lock").touch()
     lock = RunLock(tmp_path)
-    lock.acquire()
-    lock.release()
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(fcntl, "flock", flock)
+        wait_until_free(tmp_path)
+        lock.acquire()
+        lock.release()
+        assert half_written.exists()
     assert f"run={tmp_path}: its file system has no locks ({os.strerror(number)})" in caplog.text
+    lock.acquire()
+    assert not half_written.exists()
+
+
+def test_a_look_whether_a_folder_is_free_changes_nothing_in_it(tmp_path: Path) -> None:
+    wait_until_free(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    half_written = tmp_path / "checkpoints/step_00000002.tmp"
+    half_written.mkdir(parents=True)
+    (tmp_path / "run.lock").write_text("process 1 on another host")
+    wait_until_free(tmp_path)
+    assert half_written.exists()
+    assert (tmp_path / "run.lock").read_text() == "process 1 on another host"
