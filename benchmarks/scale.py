@@ -243,7 +243,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with patch("clipscale.distributed.world._sum", summed):
+        with patch("clipscale.distributed.parallel._sum", summed):
             world = FakeWorld(0, ranks, torch.device("cpu"))
             run = TrainLoop(begin(config, world), world)
             with Sent() as sent:

@@ -16,8 +16,10 @@ from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.distributed.agreement import is_raised_on_all_ranks, run_on_rank0
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import World, destroy_world, init_world
+from clipscale.distributed.join import destroy_world, init_world
+from clipscale.distributed.world import World
 from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
@@ -47,7 +49,7 @@ def train(config: TrainConfig) -> RunResult:
     lock = RunLock(Path(config.run))
     copies = None
     try:
-        world.run_on_rank0(lock.acquire)
+        run_on_rank0(world, lock.acquire)
         check_shared(lock.folder, world)
         while True:
             ready = begin(config, world, copies)
@@ -204,7 +206,7 @@ class TrainLoop:
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
-        return self.world.is_raised_on_all_ranks(error) and not self.train_step.is_updating
+        return is_raised_on_all_ranks(self.world, error) and not self.train_step.is_updating
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

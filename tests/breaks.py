@@ -263,7 +263,7 @@ BREAKS = [
     ),
     Break(
         "TORCHELASTIC_USE_AGENT_STORE",
-        "clipscale/distributed/world.py",
+        "clipscale/distributed/join.py",
         {'os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"': "True"},
         "tests/launch/test_restarts.py::test_a_start_shares_no_key_with_the_one_before_it",
     ),

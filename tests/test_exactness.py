@@ -18,7 +18,8 @@ from clipscale.config.model import TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import World, gradient_norm
+from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
+from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
@@ -169,7 +170,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
     model = model_of(case)
     world = World(rank, case.ranks, torch.device("cpu"))
-    towers = [world.wrap(tower, case.parallel) for tower in (model.image, model.text)]
+    towers = [wrap(world, tower, case.parallel) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None
@@ -191,7 +192,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     torch.manual_seed(7 + rank)
     value = cache.step(rows_of(pixels, case), texts)
     kept = 2 * sum(cache.kept) / cache.num_passes(len(pixels))
-    world.sum_gradients([model.logit_scale, model.logit_bias])
+    sum_gradients(world, [model.logit_scale, model.logit_bias])
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kept
 
 

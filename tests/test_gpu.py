@@ -22,7 +22,9 @@ from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import World, destroy_world
+from clipscale.distributed.join import destroy_world
+from clipscale.distributed.parallel import wrap
+from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
@@ -96,9 +98,9 @@ def world() -> Iterator[World]:
 
 def test_a_process_group_does_not_change_the_gradient(world: World) -> None:
     actual = []
-    for wrap in (nn.Sequential, world.wrap):
+    for wrapped in (nn.Sequential, partial(wrap, world)):
         model = models().to(DEVICE)
-        towers = [wrap(model["image"]), wrap(model["text"])]
+        towers = [wrapped(model["image"]), wrapped(model["text"])]
         GradCache(towers, model["head"], chunks=[4, 5]).step(*(x.to(DEVICE) for x in batch(13)))
         actual.append(gradients(model))
     assert_same(actual[1], actual[0], 1e-10)

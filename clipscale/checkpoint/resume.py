@@ -8,6 +8,7 @@ from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
 from clipscale.common.run_folder import checkpoints_of, path_or_run
+from clipscale.distributed.agreement import raise_together, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_checkpoint_aside
 
@@ -25,7 +26,7 @@ def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> P
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    candidates = world.raise_together(lambda: candidates_of(run_dir, resume))
+    candidates = raise_together(world, lambda: candidates_of(run_dir, resume))
     if any(others != candidates for others in world.all_gather_object(candidates)):
         raise UserError(
             f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
@@ -34,16 +35,16 @@ def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> P
     undamaged = None
     for candidate in candidates:
         try:
-            world.raise_together(partial(verify, candidate, world.rank, world.size))
+            raise_together(world, partial(verify, candidate, world.rank, world.size))
         except UserError as error:
             damaged[candidate] = str(error)
         else:
             undamaged = candidate
             break
-    if copy and world.run_on_rank0(partial(restore_from_copy, run_dir, copy, resume, undamaged)):
+    if copy and run_on_rank0(world, partial(restore_from_copy, run_dir, copy, resume, undamaged)):
         return find_verified(run_dir, resume, world)
     if undamaged:
-        world.run_on_rank0(partial(move_damaged_aside, damaged, undamaged, rename=resume == "auto"))
+        run_on_rank0(world, partial(move_damaged_aside, damaged, undamaged, rename=resume == "auto"))
     elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
     return undamaged

@@ -31,6 +31,7 @@ from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
 from clipscale.common.run_folder import META, checkpoints_of, path_of
 from clipscale.common.terminal import log_line
+from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
@@ -139,13 +140,13 @@ class Saver:
         """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
         self.wait_for_save()
         if self.copies and self.copies.address:
-            self.world.run_on_rank0(partial(self.copies.close, limit_s))
+            run_on_rank0(self.world, partial(self.copies.close, limit_s))
 
     def would_be_best(self, step: int) -> bool:
         """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
         best = self.retention.best
-        return best is not None and self.world.run_on_rank0(
-            lambda: best.report_improvement(step, self.newest_step or None)
+        return best is not None and run_on_rank0(
+            self.world, lambda: best.report_improvement(step, self.newest_step or None)
         )
 
     def close(self) -> None:

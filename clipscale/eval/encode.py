@@ -22,6 +22,7 @@ from torch import Tensor
 from clipscale.common.errors import UserError
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
+from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
 from clipscale.loss.exchange import Communicator
@@ -220,5 +221,5 @@ class EvalEncoder:
                     else:
                         features = self.model.image(pixels)
                 yield ImageBatch(span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device))
-        self.world.raise_together(waits.check)
+        raise_together(self.world, waits.check)
         return sum(self.world.all_gather_object(reasons), Counter())

@@ -9,7 +9,8 @@ from clipscale.common.record import Results
 from clipscale.common.run_folder import settings_of_run
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
-from clipscale.distributed.world import destroy_world, init_world
+from clipscale.distributed.agreement import raise_together, run_on_rank0
+from clipscale.distributed.join import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
@@ -43,15 +44,16 @@ def work(config: EvalRunConfig) -> Results:
     world = init_world(config.device, config.launch.timeout_s)
     try:
         # before a model is loaded, so that a mistyped path is reported at once
-        sets = world.raise_together(lambda: load_chosen_sets(config.eval))
+        sets = raise_together(world, lambda: load_chosen_sets(config.eval))
         precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)
         with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
             show_task("loading the model")
-            model, settings, step = world.raise_together(
-                partial(load_any, run, config.which, config.eval.weights, config.model, world.run_on_rank0)
+            model, settings, step = raise_together(
+                world,
+                partial(load_any, run, config.which, config.eval.weights, config.model, partial(run_on_rank0, world)),
             )
             source = {"model": settings.name, "source": config.model.weights}
             facts = {"checkpoint": Path(config.which).name} if run else source

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
@@ -61,7 +62,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
     if lock is None:
         yield
         return
-    removed = world.run_on_rank0(lock.renew)
+    removed = run_on_rank0(world, lock.renew)
     yield
     if removed:
         saver.wait_for_save()

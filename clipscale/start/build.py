@@ -24,6 +24,8 @@ from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.data.shards.subset import subset_of
+from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import LossRuntime
 from clipscale.models.families import family_of
@@ -69,8 +71,8 @@ def build(settled: SettledRun, world: World) -> Components:
         # Data first: its workers read while the model is built.
         show_task("opening the shards")
         side, tokenizer = side_and_tokenizer(config.model)
-        teachers = world.run_on_rank0(
-            lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
+        teachers = run_on_rank0(
+            world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
         stream = undo.enter_context(open_data(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
@@ -85,7 +87,7 @@ def build(settled: SettledRun, world: World) -> Components:
             settled.stage.first_step,
         )
         if settled.step < schedule.end:
-            world.run_on_rank0(lambda: check_room(settled.folder, least_saved_bytes(config)))
+            run_on_rank0(world, lambda: check_room(settled.folder, least_saved_bytes(config)))
 
         show_task("building the model")
         torch.manual_seed(config.seed)
@@ -188,7 +190,7 @@ def build_step(
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         cache = make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image])
     else:
-        towers = [world.wrap(tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+        towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
         if model.decoder is not None:
             model.decoder.requires_grad_(False)
         cache = make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text])
@@ -227,14 +229,14 @@ def open_data(
     """The training data, from its start or from the checkpoint's position. A collective. Raises UserError."""
     config = settled.config
     free = free_memory()
-    world.all_gather_object(None)  # no rank allocates before all have read the free memory
+    world.barrier()  # no rank allocates before all have read the free memory
     position = settled.checkpoint_values.position if settled.checkpoint_values else None
     shards = order_shards(
         config.data,
         share,
         config.seed,
         position,
-        on_rank0=world.run_on_rank0,
+        on_rank0=partial(run_on_rank0, world),
         largest_divisor=settled.largest_divisor,
         teachers=teachers,
     )

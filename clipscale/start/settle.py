@@ -15,6 +15,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
+from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights.loading import completed_by_weights
@@ -103,7 +104,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
     values = checkpoint.read_values(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
-        config = replace(config, model=world.run_on_rank0(lambda: completed_by_weights(config.model, values)))
+        config = replace(config, model=run_on_rank0(world, lambda: completed_by_weights(config.model, values)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
     step = values.step if values else 0
@@ -112,7 +113,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(values, config, last_trained)
     settings = by_stage[index]
-    model = world.run_on_rank0(lambda: completed_by_weights(settings.model, values))
+    model = run_on_rank0(world, lambda: completed_by_weights(settings.model, values))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)

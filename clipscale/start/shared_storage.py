@@ -7,6 +7,7 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.ranks import local_rank
+from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def check_shared(folder: Path, world: World) -> None:
             (folder / name).write_text(name)
         return name, socket.gethostname()
 
-    name, host = world.run_on_rank0(begin)
+    name, host = run_on_rank0(world, begin)
     token = folder / name
     try:
         seen = files.appears(token, len(name), NOTICE_S)

@@ -19,6 +19,7 @@ from clipscale.common.rng import RandomState
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
+from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.models.weights.loading import fit_positions
 from clipscale.step.train_step import TrainStep
@@ -33,7 +34,7 @@ def gather_checkpoint_state(
     position is not known.
     """
     world = train_step.world
-    position = world.raise_together(stream.position)
+    position = raise_together(world, stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
     return replace(
         description,

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
@@ -54,13 +55,13 @@ def pair_encoder(model: ClipModel) -> PairEncoder:
 
 
 def wrapped_pair_encoder(model: ClipModel, world: World, parallel: str, dtype: torch.dtype) -> nn.Module:
-    """The encoder of a captioner's pairs under DDP or FSDP2; see `World.wrap`."""
+    """The encoder of a captioner's pairs under DDP or FSDP2; see `parallel.wrap`."""
     encoder = pair_encoder(model)
     if parallel == "ddp" or world.size == 1:
-        return world.wrap(encoder, "ddp", dtype)
+        return wrap(world, encoder, "ddp", dtype)
     assert model.decoder is not None
     return ShardedPairEncoder(
-        image=world.wrap(model.image, parallel, dtype),
-        text=world.wrap(model.text, parallel, dtype),
-        decoder=world.wrap(model.decoder, parallel, dtype),
+        image=wrap(world, model.image, parallel, dtype),
+        text=wrap(world, model.text, parallel, dtype),
+        decoder=wrap(world, model.decoder, parallel, dtype),
     )

@@ -15,7 +15,9 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import World, gradient_norm
+from clipscale.distributed.agreement import raise_on_all_ranks, raise_together
+from clipscale.distributed.parallel import gradient_norm, sum_gradients
+from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_loss import BatchLoss, LossTerms
 from clipscale.step.cache.grad_cache import GradCache
@@ -231,9 +233,9 @@ class TrainStep:
 
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
-        self.world.raise_together(stream.check)
+        raise_together(self.world, stream.check)
         if not self.precision.can_lower_loss_scale:
-            self.world.raise_on_all_ranks(
+            raise_on_all_ranks(
                 UserError(
                     f"step {step}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
                     "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
@@ -245,7 +247,7 @@ class TrainStep:
 
         With fp16 also divide all gradients by the scale of the loss.
         """
-        self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
+        sum_gradients(self.world, [self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
 

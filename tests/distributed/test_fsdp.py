@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.distributed.fsdp import reshard, sharded
+from clipscale.distributed.parallel import wrap
 from clipscale.distributed.weight_types import PER_PARAMETER
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
@@ -76,7 +77,7 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
     inputs, both = samples(2 * CHUNKS, seed=1 + rank), (model.image, model.text)
     with torch.no_grad(), autocast():  # one after the other, without FSDP2
         alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip(both, inputs)]
-    towers = [world.wrap(tower, f"zero{stage or 3}", torch.bfloat16 if half else torch.float32) for tower in both]
+    towers = [wrap(world, tower, f"zero{stage or 3}", torch.bfloat16 if half else torch.float32) for tower in both]
     if not stage:
         towers = [tower.module for tower in towers]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
@@ -164,8 +165,8 @@ def unlike(rank: int, ranks: int) -> list[float]:
     expected = convnext(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = tied(tokens)
-        words, scores = world.wrap(tied, "zero3", torch.bfloat16)(tokens)
-    out = world.wrap(convnext, "zero3")(x)
+        words, scores = wrap(world, tied, "zero3", torch.bfloat16)(tokens)
+    out = wrap(world, convnext, "zero3")(x)
     out.sum().backward()
     (words.sum() + scores.sum()).backward()
     return [float((a - b).abs().max()) for a, b in zip((out, words, scores), (expected, *plain))]
@@ -181,7 +182,7 @@ def own_tower_twice(rank: int, ranks: int) -> list[bool]:
     tower, tokens = small_model(lean=False).text, samples(4)[1]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         alone = tower(tokens)
-        sharded = World(rank, ranks, CPU).wrap(tower, "zero2", torch.bfloat16)
+        sharded = wrap(World(rank, ranks, CPU), tower, "zero2", torch.bfloat16)
         return [torch.equal(sharded(tokens), alone) for _ in range(2)]
 
 
@@ -198,7 +199,7 @@ def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
     world, counts = World(rank, ranks, CPU), []
     for keep in REDUCED:
         m = models()
-        towers = [world.wrap(m[name]) for name in ("image", "text")]
+        towers = [wrap(world, m[name]) for name in ("image", "text")]
         cache = GradCache(towers, m["head"], chunks=[2, 5], keep_bytes=keep)
         steps = []
         for _ in range(3):
@@ -227,7 +228,7 @@ def crowded(rank: int, ranks: int, stages: str, full: bool) -> tuple[dict[str, T
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     model, world = small_model(LAYERS, dropout=0.4), World(rank, ranks, CPU)
     pairs = zip((model.image, model.text), stages.split())
-    towers = [world.wrap(tower, stage, torch.float32) for tower, stage in pairs]
+    towers = [wrap(world, tower, stage, torch.float32) for tower, stage in pairs]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, 5.0), chunks=2, keep_bytes=math.inf)
     kept = []
     for _ in range(2):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import world as world_module
-from clipscale.distributed.world import World, init_world
+from clipscale.distributed import join
+from clipscale.distributed.join import init_world
+from clipscale.distributed.parallel import gradient_norm, wrap
+from clipscale.distributed.world import World
 from clipscale.step.readback import Readback
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches
@@ -61,7 +63,7 @@ def test_a_process_on_a_cpu_takes_all_cores_unless_threads_are_set(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if setting:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
-    monkeypatch.setattr(world_module, "cores", lambda: 4)
+    monkeypatch.setattr(join, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -90,8 +92,8 @@ def test_a_rank_waits_for_the_others_as_long_as_it_is_told() -> None:
 
 def test_the_norm_of_no_gradients_is_zero() -> None:
     frozen = torch.nn.Parameter(torch.ones(3))
-    assert world_module.gradient_norm([frozen]).item() == 0
-    assert world_module.gradient_norm([]).shape == ()
+    assert gradient_norm([frozen]).item() == 0
+    assert gradient_norm([]).shape == ()
 
 
 class WithBuffer(nn.Linear):
@@ -104,7 +106,7 @@ class WithBuffer(nn.Linear):
 
 def buffer_after_a_pass(rank: int, ranks: int) -> float:
     layer = WithBuffer()
-    wrapped = World(rank, ranks, torch.device("cpu")).wrap(layer)
+    wrapped = wrap(World(rank, ranks, torch.device("cpu")), layer)
     layer.table.fill_(rank)
     wrapped(torch.ones(1, 2))
     return float(layer.table)

@@ -26,7 +26,7 @@ from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import destroy_world, init_world
+from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from tests.conftest import TINY
 from tests.support.user_errors import refused

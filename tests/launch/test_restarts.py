@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from clipscale.distributed.world import attempt_store
+from clipscale.distributed.join import attempt_store
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
 

@@ -183,7 +183,7 @@ def compiled_run(rank: int, world_size: int, config: TrainConfig) -> tuple[int, 
     small_buckets = partial(DistributedDataParallel, bucket_cap_mb=0.001)
     with (
         patch.object(torch, "compile", partial(torch.compile, backend="eager")),
-        patch("clipscale.distributed.world.DistributedDataParallel", small_buckets),
+        patch("clipscale.distributed.parallel.DistributedDataParallel", small_buckets),
     ):
         train(config)
     counters = torch._dynamo.utils.counters

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class OnRank0(Protocol):
-    """Calls a function on one rank, and returns its result on all, as `World.run_on_rank0` does."""
+    """Calls a function on one rank, and returns its result on all, as `agreement.run_on_rank0` does."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 

@@ -17,6 +17,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, WrittenCaption
 from clipscale.data.picture import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.distributed.agreement import raise_on_all_ranks
 from clipscale.eval.encode import EncodedImages, EvalEncoder, ImageBatch
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class EvalSet(ABC):
         total = broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(broken)}"
         if total == len(self):
-            encoder.world.raise_on_all_ranks(UserError(f"{counts}; nothing is left to evaluate, fetch the set again"))
+            raise_on_all_ranks(UserError(f"{counts}; nothing is left to evaluate, fetch the set again"))
         if total and encoder.world.is_rank0:
             warn_once(counts)
         return broken

@@ -21,7 +21,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.data.hashing import utf8
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.world import init_world
+from clipscale.distributed.join import init_world
 from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
 from clipscale.tools.data.settings import SelectSettings
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set

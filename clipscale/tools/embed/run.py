@@ -10,6 +10,7 @@ Rank r of P takes every P-th shard. D: feature width.
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -31,7 +32,8 @@ from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.writer import shard_writer
-from clipscale.distributed.world import destroy_world, init_world
+from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import SHARDS, FeaturesNote, ShardEntry, array_path
@@ -66,8 +68,8 @@ def work(config: EmbedConfig) -> Embedded:
     try:
         torch.manual_seed(0)
         run = check_embed(config)
-        model, settings, _ = load_any(run, config.which, config.weights, config.model, world.run_on_rank0)
-        sources = world.run_on_rank0(lambda: write_note(config, out, features_note(config, model, settings)))
+        model, settings, _ = load_any(run, config.which, config.weights, config.model, partial(run_on_rank0, world))
+        sources = run_on_rank0(world, lambda: write_note(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))

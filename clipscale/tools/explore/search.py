@@ -6,6 +6,7 @@ D: feature width.
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.world import init_world
+from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.join import init_world
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
@@ -83,7 +85,7 @@ def open_explorer(config: ExploreConfig) -> Explorer:
     embedded = open_embedded_set(Path(folder).expanduser())
     world = init_world(config.device)
     run = existing_run(config.run) if config.run else None
-    model, _, step = load_any(run, config.which, config.weights, config.model, world.run_on_rank0)
+    model, _, step = load_any(run, config.which, config.weights, config.model, partial(run_on_rank0, world))
     title = f"{run.name}, step {step}" if run else str(config.model.weights)
     expected = {
         "weights": model.image.digest(),

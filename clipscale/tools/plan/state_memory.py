@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.modules import nested_blocks, trains
+from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.weight_types import cast_gathered_, gathered_type
-from clipscale.distributed.world import gradient_norm
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep

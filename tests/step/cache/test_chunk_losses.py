@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import ChunkOutput, GradCache, contrastive_loss
 from clipscale.common.rng import RandomState
+from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
@@ -215,7 +216,7 @@ def gradients_of_rank(rank: int, ranks: int, parallel: str) -> list[tuple[Tensor
     for keep in KEEPS:
         model = model_of(0.0)
         averaged = ranks if parallel in AVERAGES else 1
-        encoder = AVERAGES[parallel](model) if averaged > 1 else World(rank, ranks, CPU).wrap(model, parallel)
+        encoder = AVERAGES[parallel](model) if averaged > 1 else wrap(World(rank, ranks, CPU), model, parallel)
         exchange = "ring" if ranks == 3 else "gather"
 
         def loss(features: Tensor, averaged: int = averaged, exchange: str = exchange) -> Tensor:

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
-from clipscale.distributed.world import World, gradient_norm
+from clipscale.distributed.parallel import gradient_norm
+from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.start.build import build_loss, build_step, writes_captions
 from clipscale.step.chunk_sizes import agreed_chunk_sizes

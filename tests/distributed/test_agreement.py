@@ -1,0 +1,60 @@
+"""A UserError of one rank is raised on all of them, at the same place. Another error is that rank's own."""
+
+import pytest
+import torch
+
+from clipscale.common.errors import UserError
+from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_together, run_on_rank0
+from clipscale.distributed.world import World
+from tests.support.ranks import run_ranks
+
+
+def agree(rank: int, ranks: int) -> tuple[str, bool, bool, str, int]:
+    """The error that rank 1 raises, on this rank; whether it and an error of this rank alone are known to be on all;
+    the error of rank 0's work; and a result of its work."""
+    world = World(rank, ranks, torch.device("cpu"))
+
+    def fail_on_rank_1() -> None:
+        if rank == 1:
+            raise UserError("rank 1 has no data")
+
+    def fail() -> int:
+        raise UserError(f"rank {rank} cannot write")
+
+    with pytest.raises(UserError) as of_rank_1:
+        raise_together(world, fail_on_rank_1)
+    with pytest.raises(UserError) as of_rank_0:
+        run_on_rank0(world, fail)
+    return (
+        str(of_rank_1.value),
+        is_raised_on_all_ranks(world, of_rank_1.value),
+        is_raised_on_all_ranks(world, UserError("alone")),
+        str(of_rank_0.value),
+        run_on_rank0(world, lambda: 10 + rank),
+    )
+
+
+def test_an_error_of_the_user_is_raised_on_all_ranks() -> None:
+    outcome = ("rank 1 has no data", True, False, "rank 0 cannot write", 10)
+    assert run_ranks(agree, 2) == [outcome, outcome]
+
+
+def fail_alone(rank: int, ranks: int) -> bool:
+    """Rank 1 fails by another error, which it raises without a collective. It calls its next one for rank 0's."""
+    world = World(rank, ranks, torch.device("cpu"))
+
+    def work() -> None:
+        if rank == 1:
+            raise OSError("disk")
+
+    if rank == 1:
+        with pytest.raises(OSError, match="disk"):
+            raise_together(world, work)
+        world.barrier()
+    else:
+        raise_together(world, work)
+    return True
+
+
+def test_another_error_leaves_its_rank_at_once() -> None:
+    assert run_ranks(fail_alone, 2) == [True, True]
