@@ -4,7 +4,8 @@
     python benchmarks/golden.py commit=HEAD~3 runs=plain,muon
 
 Each run trains 1,024 pairs of the demo set on a CPU, one thread a process. Its losses and gradient norms are compared
-as `metrics.jsonl` has them. Exit status: 0 all are equal, 1 one differs or did not run.
+as `metrics.jsonl` has them. `bf16` takes minutes on a CPU without instructions for it. Exit status: 0 all are equal,
+1 one differs or did not run.
 """
 
 import json

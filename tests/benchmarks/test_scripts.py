@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
+from clipscale.config.train import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,6 +207,13 @@ def test_a_change_is_golden_if_all_curves_are_those_of_the_other_commit(
     for word, reason in (("commit=nowhere", "git does not know it"), ("runs=rings", "known are plain, ")):
         with pytest.raises(UserError, match=reason):
             golden.main([word])
+
+
+def test_golden_runs_have_settings_that_there_are(script: Any, tmp_path: Path) -> None:
+    golden = script("golden")
+    for words in golden.RUNS.values():
+        line = compose.overrides("train", [*golden.COMMON.split(), *words.split(), f"run={tmp_path}"])[1]
+        check(compose.settings("train", line))
 
 
 @pytest.mark.slow  # it trains twice
