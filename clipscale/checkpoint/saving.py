@@ -68,8 +68,8 @@ class Saver:
         self.world = world
         self.retention = retention
         self.copies = copies
-        # The newest step of which a checkpoint has been begun; it is not saved again. 0 for a new run: its start is not
-        # saved. None for a state from another folder, so that even its first step is saved.
+        # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
+        # new run: its start is not saved. None for a state from another folder, so that even its first step is saved.
         self.newest_step = newest_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -146,8 +146,16 @@ class Saver:
         """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
         best = self.retention.best
         return best is not None and run_on_rank0(
-            self.world, lambda: best.report_improvement(step, self.newest_step or None)
+            self.world, lambda: best.report_improvement(step, self._step_being_written())
         )
+
+    def _step_being_written(self) -> int | None:
+        """The step of the checkpoint that is being written; None if there is none, or if its write has failed here."""
+        if self._pending is None:
+            return None
+        step, result = self._pending
+        has_failed = result.done() and result.exception() is not None
+        return None if has_failed else step
 
     def close(self) -> None:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""

@@ -1,10 +1,12 @@
 """Checkpoints appear whole or not at all, damage is found, and what does not fit a run is named."""
 
+import errno
 import json
 import logging
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -255,6 +257,31 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
     assert steps(tmp_path) == ([best] if best else []) + [7]
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is compared with a checkpoint that is being written, until that write has failed."""
+    may_fail = Event()
+
+    def full_disk(*_: object) -> None:
+        may_fail.wait(120)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
+    for step, value in ((1, 0.7), (2, 0.5)):
+        write_result(tmp_path, step, value)
+    retention = checkpoint.Retention(best=Best(tmp_path, Goal.parse("checkpoint.best", "birds/top1")))
+    saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
+    saver.save(checkpoint.CheckpointState(1, **some_state()))
+    assert not saver.would_be_best(2)
+    may_fail.set()
+    deadline = time.monotonic() + 60
+    while not (is_best := saver.would_be_best(2)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_best, "step 1 has no checkpoint, so step 2 is the best"
+    saver.close()
 
 
 def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -> None:
