@@ -29,9 +29,6 @@ class ShardedTower(nn.Module):
     `shard_tower` makes it.
     """
 
-    # Every rank gathers the weights, so all run equally many forward passes.
-    forward_is_collective = True
-
     def __init__(self, module: nn.Module, zero_stage: int) -> None:
         super().__init__()
         self.module = module
@@ -41,14 +38,14 @@ class ShardedTower(nn.Module):
         return self.module(*inputs, **named)
 
     @contextmanager
-    def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
-        """Around the pass of a chunk: decides whether its backward pass shards the weights again.
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Around the pass of a chunk, as `GradCache` asks: decides whether its backward pass shards the weights again.
 
-        In ZeRO's stage 3 every chunk's backward pass does, in stage 2 the last one's, for which `sums_gradients` is
-        true. In both stages gradients are summed after each chunk.
+        In ZeRO's stage 3 every chunk's backward pass does, in stage 2 the step's last one, for which `sync` is true. In
+        both stages every backward pass sums gradients.
         """
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(sums_gradients or self.zero_stage == 3)
+        self.module.set_reshard_after_backward(sync or self.zero_stage == 3)
         yield
 
 

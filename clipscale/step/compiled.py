@@ -98,9 +98,9 @@ def run_every_pass(
     last_chunk = local_batch % chunk or chunk
     for size in {chunk, last_chunk}:
         inputs = draw(model, precision.device, size)
-        for sums_gradients in (False, True):
-            casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, sums_gradients=False)
-            if is_ddp and sums_gradients:
+        for is_last_backward in (False, True):
+            casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, is_last_backward=False)
+            if is_ddp and is_last_backward:
                 casts = nullcontext()
             with batch_norm_preserved(tower), precision.autocast(), casts:
                 both_passes(tower, inputs)

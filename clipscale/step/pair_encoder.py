@@ -14,7 +14,7 @@ from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.chunk_output import ChunkOutput
-from clipscale.step.cache.pass_contexts import chunk_context
+from clipscale.step.cache.pass_contexts import sync_context
 
 
 class PairEncoder(nn.Module):
@@ -37,14 +37,12 @@ class PairEncoder(nn.Module):
 class ShardedPairEncoder(PairEncoder):
     """A `PairEncoder` whose towers and decoder are sharded one by one, because evaluation calls them one by one."""
 
-    forward_is_collective = True
-
     @contextmanager
-    def chunk_context(self, *, sums_gradients: bool) -> Iterator[None]:
-        """Around a chunk: the contexts of both towers and of the decoder."""
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Around the pass of a chunk, as `GradCache` asks: the contexts of both towers and of the decoder."""
         with ExitStack() as contexts:
             for module in self.captioner.children():
-                contexts.enter_context(chunk_context(module, sums_gradients=sums_gradients))
+                contexts.enter_context(sync_context(module, is_last_backward=sync))
             yield
 
 

@@ -62,14 +62,14 @@ class CastWeights:
         self.gradients.clear()
 
     @contextmanager
-    def used(self, *, builds_graph: bool, sums_gradients: bool) -> Iterator[None]:
+    def used(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
         """Around a pass of one chunk: the layers use their cast weights.
 
         `builds_graph`: the pass builds a graph, whose backward pass, now or later, adds to the weights' `.grad`.
-        `sums_gradients`: that backward pass sums gradients over the ranks. DDP then needs autograd's own, so nothing is
-        cast.
+        `is_last_backward`: that backward pass is the encoder's last one in the step. DDP then needs autograd's own
+        gradients, so nothing is cast.
         """
-        if builds_graph and sums_gradients and self.sums_by_hooks:
+        if builds_graph and is_last_backward and self.sums_by_hooks:
             yield
         elif builds_graph:
             with casting(self.layers, accumulates=True), self.accumulating():

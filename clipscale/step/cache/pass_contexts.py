@@ -18,6 +18,18 @@ def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
     return isinstance(encoder, DistributedDataParallel)
 
 
+class GradientSync(Protocol):
+    """An encoder that sums its gradients over ranks itself; see `GradCache`."""
+
+    def gradient_sync(self, sync: bool) -> AbstractContextManager[None]:
+        """Around the pass of a chunk. `sync`: whether the encoder's last backward pass of the step runs inside."""
+
+
+def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
+    """Whether the encoder has a `gradient_sync`, perhaps of the module that it wraps."""
+    return hasattr(encoder, "gradient_sync")
+
+
 class HasNoSync(Protocol):
     """A wrapper with a context in which a pass does not sum gradients, such as DDP."""
 
@@ -39,29 +51,26 @@ def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def chunk_context(encoder: Callable[..., object], *, sums_gradients: bool) -> Iterator[None]:
-    """Around the pass of a chunk. `sums_gradients`: whether its backward pass sums gradients over the ranks.
+def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> Iterator[None]:
+    """Around the pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step runs inside.
 
-    `sums_gradients` is true for an encoder's last backward pass in a step. Who reads it, and when:
+    Who reads it, and when:
 
-    DDP                     in the forward pass (see `rearm_ddp_sync`): the next backward pass sums
-    FSDP2's `fully_shard`   in the backward pass, which sums
-    `ShardedTower`          in the backward pass, which always sums: in ZeRO's stage 2 it then shards the weights again
-    a `gradient_sync`       of a user's encoder decides itself; see `GradCache`
+    DDP                     in a forward pass (see `rearm_ddp_sync`): if true, the next backward pass sums gradients
+    FSDP2's `fully_shard`   in the backward pass, which sums if it is true
+    a `gradient_sync`       decides itself. `ShardedTower` sums after every backward pass; if it is true, its weights
+                            are then sharded again, in ZeRO's stage 2 too
     """
-    if hasattr(encoder, "chunk_context"):
-        with encoder.chunk_context(sums_gradients=sums_gradients):
-            yield
-    elif hasattr(encoder, "gradient_sync"):
-        with encoder.gradient_sync(sums_gradients):
+    if syncs_itself(encoder):
+        with encoder.gradient_sync(is_last_backward):
             yield
     elif isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(sums_gradients)
+        encoder.set_requires_gradient_sync(is_last_backward)
         try:
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif sums_by_hooks(encoder) and not sums_gradients:
+    elif sums_by_hooks(encoder) and not is_last_backward:
         with encoder.no_sync():
             yield
     else:
@@ -73,8 +82,8 @@ def is_collective(encoder: Callable[..., object]) -> bool:
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:
         return stated
-    # A user's encoder with a `gradient_sync` of its own is assumed to gather weights.
-    return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
+    # An encoder with a `gradient_sync` of its own is assumed to gather weights.
+    return isinstance(encoder, FSDPModule) or syncs_itself(encoder)
 
 
 def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:

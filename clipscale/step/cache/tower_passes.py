@@ -21,10 +21,10 @@ from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMem
 from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
-    chunk_context,
     is_ddp,
     on_short_memory,
     rearm_ddp_sync,
+    sync_context,
 )
 
 # Maps an encoder's output to its tensor.
@@ -108,8 +108,8 @@ class TowerPasses:
         with (
             # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast weights
             # need to know of that pass.
-            chunk_context(self.encoder, sums_gradients=False),
-            self.cast_weights.used(builds_graph=policy.builds_whole_graph, sums_gradients=self.sums_after(i)),
+            sync_context(self.encoder, is_last_backward=False),
+            self.cast_weights.used(builds_graph=policy.builds_whole_graph, is_last_backward=self.has_last_backward(i)),
         ):
             try:
                 return self.run_under(policy, i)
@@ -145,26 +145,26 @@ class TowerPasses:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for i in range(len(self.spans)):
                 before_chunk()
-                sums_gradients = self.sums_after(i)
+                is_last_backward = self.has_last_backward(i)
                 with (
-                    chunk_context(self.encoder, sums_gradients=sums_gradients),
-                    self.cast_weights.used(builds_graph=True, sums_gradients=sums_gradients),
+                    sync_context(self.encoder, is_last_backward=is_last_backward),
+                    self.cast_weights.used(builds_graph=True, is_last_backward=is_last_backward),
                 ):
-                    out = self.output_with_graph(i, sums_gradients=sums_gradients)
+                    out = self.output_with_graph(i, is_last_backward=is_last_backward)
                     backward_chunk(out, gradient[self.rows(i)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
 
-    def output_with_graph(self, i: int, *, sums_gradients: bool) -> ChunkOutput:
+    def output_with_graph(self, i: int, *, is_last_backward: bool) -> ChunkOutput:
         """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass with the
         random numbers of its first one.
 
-        `sums_gradients`: whether its backward pass sums gradients over the ranks.
+        `is_last_backward`: whether its backward pass is the encoder's last one in the step.
         """
         if self.graphs.outputs:
             out = self.graphs.outputs.pop(0)
-            return rearm_ddp_sync(self.encoder, out) if sums_gradients else out
+            return rearm_ddp_sync(self.encoder, out) if is_last_backward else out
         self.random_states[i].restore()
         return self.run(i)
 
@@ -206,8 +206,8 @@ class TowerPasses:
         start, stop = self.spans[i]
         return slice(start, stop) if self.order is None else self.order[start:stop]
 
-    def sums_after(self, i: int) -> bool:
-        """Whether the backward pass of chunk i, the encoder's last one in the step, sums gradients over the ranks."""
+    def has_last_backward(self, i: int) -> bool:
+        """Whether the backward pass of chunk i is the encoder's last one in the step."""
         return self.is_last_of_encoder and i == len(self.spans) - 1
 
 
