@@ -121,16 +121,16 @@ class KeptGraphs:
     _on_gpu: bool = False
 
     def start_step(
-        self, rows: int, num_chunks: int, keep_budget: KeepBudget, on_short_memory: OnShortMemory, *, on_gpu: bool
+        self, rows: int, num_keepable: int, keep_budget: KeepBudget, on_short_memory: OnShortMemory, *, on_gpu: bool
     ) -> None:
-        """Prepare for a step of `rows` samples in `num_chunks` chunks; 0 if they have no second pass.
+        """Prepare for a step of `rows` samples, whose first `num_keepable` chunks have graphs that may be kept.
 
         `keep_budget`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, even if a rank keeps
         none. `on_gpu`: see `measured_graph`.
         """
-        self.meter.start_step(rows, measure=keep_budget.needs_measurement and num_chunks > 0)
+        self.meter.start_step(rows, measure=keep_budget.needs_measurement and num_keepable > 0)
         self.outputs = []
-        self.num_planned = keep_budget.graphs(num_chunks, self.meter.bytes_each)
+        self.num_planned = keep_budget.graphs(num_keepable, self.meter.bytes_each)
         self.num_kept = self.num_planned
         self.on_short_memory = on_short_memory
         self.is_out_of_memory = False

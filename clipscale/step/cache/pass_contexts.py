@@ -44,6 +44,14 @@ def sums_by_hooks(encoder: object) -> TypeGuard[HasNoSync]:
     return hasattr(encoder, "no_sync")
 
 
+def can_sum_after_kept_graph(encoder: object) -> bool:
+    """Whether the backward pass of a graph that was built inside `no_sync` can still sum gradients over ranks.
+
+    DDP can be armed again: see `rearm_ddp_sync`. Another wrapper may have decided in its forward pass not to sum.
+    """
+    return is_ddp(encoder) or syncs_itself(encoder) or not sums_by_hooks(encoder)
+
+
 def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
     """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
     modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()

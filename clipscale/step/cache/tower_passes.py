@@ -21,6 +21,7 @@ from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMem
 from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
+    can_sum_after_kept_graph,
     is_ddp,
     on_short_memory,
     rearm_ddp_sync,
@@ -92,13 +93,15 @@ class TowerPasses:
             self.order = inputs.rows(0, num_rows)
         self.random_states = []
         num_chunks = len(self.spans)
-        num_replayed = 0
+        num_keepable = 0
         if self.has_second_pass:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
-            num_replayed = num_chunks
+            num_keepable = num_chunks
+            if self.is_last_of_encoder and not can_sum_after_kept_graph(self.encoder):
+                num_keepable -= 1
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(num_rows, num_replayed, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
+        self.graphs.start_step(num_rows, num_keepable, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
         self.cast_weights.start_step(self.encoder, self.autocast, num_chunks)
         return num_rows
 
