@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from clipscale.common.modules import nested_blocks
-from clipscale.distributed.weight_types import PER_PARAMETER, gathered_type, pin_cast_dtype
+from clipscale.distributed.weight_types import PER_PARAMETER, pin_cast_dtype, type_under_autocast
 
 # The stage of ZeRO, by the value of `launch.parallel`.
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -83,7 +83,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
-    options: dict[str, Any] = {"param_dtype_override_fn": gathered_type(tower, dtype)}
+    options: dict[str, Any] = {"param_dtype_override_fn": type_under_autocast(tower, dtype)}
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
 
 

@@ -8,24 +8,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# Whether this torch (2.15 or later) gathers each parameter in a type of its own.
+# Whether FSDP2 of this torch (2.15 or later) gathers each parameter in a type of its own.
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 # Autocast rounds the weights of these layers.
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
-def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
-    """A function from a weight to the type in which it is gathered, under autocast to `dtype`."""
+def type_under_autocast(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
+    """A function from a weight to the type in which autocast to `dtype` uses it."""
     layers = [module for module in tower.modules() if isinstance(module, CAST)]
-    cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
+    cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
     return lambda p: dtype if id(p) in cast else p.dtype
 
 
-def cast_gathered_(tower: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a tower's weights in place to the types in which they are gathered."""
+def cast_product_weights_(tower: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of a tower's matrix products in place to `dtype`, as autocast would in each pass."""
     pin_cast_dtype(tower)
-    type_of = gathered_type(tower, dtype)
+    type_of = type_under_autocast(tower, dtype)
     for p in tower.parameters():
         p.data = p.data.to(type_of(p))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from clipscale.common.modules import trains
-from clipscale.distributed.weight_types import cast_gathered_
+from clipscale.distributed.weight_types import cast_product_weights_
 
 # Type of autocast.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,4 +50,4 @@ class Precision:
         """
         for tower in towers:
             if not trains(tower):
-                cast_gathered_(tower, self.dtype)
+                cast_product_weights_(tower, self.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.common.modules import nested_blocks, trains
 from clipscale.distributed.parallel import gradient_norm
-from clipscale.distributed.weight_types import cast_gathered_, gathered_type
+from clipscale.distributed.weight_types import PER_PARAMETER, cast_product_weights_, type_under_autocast
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -32,7 +32,7 @@ class GatheredWeights:
     @classmethod
     def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
         """Compute the bytes. In stage 3 a block's weights are gathered while the block before it computes."""
-        type_of = gathered_type(tower, dtype)
+        type_of = type_under_autocast(tower, dtype)
 
         def size(parameters: set[nn.Parameter]) -> int:
             return sum(p.numel() * type_of(p).itemsize for p in parameters)
@@ -138,12 +138,13 @@ def divided_among_ranks(
     """
     if parallel == "ddp":
         return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
+    gathered_dtype = dtype if PER_PARAMETER else torch.float32
     undivided = 0
     gathered = [GatheredWeights(), GatheredWeights()]
     for i, tower in enumerate(towers):
         if trains(tower):
-            gathered[i] = GatheredWeights.of(tower, parallel, dtype)
-            cast_gathered_(tower, dtype)
+            gathered[i] = GatheredWeights.of(tower, parallel, gathered_dtype)
+            cast_product_weights_(tower, gathered_dtype)
         else:
             undivided += sum(p.nbytes for p in tower.parameters())
     share = [size // world_size for size in memory.gradients]
