@@ -10,11 +10,9 @@ import sqlite3
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, starmap
-from multiprocessing import get_context
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +21,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
+from clipscale.common.process_pool import spawned_pool
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
 from clipscale.data.shards.errors import CHANGED, SourceError
@@ -302,6 +301,5 @@ def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *other
     if workers < 2 or len(urls) < MIN_PARALLEL_SHARDS:
         yield from map(work, urls, *others)
         return
-    # spawn: the caller may hold threads and locks
-    with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
+    with spawned_pool(min(workers, len(urls))) as pool:
         yield from pool.map(work, urls, *others)

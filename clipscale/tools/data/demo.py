@@ -9,13 +9,13 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
 
 from clipscale.common import files
 from clipscale.common.hardware import cores
+from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import print_line, tracked
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data import scenes
@@ -60,10 +60,8 @@ def _write_training(folder: Path, count: int, processes: int) -> None:
         for number in range(TRAIN_SHARDS):
             write(number)
         return
-    # spawn, because the caller may hold threads and locks. Only this process handles Ctrl-C.
-    context = multiprocessing.get_context("spawn")
-    quiet = signal.SIGINT, signal.SIG_IGN
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=quiet) as pool:
+    # Only this process handles Ctrl-C.
+    with spawned_pool(processes, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
             for _ in tracked(pool.map(write, range(TRAIN_SHARDS)), "rendering shards", TRAIN_SHARDS):
                 pass

@@ -7,11 +7,10 @@ has a note in DIR/parts, so that a stopped command can go on.
 import io
 import json
 import math
-import multiprocessing
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
@@ -23,6 +22,7 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
+from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
@@ -211,8 +211,7 @@ def pack_parts(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
     futures: list[Future[None]] = []
     ahead = CHUNKS_AHEAD * cores()
-    # spawn, because the caller may hold threads and locks
-    with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with spawned_pool(cores()) as pool:
         while chunk := list(islice(pairs, SHARD_SAMPLES)):
             number = len(futures)
             show_task(f"packing, with pair {number * SHARD_SAMPLES + len(chunk):,} read")
