@@ -289,6 +289,8 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
                 values = [*override.sweep_string_iterator()]
             else:
                 values = [override.get_value_element_as_str()]
+            if not values:
+                raise UserError(f"{override.input_line}: it has no values")
             choices.append([f"{key}={value}" for value in values])
     except HydraException as error:
         raise one_line_error(error) from error

@@ -147,9 +147,14 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
             interval: Any = override.value()
             if interval.start > interval.end:
                 raise UserError(f"{override.input_line}: the smaller number comes first")
+            if "log" in interval.tags and interval.start <= 0:
+                raise UserError(f"{override.input_line}: log takes numbers above 0")
             chosen.append(f"{override.get_key_element()}={interval.start}")
         elif override.is_sweep_override():
-            chosen.append(f"{override.get_key_element()}={next(override.sweep_string_iterator())}")
+            value = next(override.sweep_string_iterator(), None)
+            if value is None:
+                raise UserError(f"{override.input_line}: it has no values")
+            chosen.append(f"{override.get_key_element()}={value}")
     config = compose.settings("train", chosen, config_dir)
     folder = sweep.folder_of_sweep(config.run)
     return folder, [sweep.run_in_sweep(config, folder, "first")]

@@ -228,11 +228,19 @@ def test_a_study_can_be_kept_in_a_database(trained: list[TrainConfig], shards: s
 
 
 @OPTUNA
-def test_an_interval_whose_ends_are_swapped_is_one_line(shards: str, capsys: Capture) -> None:
-    for word in ("optim.lr=interval(1e-2,1e-4)", "optim.lr=tag(log,interval(1e-2,1e-4))"):
-        assert sweep(shards, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", word) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {word}: ") and error.count("\n") == 1
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optim.lr=interval(1e-2,1e-4)",
+        "optim.lr=tag(log,interval(1e-2,1e-4))",
+        "optim.lr=tag(log,interval(0,1e-4))",
+        "optim.lr=range(1,0,0.1)",
+    ],
+)
+def test_values_that_no_sweeper_can_take_are_one_line(shards: str, capsys: Capture, word: str) -> None:
+    assert sweep(shards, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", word) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {word}: ") and error.count("\n") == 1
 
 
 # ---- real runs ----
