@@ -4,6 +4,7 @@ import math
 import os
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from clipscale.common.text import did_you_mean
 
 # The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+# What Linux says of the CPU.
+CPU_INFO = Path("/proc/cpuinfo")
 # A pass on a GPU takes at most so many pictures or captions: with more, attention kernels exceed the largest grid.
 MAX_SEQUENCES = 2**15
 
@@ -72,6 +75,14 @@ class Hardware:
 HARDWARE = {
     name: Hardware(**values) for name, values in files.read_yaml(Path(__file__).with_name("hardware.yaml")).items()
 }
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies matrices of bf16 by instructions of its own. True where the system does not say."""
+    with suppress(OSError):
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)", CPU_INFO.read_text(encoding="utf-8"), re.M)
+        return flags is None or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
+    return True
 
 
 def gpu_here() -> str | None:

@@ -9,6 +9,7 @@ from clipscale import checkpoint
 from clipscale.checkpoint import CheckpointState
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
+from clipscale.common.hardware import cpu_has_bf16
 from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
@@ -126,7 +127,7 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
         checkpoint_values=values,
         is_stage_start=is_stage_start,
         yaml=to_yaml(config if config.stages else completed),
-        notices=tuple(pixel_notices(settings.model, model)),
+        notices=(*pixel_notices(settings.model, model), *precision_notices(completed, world.device.type)),
     )
 
 
@@ -207,3 +208,10 @@ def pixel_notices(requested: ModelConfig, completed: ModelConfig) -> list[str]:
     if pixels == requested.pixels:
         return []
     return [f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}"]
+
+
+def precision_notices(config: TrainConfig, device_type: str) -> list[str]:
+    """A line for the user if a CPU without instructions for bf16 is to compute in it."""
+    if config.precision != "bf16" or device_type != "cpu" or cpu_has_bf16():
+        return []
+    return ["precision=bf16: this CPU has no instructions for it and is several times slower; give precision=fp32"]

@@ -29,6 +29,25 @@ def test_the_beginning_of_one_name_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
+    ("information", "has_bf16"),
+    [
+        ("flags\t\t: fpu avx2\n", False),
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("model name: another\n", True),
+        (None, True),
+    ],
+)
+def test_a_cpus_instructions_for_bf16_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, information: str | None, has_bf16: bool
+) -> None:
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    if information is not None:
+        machine.CPU_INFO.write_text(information)
+    assert machine.cpu_has_bf16() is has_bf16
+
+
+@pytest.mark.parametrize(
     ("setting", "values"),
     [
         ("UNUSED", "passive 0 expandable_segments:True"),

@@ -25,6 +25,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
 from clipscale.start.begin import check_goal
+from clipscale.start.settle import precision_notices
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
@@ -58,6 +59,15 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finis
     assert "nothing is left to train" in printed
     assert "learning rate" not in printed, "it is the same"
     assert curve(finished) == before
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_cpu_without_instructions_for_bf16_is_said(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool) -> None:
+    monkeypatch.setattr("clipscale.start.settle.cpu_has_bf16", lambda: has_bf16)
+    notices = precision_notices(TrainConfig(precision="bf16"), "cpu")
+    assert ["precision=fp32" in notice for notice in notices] == [True] * (not has_bf16)
+    assert precision_notices(TrainConfig(precision="bf16"), "cuda") == []
+    assert precision_notices(TrainConfig(precision="fp32"), "cpu") == []
 
 
 def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: Path, capsys: Capture) -> None:
