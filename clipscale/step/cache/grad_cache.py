@@ -51,7 +51,8 @@ class GradCache:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
             `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
-            so a loss of its own is never counted. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
+            so a loss of its own is never counted. The passes must draw their random numbers from torch's default
+            generators, whose states are restored. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
             synchronised once, with its last chunk; clipscale's own `ShardedTower` does it after each chunk. A module
             with a method `gradient_sync(sync)`, a context, sums in its own way: each pass runs inside that context, and
             `sync` is true for the last chunk's backward pass alone. The forward pass of such an encoder counts as a
@@ -77,9 +78,10 @@ class GradCache:
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is not a tensor
     or has another number of rows than its input, a chunk's loss that is not a scalar, a `representation` with trainable
-    parameters, a loss that does not use a representation, a loss that the same scaler has scaled already, batch
-    normalisation in training mode over more than one chunk, or over several ranks without synchronisation, and DDP with
-    static_graph=True.
+    parameters, a module without trainable parameters whose output requires a gradient all the same (of an input, or of
+    a parameter that it does not list), a loss that does not use a representation, a loss that the same scaler has
+    scaled already, batch normalisation in training mode over more than one chunk, or over several ranks without
+    synchronisation, and DDP with static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 

@@ -2,7 +2,7 @@
 random numbers."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,8 @@ class TowerPasses:
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
+    # Whether a pass without a second one was seen to have no gradient; see `run_under`.
+    is_without_gradient: bool = False
 
     @property
     def has_second_pass(self) -> bool:
@@ -125,9 +127,18 @@ class TowerPasses:
             return self.run_under(self.graphs.policy(i), i)
 
     def run_under(self, policy: GraphPolicy, i: int) -> Tensor:
-        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached."""
-        with self.graphs.building(policy):
+        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached.
+
+        An encoder without trainable parameters has no second pass. The first time it runs with gradients enabled: a
+        graph is then built only if it uses a parameter that it does not list, or an input that requires a gradient.
+        Raises ValueError for these.
+        """
+        checks = torch.is_grad_enabled() and not self.has_second_pass and not self.is_without_gradient
+        with nullcontext() if checks else self.graphs.building(policy):
             out = self.run(i)
+        if checks:
+            refuse_gradient(out)
+            self.is_without_gradient = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
         return out.representations.detach()
@@ -226,6 +237,15 @@ def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[
     roots = [(out.representations, gradient), (out.loss, loss_gradient(out.loss))]
     trained = [(root, value) for root, value in roots if root.requires_grad]
     torch.autograd.backward([root for root, _ in trained], [value for _, value in trained])
+
+
+def refuse_gradient(out: ChunkOutput) -> None:
+    """Raise ValueError if the output of an encoder without trainable parameters has a graph: it would be lost."""
+    if out.representations.requires_grad or (out.loss is not None and out.loss.requires_grad):
+        raise ValueError(
+            "a module without trainable parameters returned a tensor that requires a gradient: of an input, or of a "
+            "parameter that the module uses but does not list; give a function that calls it, which has two passes"
+        )
 
 
 def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:

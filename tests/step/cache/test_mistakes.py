@@ -37,6 +37,39 @@ def test_mistakes_are_named(message: str) -> None:
         cache.step(*given.get("inputs", (x[: given["n"]] for x in batch(8))))
 
 
+class Hidden(nn.Module):
+    """A module that uses another one and does not list it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.modules_of_others = [module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_of_others[0](x)
+
+
+@pytest.mark.parametrize("requires_grad", ["parameter", "input", "neither"])
+def test_a_gradient_that_would_be_lost_is_refused(requires_grad: str) -> None:
+    """A module without trainable parameters has no second pass."""
+    model = models()
+    x, y = batch(8)
+    model["image"].requires_grad_(requires_grad == "parameter")
+    x.requires_grad_(requires_grad == "input")
+
+    def cache_of(encoder: Callable[[Tensor], Tensor]) -> GradCache:
+        return GradCache([encoder, model["text"]], lambda u, v: (u @ v.T).sum(), chunks=4)
+
+    if requires_grad == "neither":
+        cache_of(Hidden(model["image"])).step(x, y)
+        return
+    with pytest.raises(ValueError, match="a function that calls it"):
+        cache_of(Hidden(model["image"])).step(x, y)
+    hidden = Hidden(model["image"])
+    cache_of(lambda x: hidden(x)).step(x, y)
+    gradient = x.grad if requires_grad == "input" else next(model["image"].parameters()).grad
+    assert gradient is not None and gradient.any()
+
+
 def test_a_keyword_that_it_does_not_know_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
         GradCache([nn.Linear(2, 2)], torch.sum, chunks=1, chunk_size=1)  # type: ignore[call-arg]
