@@ -304,6 +304,32 @@ def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
         load_set(tmp_path / "set")
 
 
+@pytest.mark.parametrize("thumbnail", [False, True])
+def test_a_folder_with_cocos_caption_files_below_is_no_set_of_classes(tmp_path: Path, thumbnail: bool) -> None:
+    """COCO unpacks to `annotations` beside the folders of pictures. Its instances are no captions."""
+    root = folders(tmp_path / "coco", ["train2017", "val2017"])
+    notes = root / "annotations"
+    notes.mkdir()
+    (notes / "instances_val2017.json").write_text('{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}')
+    (notes / "dataset_infos.json").write_text('{"default": {}}')
+    if thumbnail:
+        (notes / "0.jpg").write_bytes(picture("red", "JPEG"))
+    coco = {"images": [{"id": 1, "file_name": "1.PNG"}], "annotations": [{"image_id": 1, "caption": "red"}]}
+    (notes / "captions_val2017.json").write_text(json.dumps(coco))
+    only = load_set(root)
+    assert (only.kind, only.answers, only.images[0].path) == ("retrieval", [["red"]], root / "val2017/1.PNG")
+    assert load_sets([str(root)])[0].name == "coco"
+    (notes / "captions_train2017.json").write_text(json.dumps(coco))
+    load_set.cache_clear()
+    one = "annotations/captions_train2017.json and annotations/captions_val2017.json; give one, as "
+    with refused(f"has the captions {one}eval.sets={notes}/captions_val2017.json"):
+        load_set(root)
+    load_set.cache_clear()
+    for file in notes.glob("captions_*"):
+        file.unlink()
+    assert load_set(root).kind == "classification"
+
+
 def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
     path = karpathy_json(tmp_path / "set")
     (tmp_path / "set" / "images" / "blue.png").unlink()

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
 
+# Names of the published caption files: COCO's and Karpathy's.
+PUBLISHED = ("captions_*.json", "dataset_*.json")
 # Name of an image -> its captions.
 CaptionsByImage = Mapping[str, Sequence[str]]
 
@@ -49,9 +51,18 @@ def entries(file: Path) -> list[CaptionedImage]:
 
 def caption_files(folder: Path) -> dict[Path, CaptionsByImage]:
     """The caption files of a folder, among its JSON files."""
+    return _caption_files(file for file in files.visible_entries(folder) if file.suffix == ".json")
+
+
+def published_files_below(folder: Path) -> dict[Path, CaptionsByImage]:
+    """The caption files in the folders of a folder, among those with PUBLISHED names: other JSON there may be large."""
+    return _caption_files(sorted(file for name in PUBLISHED for file in folder.glob(f"*/{name}")))
+
+
+def _caption_files(candidates: Iterable[Path]) -> dict[Path, CaptionsByImage]:
     captions = {}
-    for file in files.visible_entries(folder):
-        if file.suffix == ".json" and file.is_file():
+    for file in candidates:
+        if file.is_file():
             with suppress(UserError):
                 captions[file] = read(file)
     return captions

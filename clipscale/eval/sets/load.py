@@ -65,20 +65,20 @@ def load_set(path: Path) -> EvalSet:
 def _load_folder(path: Path) -> EvalSet:
     """Recognise the layout of a folder.
 
-    Caption files come before folders that may be classes. Shards come before caption files, since they have json files
-    beside them.
+    Caption files, in the folder or in one below, come before folders that may be classes. Shards come before caption
+    files, since they have json files beside them.
     """
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path)
     inside = files.visible_entries(path)
     below = {file.name for file in inside if file.is_dir()}
     tars = [file for file in inside if file.name.endswith(SHARDS)]
-    captioned = {} if tars else captions.caption_files(path)
+    captioned = {} if tars else captions.caption_files(path) or captions.published_files_below(path)
     if len(captioned) > 1:
-        one, other, *_ = captioned
+        one, other, *_ = [str(file.relative_to(path)) for file in captioned]
+        chosen = max(captioned, key=lambda file: any(name in file.stem for name in HELD_OUT))  # the first in a tie
         raise UserError(
-            f"eval.sets: {path} has the captions {one.name} and {other.name}; give one, as "
-            f"eval.sets={shlex.quote(str(one))}"
+            f"eval.sets: {path} has the captions {one} and {other}; give one, as eval.sets={shlex.quote(str(chosen))}"
         )
     if captioned:
         return captions.with_images(*captioned.popitem())
