@@ -125,10 +125,10 @@ class Step:
             keep_bytes = 0
         elif keep and keep[0].isdigit():
             keep_bytes = parse_count(keep)
-        self.writes_captions = self.model.decoder is not None
+        self.is_captioner = self.model.is_captioner
         self.cache = GradCache(
-            [pair_encoder(self.model)] if self.writes_captions else [self.model.image, self.model.text],
-            self.loss_of_pairs if self.writes_captions else self.loss,
+            [pair_encoder(self.model)] if self.is_captioner else [self.model.image, self.model.text],
+            self.loss_of_pairs if self.is_captioner else self.loss,
             chunks=chunk, autocast=self.precision.autocast, keep_bytes=keep_bytes,
         )  # fmt: skip
 
@@ -190,13 +190,13 @@ class Step:
 
     def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
         with self.precision.autocast():
-            if self.writes_captions:
+            if self.is_captioner:
                 features, captions = pair_encoder(self.model)(*inputs)
             else:
                 with torch.set_grad_enabled(self.kind != "frozen"):
                     u = self.model.image(inputs[0])
                 v = self.model.text(inputs[1])
-        if self.writes_captions:
+        if self.is_captioner:
             value = self.loss_of_pairs(features) + CAPTION_WEIGHT / count_caption_labels(inputs[1]) * captions
         else:
             value = self.loss(u, v)
@@ -210,11 +210,11 @@ class Step:
             captions = ChunkLoader(texts, batch, self.device, is_resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
-            is_even = self.writes_captions
+            is_even = self.is_captioner
             captions = SortedCaptions(texts, of_all, batch, self.device, is_resident=False, is_even=is_even)
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0
-        if self.writes_captions:
+        if self.is_captioner:
             inputs = [PairLoader(load, captions)]
             if isinstance(captions, SortedCaptions):
                 captions.make_chunks(self.chunk)
@@ -235,7 +235,7 @@ class Step:
 
         del self.model.image.encoder, self.model.text.encoder, self.model.decoder
         with self.device:
-            if self.writes_captions:
+            if self.is_captioner:
                 model = CoCa(**architecture(self.config)).to(self.device)
                 init_decoder(model.text_decoder)
             else:
@@ -257,7 +257,7 @@ class Step:
         )  # fmt: skip
         data = {"train": SimpleNamespace(dataloader=Loader(chunks), set_epoch=lambda _: None)}
         none = torch.optim.SGD([torch.zeros(1)], lr=0.0)  # leaves weights and gradients alone
-        loss = open_clip.CoCaLoss(CAPTION_WEIGHT, 1.0) if self.writes_captions else open_clip.ClipLoss()
+        loss = open_clip.CoCaLoss(CAPTION_WEIGHT, 1.0) if self.is_captioner else open_clip.ClipLoss()
         train_one_epoch(self.peer, data, loss, 0, none, None, None, None, args)
         meter("step")
 

@@ -82,6 +82,11 @@ class TrainConfig:
         "end says where it lies.",
     )
 
+    @property
+    def trains_captioner(self) -> bool:
+        """Whether a captioner's decoder is trained. Its towers and its decoder are then one encoder of pairs."""
+        return self.model.is_captioner and self.caption.weight > 0
+
 
 def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> None:
     """Raise UserError for a batch that `count` processes cannot share evenly; the message calls them `among`."""
@@ -224,10 +229,9 @@ def check_data(config: TrainConfig) -> None:
 def check_captioner(config: TrainConfig) -> None:
     """Raise UserError for settings of captions that do not go with the model. The settings are complete."""
     weight = config.caption.weight
-    writes = "multimodal_cfg" in config.model.description
-    if not writes and weight != sections.CaptionConfig().weight:
+    if not config.model.is_captioner and weight != sections.CaptionConfig().weight:
         raise UserError(f"caption.weight={weight:g}: {config.model.name} has no decoder; take model=coca-b32")
-    if not (writes and weight):
+    if not config.trains_captioner:
         return
     if config.data.captions_per_step > 1 or config.data.negatives:
         raise UserError(

@@ -106,7 +106,7 @@ class RetrievalSet(EvalSet):
 
         Every rank ranks the whole set.
         """
-        meter = CaptionMeter(encoder, self.answers) if encoder.model.decoder is not None else None
+        meter = CaptionMeter(encoder, self.answers) if encoder.model.is_captioner else None
         reads = HashedReads(self.read)
         pictures = self.encode_pictures(encoder, reads.read, meter.add if meter else None)
         index_N, images_ND, hash_N = UsableImages.gather(list(pictures), reads, len(self), encoder)

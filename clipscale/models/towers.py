@@ -139,6 +139,11 @@ class ClipModel(nn.Module):
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
+    @property
+    def is_captioner(self) -> bool:
+        """Whether the model has a decoder of captions."""
+        return self.decoder is not None
+
     def eval_transform(self) -> EvalTransform:
         """The transform from a picture's bytes to the image tower's pixels, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.pixels.resize_mode, interpolation=self.pixels.interpolation)

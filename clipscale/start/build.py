@@ -134,7 +134,7 @@ def choose_chunk_sizes(
             settled.checkpoint_values.chunks if settled.checkpoint_values and not settled.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
             texts_per_sample=config.data.texts_per_step,
-            pairs=pair_encoder(model) if writes_captions(config, model) else None,
+            pairs=pair_encoder(model) if config.trains_captioner else None,
         )
 
 
@@ -185,8 +185,7 @@ def build_step(
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
     )
-    has_pairs = writes_captions(config, model)
-    if has_pairs:
+    if config.trains_captioner:
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         cache = make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image])
     else:
@@ -198,12 +197,12 @@ def build_step(
     optimizer = build_optimizer(
         model, config.optim, is_sharded=parallel != "ddp", scales=model.rate_factors(config.model)
     )
-    kind = CaptionerStep if has_pairs else TrainStep
+    kind = CaptionerStep if config.trains_captioner else TrainStep
     return kind(
         world=world,
         model=model,
         cache=cache,
-        inputs=StepInputs(world, config.offload == "none", sort_captions, writes_captions=has_pairs),
+        inputs=StepInputs(world, config.offload == "none", sort_captions, trains_captioner=config.trains_captioner),
         loss=loss,
         precision=precision,
         optimizer=optimizer,
@@ -211,11 +210,6 @@ def build_step(
         clip_norm=config.optim.clip_norm,
         chunk_device=chunk_sizes.device,
     )
-
-
-def writes_captions(config: TrainConfig, model: ClipModel) -> bool:
-    """Whether the run trains a captioner's decoder, so that its towers are one encoder of pairs."""
-    return model.decoder is not None and config.caption.weight > 0
 
 
 def open_data(

@@ -67,8 +67,8 @@ class StepInputs:
     # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. Only if
     # the text tower's features do not depend on the padding.
     sort_captions: bool
-    # Whether the model writes captions; then pairs are its only input.
-    writes_captions: bool = False
+    # Whether a captioner's decoder is trained; then pairs are the only input.
+    trains_captioner: bool = False
     # What the last step's all-reduce says of this step; None in the first one.
     info: NextStepInfo | None = None
     # This step's captions, if they had arrived in the last step.
@@ -103,7 +103,7 @@ class StepInputs:
             batch.num_texts,
             device,
             is_resident=self.is_resident,
-            is_even=self.writes_captions,
+            is_even=self.trains_captioner,
         )
         caption_loader.make_chunks(chunk_size)
         return caption_loader
@@ -130,7 +130,7 @@ class StepInputs:
         caption_loader = self.own_captions(upcoming, chunk_size) if upcoming else None
         self.sorted_ahead = caption_loader if isinstance(caption_loader, SortedCaptions) else None
         caption_labels = None
-        if self.writes_captions:
+        if self.trains_captioner:
             caption_labels = own_caption_labels(upcoming) if upcoming else 0
         self.info = NextStepInfo.start(
             self.world,

@@ -32,7 +32,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
 
 def needs_correct_mask(model: ClipModel) -> bool:
     """Whether open_clip's own class computes other text features of a captioner unless `correct_cls_mask` is set."""
-    return model.decoder is not None and bool(model.text.encoder.correct_cls_mask)
+    return model.is_captioner and bool(model.text.encoder.correct_cls_mask)
 
 
 def weights(model: ClipModel) -> Weights:

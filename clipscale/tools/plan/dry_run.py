@@ -28,7 +28,6 @@ from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
-from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import DTYPES, Precision
 from clipscale.step.train_step import TrainStep
@@ -106,17 +105,17 @@ class DryRun:
 
     @property
     def towers(self) -> tuple[nn.Module, nn.Module]:
-        return tower_modules(self.step)
+        return tower_modules(self.config, self.model)
 
     @property
     def trained(self) -> Sequence[bool]:
         """Whether each tower has a second pass. A captioner's encoder of pairs counts as the image tower."""
         return [*self.step.cache.has_second_pass, False][:2]
 
-    @property
-    def is_captioner(self) -> bool:
-        """Whether both towers and the decoder are one encoder of pairs."""
-        return encodes_pairs(self.step)
+    @cached_property
+    def trains_captioner(self) -> bool:
+        """See `TrainConfig.trains_captioner`, which reads a file."""
+        return self.config.trains_captioner
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -144,12 +143,12 @@ class DryRun:
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row of each tower's input."""
         image, text = self.inputs
-        return (image.nbytes + text.nbytes, 0) if self.is_captioner else (image.nbytes, text.nbytes)
+        return (image.nbytes + text.nbytes, 0) if self.trains_captioner else (image.nbytes, text.nbytes)
 
     @cached_property
     def image_output_bytes(self) -> int:
         """Bytes of a captioner's frozen image tower's output for one image; 0 for other models."""
-        if not self.is_captioner or not is_frozen(self.model.image):
+        if not self.trains_captioner or not is_frozen(self.model.image):
             return 0
         image, _ = self.inputs
         with torch.no_grad(), self.step.precision.autocast():
@@ -171,11 +170,11 @@ class DryRun:
 
         `no_gradients`: no gradients exist yet. `only_chunk`: the tower has no other chunk.
         """
-        if tower == 1 and self.is_captioner:
+        if tower == 1 and self.trains_captioner:
             return ChunkMemory(0)
         meter = self.meters[tower]
         encoder = self.step.cache.encoders[tower]
-        rows = self.inputs if self.is_captioner else self.inputs[tower : tower + 1]
+        rows = self.inputs if self.trains_captioner else self.inputs[tower : tower + 1]
         cast_weights = CastWeights()
         if self.memory.casts[tower]:
             cast_weights.start_step(encoder, self.step.precision.autocast, 1 if only_chunk else 2)
@@ -219,7 +218,7 @@ class DryRun:
         features = [
             torch.empty(size, self.model.width).requires_grad_(trained) for size, trained in zip(rows, self.trained)
         ]
-        if self.is_captioner:
+        if self.trains_captioner:
             features = [torch.empty(batch, 2, self.model.width).requires_grad_()]
         self.tracker.take_peak()
         before = self.tracker.live
@@ -278,16 +277,11 @@ def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def encodes_pairs(step: TrainStep) -> bool:
-    """Whether the step has one encoder, a captioner's encoder of pairs."""
-    return isinstance(step, CaptionerStep)
-
-
-def tower_modules(step: TrainStep) -> tuple[nn.Module, nn.Module]:
+def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.Module]:
     """The modules of both towers' passes. For a captioner these are its encoder of pairs and an empty module."""
-    if encodes_pairs(step):
-        return pair_encoder(step.model), nn.Module()
-    return step.model.image, step.model.text
+    if config.trains_captioner:
+        return pair_encoder(model), nn.Module()
+    return model.image, model.text
 
 
 def caption_share(model: ClipModel) -> float:
@@ -324,13 +318,14 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     decoder = PassFlops(0, 0)
-    if model.decoder is not None and config.caption.weight:
+    if config.trains_captioner:
+        assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
         before = tracker.live
         step = build_dry_step(config, model, DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node))
         parameters = ParameterCounts.of(model)
-        towers = tower_modules(step)
+        towers = tower_modules(config, model)
         memory = state_memory(step, towers, tracker, before)
         if world_size > 1:
             memory = divided_among_ranks(memory, towers, step.precision.dtype, world_size, config.launch.parallel)

@@ -52,10 +52,10 @@ class StepModel:
         # Whether pixels and tokens stay on the device.
         self.is_resident = dry_run.config.offload == "none"
         # Rows of pictures and of texts; for a captioner rows of pairs, and 0.
-        self.rows = batch, 0 if dry_run.is_captioner else batch * dry_run.texts_per_sample
+        self.rows = batch, 0 if dry_run.trains_captioner else batch * dry_run.texts_per_sample
         # Rows of a chunk.
         image, text = (min(chunk, rows) for chunk, rows in zip(chunks, self.rows))
-        self.sizes = image, image if dry_run.is_captioner else text
+        self.sizes = image, image if dry_run.trains_captioner else text
         # Whether a tower has a single chunk.
         self.only_chunk = [size >= rows for size, rows in zip(self.sizes, self.rows)]
 
@@ -82,7 +82,7 @@ class StepModel:
         """Add up the parts. `kept`: chunks whose graphs stay until their tower's second pass. `kept_images`: images
         whose outputs stay."""
         dry_run = self.dry_run
-        features_per_row = 2 if dry_run.is_captioner else 1
+        features_per_row = 2 if dry_run.trains_captioner else 1
         features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
         gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
         held = [self.held_bytes(i, features[i], kept[i]) for i in (0, 1)]

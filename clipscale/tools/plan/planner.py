@@ -137,7 +137,7 @@ class Prediction:
         counts = zip(self.dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
         operations = step.operations(replayed_share)
-        if not self.dry_run.is_captioner:
+        if not self.dry_run.trains_captioner:
             return SecondPasses(memory.kept, replayed_share, operations)
         # A captioner's chunks are pairs. Images whose outputs are kept have no second pass.
         share_of_pairs = replayed_share[0]

@@ -83,7 +83,7 @@ def step_time(
     second = 0.0
     inputs_per_sample = 1, dry_run.texts_per_sample
     has_second = dry_run.trained
-    if dry_run.is_captioner:  # one encoder of both towers
+    if dry_run.trains_captioner:  # one encoder of both towers
         has_second = [True, True]
     for trained, passes, inputs, share in zip(has_second, dry_run.flops, inputs_per_sample, replayed_share):
         if not trained:

@@ -15,7 +15,7 @@ from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import build_loss, build_step, writes_captions
+from clipscale.start.build import build_loss, build_step
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
@@ -44,7 +44,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
             world,
             None,
             keeps_graphs=True,
-            pairs=pair_encoder(model) if writes_captions(config, model) else None,
+            pairs=pair_encoder(model) if config.trains_captioner else None,
         )
     return build_step(config, world, model, precision, sizes, build_loss(config, model, precision), sort_captions=False)
 
