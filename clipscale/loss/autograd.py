@@ -116,7 +116,7 @@ class ContrastiveLoss(torch.autograd.Function):
             total = call.exchange.total(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
-            raise ValueError(explain_non_finite(float(total), inputs))
+            raise ValueError(explain_non_finite(call.objective.function, float(total), inputs))
         rows.value = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
@@ -310,9 +310,9 @@ def replay_rng(state: RandomState | None) -> Iterator[None]:
         yield
 
 
-def explain_non_finite(value: float, inputs: Sequence[Tensor]) -> str:
-    """Why the loss is not finite."""
+def explain_non_finite(function: str, value: float, inputs: Sequence[Tensor]) -> str:
+    """Why the loss of this public function is not finite."""
     counts = {name: int((~x.isfinite()).sum()) for name, x in zip(INPUTS, inputs)}
     reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]
     unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
-    return f"the contrastive loss is {value}: {'; '.join(reasons) or unknown}"
+    return f"the {function.replace('_', ' ')} is {value}: {'; '.join(reasons) or unknown}"

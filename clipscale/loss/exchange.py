@@ -38,7 +38,7 @@ class Communicator:
         if isinstance(group, DeviceMesh):
             group = group.get_group()
         if dist.get_rank(group) < 0:
-            raise ValueError("this rank does not belong to the group that contrastive_loss was given")
+            raise ValueError("this rank does not belong to the group that the loss was given")
         return cls(group) if dist.get_world_size(group) > 1 else None
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -100,14 +100,15 @@ class Communicator:
         assert self.group is not None
         return _subgroups(self.group, nodes)
 
-    def check_same_on_all_ranks(self, facts: dict[str, int], device: torch.device) -> None:
-        """A collective. Raises ValueError if the ranks differ in one of the facts: their transfers would hang."""
+    def check_same_on_all_ranks(self, facts: dict[str, int], device: torch.device, function: str) -> None:
+        """A collective. Raises ValueError if the ranks differ in one of the facts: their transfers would hang.
+
+        `function`: the public function that needs them to be the same, for the message.
+        """
         gathered = self.all_gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
         for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:
-                raise ValueError(
-                    f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {values}"
-                )
+                raise ValueError(f"{function} needs the same {name} on all ranks, but rank by rank it is {values}")
 
 
 class AllRows(torch.autograd.Function):

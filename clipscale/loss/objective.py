@@ -30,6 +30,8 @@ class Objective:
     needs_bias: bool = False
     # Whether there are Triton kernels for the dot product.
     has_kernels: bool = False
+    # The public function that computes it, for messages.
+    function: str = "contrastive_loss"
 
     @property
     def is_symmetric(self) -> bool:

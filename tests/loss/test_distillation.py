@@ -3,6 +3,7 @@
 Letters: N pairs, D feature width.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -133,6 +134,12 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> No
         distillation_loss(u, v, 1.0, **{"teachers": three_teachers(5), **given})
     with pytest.raises(TypeError, match="label_smoothing"):
         distillation_loss(u, v, 1.0, three_teachers(5), label_smoothing=0.1)  # type: ignore[call-arg]
+
+
+def test_a_loss_that_is_not_finite_is_not_called_a_contrastive_one() -> None:
+    u, v = features(5, 5, 12)
+    with pytest.raises(ValueError, match=r"^the distillation loss is nan: logit_scale has 1 non-finite numbers$"):
+        distillation_loss(u, v, math.nan, three_teachers(5))
 
 
 def test_its_memory_is_linear_in_the_batch() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clipscale import contrastive_loss
+from clipscale import contrastive_loss, distillation_loss
 from clipscale.loss.objective import OBJECTIVES, auto_exchange
 from clipscale.loss.runtime import LossRuntime
 from tests.loss.cases import Gpu, Phi, keys
@@ -137,9 +137,13 @@ def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     """A rank's message if rank 1 differs from the others."""
     u = torch.randn(4, 6)
     if rank == 1:
-        u = {"sizes": torch.randn(5, 6), "types": u.double(), "NaN": u * torch.nan}[kind]
+        longer = torch.randn(5, 6)
+        u = {"sizes": longer, "distilled": longer, "types": u.double(), "NaN": u * torch.nan}[kind]
     with pytest.raises(ValueError) as caught:
-        contrastive_loss(u, u, 10.0, group=group)
+        if kind == "distilled":
+            distillation_loss(u, u, 10.0, [(u, u, 1.0)], group=group)
+        else:
+            contrastive_loss(u, u, 10.0, group=group)
     return str(caught.value)
 
 
@@ -147,7 +151,8 @@ def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     ("kind", "others", "one"),
     [
         ("sizes", "the same number of images on all ranks, but rank by rank it is [4, 5, 4]", "rank by rank"),
-        ("types", "the same feature type", "the same feature type"),
+        ("distilled", "distillation_loss needs the same number of images", "distillation_loss needs"),
+        ("types", "contrastive_loss needs the same feature type", "the same feature type"),
         ("NaN", "another rank's are not", "image_features has 24 non-finite"),
     ],
 )
