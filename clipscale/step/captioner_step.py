@@ -27,8 +27,8 @@ class CaptionerStep(TrainStep):
 
     # Bytes of a frozen image tower's output for one image, measured in an earlier step; 0 before.
     image_bytes: int = 0
-    # Labels in the captions of this step's global batch.
-    num_labels: int = 1
+    # Labels in the captions of this step's global batch; 0 before the first one is encoded.
+    num_labels: int = 0
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         pairs, caption_loader = self.inputs.pairs(batch, self.cache.chunks[0])

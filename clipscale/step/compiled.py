@@ -66,13 +66,14 @@ def try_compiled(
     empty if they do.
 
     `local_batch`: samples of this process. Their last chunk may be shorter. If a rank fails, all ranks run without
-    compiled code from then on.
+    compiled code from then on. But FSDP2 gathers weights in these passes: if the compiler fails on some ranks alone,
+    the others wait for them until `World.timeout`, and the run ends.
     """
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
-                run_every_pass(model, tower, chunk_sizes, local_batch, precision, is_ddp=world.size > 1)
+                run_every_pass(model, tower, chunk_sizes, local_batch, precision, has_other_ranks=world.size > 1)
     except Exception as error:  # a compiler's failure does not end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -83,12 +84,19 @@ def try_compiled(
 
 
 def run_every_pass(
-    model: ClipModel, tower: Tower, chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, *, is_ddp: bool
+    model: ClipModel,
+    tower: Tower,
+    chunk_sizes: ChunkSizes,
+    local_batch: int,
+    precision: Precision,
+    *,
+    has_other_ranks: bool,
 ) -> None:
     """Run every kind of pass of a tower, on random inputs: full and last chunks, with cast weights and, as DDP sums in
-    a last chunk, with the tower's own.
+    a last chunk, with the tower's own. A collective under FSDP2.
 
-    `is_ddp`: whether the steps wrap the tower in DDP; here it is not wrapped.
+    `has_other_ranks`: the steps then wrap the tower in DDP, which is not around it here. Or FSDP2 has sharded it: then
+    no pass has cast weights.
     """
     is_image = tower is model.image
     chunk = chunk_sizes.image if is_image else chunk_sizes.text
@@ -100,7 +108,7 @@ def run_every_pass(
         inputs = draw(model, precision.device, size)
         for is_last_backward in (False, True):
             casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, is_last_backward=False)
-            if is_ddp and is_last_backward:
+            if has_other_ranks and is_last_backward:
                 casts = nullcontext()
             with batch_norm_preserved(tower), precision.autocast(), casts:
                 both_passes(tower, inputs)

@@ -34,7 +34,7 @@ MAX_LOGIT_SCALE = 100.0
 
 
 class LossOptions(TypedDict):
-    """The keyword arguments of `BatchLoss`."""
+    """The keyword arguments of a call of `BatchLoss`."""
 
     # (N,) int64, equal for samples that are the same.
     keys: Tensor
@@ -90,7 +90,7 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # Its encoders are the two towers; its loss is `loss`.
+    # Of two towers, with the loss `loss`. `CaptionerStep`: of one encoder of pairs, with the loss `loss.loss_of_pairs`.
     cache: GradCache
     inputs: StepInputs
     loss: BatchLoss
