@@ -104,6 +104,9 @@ def make_inputs(
         logit_bias = 0.0
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, logit_bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
+    given = {"image_features": u, "text_features": v, **({} if keys is None else {"keys": keys})}
+    for name, value in given.items():
+        _require(isinstance(value, Tensor), f"{name} must be a tensor, not a {type(value).__name__}")
     _check_features(u, v, captions_per_image, has_module)
     paired = captions_per_image * len(u)
     if captions_per_image > 1:

@@ -18,6 +18,8 @@ REFUSALS = [
     ({"image_features": U[:0], "text_features": V[:0]}, "the batch is empty"),
     ({"text_features": V[:5]}, "fewer texts than images"),
     ({"image_features": U.long()}, "must be floating-point"),
+    ({"text_features": V.numpy()}, "text_features must be a tensor, not a ndarray"),
+    ({"keys": [*range(len(U))]}, "keys must be a tensor, not a list"),
     ({"text_features": V.long()}, "must be floating-point"),
     ({"text_features": V.to("meta")}, "but text_features on meta"),
     ({"image_features": torch.ones(6, 3, 4)}, "features of 2 dimensions"),
