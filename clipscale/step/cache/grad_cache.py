@@ -175,8 +175,11 @@ class GradCache:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
         `before_chunk`: see `encode`. `chunk_loss_weight`: the weight of the chunks' own losses in the gradients;
-        `chunk_loss` is their unweighted sum.
+        `chunk_loss` is their unweighted sum. Raises ValueError if `backward` has not gone before.
         """
+        for i, tower in enumerate(self.towers):
+            if tower.has_second_pass and tower.representations.grad is None:
+                raise ValueError(f"encoder {i} has no gradient to replay: encode and backward come before")
         self._keep_none_after_out_of_memory()
 
         def loss_gradient(loss: Tensor) -> Tensor:

@@ -70,6 +70,21 @@ def test_a_gradient_that_would_be_lost_is_refused(requires_grad: str) -> None:
     assert gradient is not None and gradient.any()
 
 
+def test_a_replay_without_a_backward_pass_is_refused() -> None:
+    """It would leave all gradients as they were."""
+    model = models()
+    cache = GradCache([model["image"], model["text"]], lambda u, v: (u @ v.T).sum(), chunks=4)
+    with pytest.raises(ValueError, match="encode and backward come before"):
+        cache.replay()
+    cache.encode(*batch(8))
+    with pytest.raises(ValueError, match="encode and backward come before"):
+        cache.replay()
+    cache.backward(cache.loss(*cache.encode(*batch(8))))
+    cache.replay()
+    with pytest.raises(ValueError, match="encode and backward come before"):
+        cache.replay()
+
+
 def test_a_keyword_that_it_does_not_know_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
         GradCache([nn.Linear(2, 2)], torch.sum, chunks=1, chunk_size=1)  # type: ignore[call-arg]
