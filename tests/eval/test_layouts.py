@@ -330,6 +330,18 @@ def test_a_folder_with_cocos_caption_files_below_is_no_set_of_classes(tmp_path: 
     assert load_set(root).kind == "classification"
 
 
+def test_a_line_counts_cocos_captions_of_images_that_are_not_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = folders(tmp_path / "coco", ["images"])
+    texts = [{"image_id": number, "caption": text} for number, text in ((10, "lost"), (1, "red"), (10, "too"))]
+    (root / "captions.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.PNG"}], "annotations": texts}))
+    assert load_set(root).answers == [["red"]]
+    assert caplog.messages == [
+        f"eval.sets: {root}/captions.json: 2 captions left out, whose image is not in `images` (such as image_id 10)"
+    ]
+
+
 def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
     path = karpathy_json(tmp_path / "set")
     (tmp_path / "set" / "images" / "blue.png").unlink()

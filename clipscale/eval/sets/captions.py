@@ -10,12 +10,15 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
+from clipscale.common.text import counted
 from clipscale.eval.retrieval import RetrievalSet
-from clipscale.eval.sets.item import ImageRef
+from clipscale.eval.sets.item import ImageRef, warn_once
 from clipscale.eval.sets.prompts import stripped
 
 # Names of the published caption files: COCO's and Karpathy's.
 PUBLISHED = ("captions_*.json", "dataset_*.json")
+# Fault of an image that has COCO's annotations but is not among its images.
+NOT_LISTED = "not_in_images"
 # Name of an image -> its captions.
 CaptionsByImage = Mapping[str, Sequence[str]]
 
@@ -27,6 +30,8 @@ class CaptionedImage(NamedTuple):
     captions: Sequence[str]
     # Karpathy's split; empty: the file has no splits.
     split: str = ""
+    # Why it cannot be used: NOT_LISTED, with the image's id as the name. Empty: it can.
+    fault: str = ""
 
 
 def load(file: Path) -> RetrievalSet:
@@ -35,8 +40,18 @@ def load(file: Path) -> RetrievalSet:
 
 
 def read(file: Path) -> CaptionsByImage:
-    """The captions of the images to evaluate on, from a caption file. Raises UserError for another JSON."""
-    return {entry.name: entry.captions for entry in entries(file) if entry.split in ("", "test")}
+    """The captions of the images to evaluate on, from a caption file. A line counts captions without an image.
+
+    Raises UserError for another JSON.
+    """
+    listed = entries(file)
+    if faulty := [entry for entry in listed if entry.fault]:
+        count = sum(len(entry.captions) for entry in faulty)
+        warn_once(
+            f"eval.sets: {file}: {counted(count, 'caption')} left out, whose image is not in `images` "
+            f"(such as image_id {faulty[0].name})"
+        )
+    return {entry.name: entry.captions for entry in listed if entry.split in ("", "test") and not entry.fault}
 
 
 def entries(file: Path) -> list[CaptionedImage]:
@@ -92,9 +107,13 @@ def _karpathy(record: Record) -> Iterator[CaptionedImage]:
 def _coco(record: Record) -> Iterator[CaptionedImage]:
     texts: dict[object, list[str]] = {image["id"]: [] for image in record["images"]}
     for annotation in record["annotations"]:
-        texts[annotation["image_id"]].append(annotation["caption"])
+        texts.setdefault(annotation["image_id"], []).append(annotation["caption"])
     for image in record["images"]:
         yield CaptionedImage(image["file_name"], texts[image["id"]])
+    listed = {image["id"] for image in record["images"]}
+    for number, captions in texts.items():
+        if number not in listed:
+            yield CaptionedImage(str(number), captions, fault=NOT_LISTED)
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:

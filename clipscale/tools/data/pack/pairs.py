@@ -104,7 +104,7 @@ def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
 def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
     """Yield COCO's caption annotations, or these of Karpathy's splits, with the pictures in a folder beside the file.
 
-    Then the images of Karpathy's other splits: the split is the reason why they are left out.
+    Then what is left out: images of Karpathy's other splits, by the split, and those that only annotations name.
     """
     from clipscale.eval.sets import captions  # here: it loads torch
 
@@ -112,7 +112,7 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
         entries = captions.entries(file)
         chosen: dict[str, list[str]] = {}
         for entry in entries:
-            if entry.split in ("", *splits):
+            if entry.split in ("", *splits) and not entry.fault:
                 chosen.setdefault(entry.name, []).extend(entry.captions)
         if not chosen:
             there = ",".join(dict.fromkeys(entry.split for entry in entries))
@@ -124,8 +124,8 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
     for image, texts in zip(loaded.images, loaded.answers):
         yield Pair(image.path.name, Place(str(image.path), "", root), [*texts], {})
     for entry in entries:
-        if entry.split not in ("", *splits):
-            yield Pair(entry.name, Place("", "", root), [], {}, broken=f"{SPLIT}{entry.split}")
+        if fault := entry.fault or (f"{SPLIT}{entry.split}" if entry.split not in ("", *splits) else ""):
+            yield Pair(entry.name, Place("", "", root), [], {}, broken=fault)
 
 
 def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:

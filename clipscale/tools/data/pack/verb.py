@@ -53,6 +53,7 @@ REMEDIES = {
     "bad_json": "a line is one object of JSON, {...}",
     "bad_row": "a row has as many values as the header, and quotes around those with separators",
     "outside_root": "root=DIR names the folder below which a table's files lie",
+    "not_in_images": "annotations have its image_id, and `images` has no such id",
     "windows_path": "write paths with / and relative to the table",
     "caption_not_utf8": "iconv -f CP1252 -t UTF-8 converts a text",
     ".tar": "shards are trained on as they are, data.train=FOLDER",
