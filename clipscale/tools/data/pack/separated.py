@@ -64,9 +64,12 @@ class QuotedRow(NamedTuple):
     num_lines: int
 
 
-def quoted(lines: Iterable[str], separator: str) -> QuotedRow | None:
-    """The row that these lines begin with, by the rules of quotes; None if they are broken."""
-    reader = csv.reader(lines, delimiter=separator, strict=True)
+def quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> QuotedRow | None:
+    """The row that these lines begin with, by the rules of quotes; None if they are broken.
+
+    `escape`: what may stand before a quote that is a letter.
+    """
+    reader = csv.reader(lines, delimiter=separator, escapechar=escape, strict=True)
     try:
         values = next(reader, [])
     except csv.Error:
@@ -107,6 +110,8 @@ class Separated:
         self.image = names.index(image)
         # Whether the table's first lines name pictures with a picture's suffix. Then other values name no picture.
         self.has_suffixes = False
+        # Number of the first row with quotes that a backslash escapes, as Spark and MySQL write them. 0: none yet.
+        self.escaped_at = 0
 
     def rows(self, lines: Iterable[str]) -> Iterator[tuple[int, Row | None]]:
         """The number of each row's first line, and its values by name; None if it has another number of values."""
@@ -129,6 +134,8 @@ class Separated:
         if '"' not in line:
             return literal(line, self.separator)
         row = quoted([line], self.separator) or self.row_of_several_lines(line, source)
+        if not self.escaped_at and not (row and self.fits(row.values)) and self.has_escaped_quotes(line):
+            self.escaped_at = source.number
         if row:
             return row.values
         alone = literal(line, self.separator)
@@ -149,6 +156,11 @@ class Separated:
                 return row
         source.put_back(following)
         return None
+
+    def has_escaped_quotes(self, line: str) -> bool:
+        """Whether a line, which is no row as it stands, is one if a backslash before a quote makes it a letter."""
+        row = quoted([line], self.separator, escape="\\") if '\\"' in line else None
+        return row is not None and self.fits(row.values)
 
     def fits(self, values: list[str]) -> bool:
         """Whether there is a value for each name."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.terminal import print_line
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.pack.lines import lines_of
 from clipscale.tools.data.pack.objects import flattening, is_nested, json_rows
@@ -164,7 +165,10 @@ def named_columns(first: list[str]) -> list[str]:
 
 
 def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
-    """The rows of separated values. `headed`: the first line names the columns; without it pictures may have `#N`."""
+    """The rows of separated values. `headed`: the first line names the columns; without it pictures may have `#N`.
+
+    At the end a line warns of quotes that a backslash escapes.
+    """
     lines = lines_of(file)
     if headed:
         next(lines)
@@ -172,3 +176,9 @@ def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
         if row and not headed:
             row["image"] = re.sub(r"#\d+$", "", str(row["image"]))
         yield number + 1 if headed else number, row
+    if form.escaped_at:
+        print_line(
+            rf"warning: {file.name}: row {form.escaped_at + headed} has a quote inside of quotes as \", which CSV does"
+            ' not know; write such quotes doubled, "", and pack the table again',
+            error=True,
+        )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from clipscale.common import files
 from clipscale.tools.data.pack.separated import Separated
 from clipscale.tools.data.pack.tables import open_table
+from tests.conftest import Capture
 
 CASES = files.read_yaml(Path(__file__).with_name("quotes.yaml"))
 CAPTIONS = st.lists(st.sampled_from(["a dog", '"', '""', ", ", "\n", "\r\n", "\t", ";", "5'", " "]), max_size=8)
@@ -25,6 +26,28 @@ def test_a_quote_is_a_letter_where_its_line_alone_is_a_row(tmp_path: Path, case:
     table = open_table(file, None)
     rows = [row and (row[table.columns[0]], row[table.columns[1]]) for _, row in table.rows()]
     assert rows == [row and tuple(row) for row in case["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "escaped_at"),
+    [
+        (["a.jpg,red", r'b.jpg,"a 5\" screen"', r'c.jpg,"a \"c\""'], 3),
+        ([r'a.jpg,"a 5\", and more"'], 2),
+        ([r'a.jpg,"a 5\""'], 2),
+        ([r'a.jpg,"C:\"', r'b.jpg,"a \"" b"', r"c.jpg,5\" wide", 'd.jpg,"a 5" screen"'], 0),
+        ([r'a.jpg,"he ""x\"",', 'more"'], 0),
+    ],
+)
+def test_a_line_warns_of_quotes_that_a_backslash_escapes(
+    tmp_path: Path, capsys: Capture, rows: list[str], escaped_at: int
+) -> None:
+    """Spark and MySQL write them. Backslashes of a correct table are letters."""
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption", *rows, ""]))
+    assert [*open_table(tmp_path / "t.csv", None).rows()]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == bool(escaped_at), said
+    for line in said:
+        assert f"t.csv: row {escaped_at} has a quote" in line and 'write such quotes doubled, ""' in line
 
 
 @pytest.mark.parametrize("at", [[2], [0], [2, 4000], [4999], range(0, 5000, 3)], ids=str)
