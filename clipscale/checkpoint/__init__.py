@@ -13,7 +13,7 @@ model/logit_scale.
 from clipscale.checkpoint.copies import Copies, check_copy, restore_from_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values, verify
-from clipscale.checkpoint.resume import find_verified
+from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.saving import Saver, UnwritableError
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.chosen_checkpoint import locate
@@ -27,11 +27,11 @@ __all__ = [
     "UnwritableError",
     "check_copy",
     "checkpoints_of",
-    "find_verified",
     "load",
     "locate",
     "make_folder",
     "path_of",
+    "prepare_checkpoint",
     "read_values",
     "remove_temporary",
     "restore_from_copy",

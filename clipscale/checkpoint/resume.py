@@ -1,4 +1,7 @@
-"""Finds the checkpoint that a run resumes. `check_fits` in `start/settle.py` says whether the settings fit it."""
+"""Finds and prepares the checkpoint that a run resumes.
+
+`check_fits` in `start/settle.py` says whether the settings fit it.
+"""
 
 import logging
 from functools import partial
@@ -15,11 +18,12 @@ from clipscale.robustness.moving_aside import move_checkpoint_aside
 log = logging.getLogger(__name__)
 
 
-def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
-    """A collective: the checkpoint from which a run continues, verified; None for a run that starts anew.
+def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
+    """Find and verify the checkpoint from which a run continues. A collective. Returns None for a run that starts anew.
 
-    Every rank verifies its share of a checkpoint. The newest undamaged one is used. With `auto`, newer ones that are
-    damaged are renamed, so that the run can save the same steps again.
+    The newest undamaged one is used; every rank verifies its share of it. With `auto` this changes the run's folder:
+    a newer checkpoint is fetched from the copy with its records, and newer ones that are damaged are renamed, so that
+    the run can save the same steps again.
 
     `resume`: `auto` (the run's own checkpoints, if there are any), `none`, the path of a checkpoint or of a run's
     folder, or a run's name. `copy`: the address of the run's copy, from which `auto` fetches a newer checkpoint.
@@ -42,9 +46,9 @@ def find_verified(run_dir: Path, resume: str, world: World, copy: str = "") -> P
             undamaged = candidate
             break
     if copy and run_on_rank0(world, partial(restore_from_copy, run_dir, copy, resume, undamaged)):
-        return find_verified(run_dir, resume, world)
+        return prepare_checkpoint(run_dir, resume, world)
     if undamaged:
-        run_on_rank0(world, partial(move_damaged_aside, damaged, undamaged, rename=resume == "auto"))
+        run_on_rank0(world, partial(report_damaged, damaged, undamaged, rename=resume == "auto"))
     elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
     return undamaged
@@ -65,8 +69,8 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
     return candidates
 
 
-def move_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
-    """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
+def report_damaged(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
+    """Warn of the damaged checkpoints. `rename`: rename them first, so that the run can save the same steps again."""
     for path, reason in damaged.items():
         renamed = f"; it is now {move_checkpoint_aside(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)

@@ -1,6 +1,5 @@
-"""Renames and reports files that a run finds in its folder and does not use. It never deletes them.
-
-These are damaged records, and files of another run or of later steps.
+"""Renames and reports files that a run finds in its folder and does not use. These are damaged
+records, and files of another run or of later steps. It deletes nothing but result.json, the mark of a complete run.
 """
 
 import logging
@@ -51,6 +50,8 @@ def move_folders_aside(paths: Iterable[Path]) -> None:
 
 def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
     """Before a run goes on after `step`: set aside the files in its folder of another run or of later steps.
+
+    Deletes result.json: the run is not complete any more.
 
     `begins_elsewhere`: the run begins anew, or from a checkpoint of another folder.
     """

@@ -1,1 +1,1 @@
-"""How a run starts: settle (which settings, which checkpoint), build (all parts), announce (log and notices)."""
+"""How a run starts: settle (which settings), build (all parts), announce (notices). `folder.py` has what it writes."""

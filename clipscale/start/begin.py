@@ -1,4 +1,4 @@
-"""How a run starts, on one page: settle, build, announce. See `train.py` for what follows."""
+"""How a run starts, on one page: settle, build, announce, open the log. See `train.py` for what follows."""
 
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -17,6 +17,7 @@ from clipscale.eval.suites import load_chosen_sets
 from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
+from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.settle import SettledRun, settle
 
 
@@ -72,8 +73,9 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         if goal:
             check_goal(key, goal, [eval_set.label for eval_set in evaluation.sets])
 
-    # Which settings and which checkpoint.
-    settled = settle(config, world, fetches=copies is None)
+    # Which checkpoint, and which settings.
+    path = prepare_checkpoint_to_resume(config, world, fetches=copies is None)
+    settled = settle(config, path, world)
     config = settled.config
 
     with ExitStack() as undo:
@@ -81,8 +83,12 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = 
         components = build(settled, world)
         undo.callback(components.stream.close)
 
-        # What the user should know, and the log.
-        log = announce(settled, components, world)
+        # The run's folder: only now, because a start that fails in `build` leaves the records as they are.
+        log = None
+        if world.is_rank0:
+            move_unused_aside(settled)
+            announce(settled, components)
+            log = open_run_log(settled, components.schedule, world)
         records = StepRecords(log, world.size, components.flops, components.stream)
         undo.callback(records.close)
 

@@ -1,4 +1,4 @@
-"""How a run starts, part 1: settle. Finds the checkpoint and the stage, and completes the settings."""
+"""How a run starts, part 1: settle. Finds the stage, and completes the settings by checkpoint and weights."""
 
 import math
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.checkpoint import CheckpointState
-from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cpu_has_bf16
 from clipscale.common.run_folder import checkpoints_of
@@ -90,10 +89,10 @@ class SettledRun:
         return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams
 
 
-def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
-    """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
+def settle(config: TrainConfig, path: Path | None, world: World) -> SettledRun:
+    """Find the run's current stage, and complete its settings. Changes nothing in the run's folder. A collective.
 
-    `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
+    `path`: the checkpoint to resume; see `prepare_checkpoint_to_resume`. Raises UserError.
 
     The weights come from the first of these that exists:
 
@@ -102,7 +101,6 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
     3. The initial weights of the model (`model.weights`) and of each tower.
     4. Random weights, by `seed`.
     """
-    path = checkpoint_to_resume(config, world, config.checkpoint.copy if fetches else "")
     values = checkpoint.read_values(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_on_rank0(world, lambda: completed_by_weights(config.model, values)))
@@ -129,19 +127,6 @@ def settle(config: TrainConfig, world: World, *, fetches: bool) -> SettledRun:
         yaml=to_yaml(config if config.stages else completed),
         notices=(*pixel_notices(settings.model, model), *precision_notices(completed, world.device.type)),
     )
-
-
-def checkpoint_to_resume(config: TrainConfig, world: World, copy: str) -> Path | None:
-    """The checkpoint to resume. After a restart by torchrun or Slurm it is the run's own newest one, if there is any.
-
-    `copy`: the address of the run's copy; empty if there is none, or if it is not to be read.
-    """
-    folder = Path(config.run)
-    restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
-    # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
-    restarted = any(world.all_gather_object(any(restarts)))
-    newest = checkpoint.find_verified(folder, "auto", world, copy) if restarted else None
-    return newest or checkpoint.find_verified(folder, config.resume, world, copy)
 
 
 def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:

@@ -96,7 +96,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
         (folder / "metrics.jsonl").write_text(folder.name)
     for path in run.glob(lost):
         discard(path)
-    assert checkpoint.find_verified(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "store"
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
@@ -107,7 +107,7 @@ def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_i
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
-    assert checkpoint.find_verified(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
 
 
@@ -149,7 +149,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
     save(tmp_path, [1])
     (tmp_path / "store/metrics.jsonl").write_text("a line")
-    checkpoint.find_verified(tmp_path / "run", "auto", ONE_RANK, str(tmp_path / "store"))
+    checkpoint.prepare_checkpoint(tmp_path / "run", "auto", ONE_RANK, str(tmp_path / "store"))
     assert (tmp_path / "run/metrics.jsonl").read_text() == "a line"
 
 

@@ -158,17 +158,17 @@ def empty(file: Path) -> None:
 def test_a_damaged_newest_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
 ) -> None:
-    assert checkpoint.find_verified(tmp_path, "auto", ONE_RANK) is None
+    assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) is None
     first = save(tmp_path, 1, some_state(1.0), keep=0)
     newest = save(tmp_path, 2, some_state(2.0), keep=0)
     damage(newest / name)
     with refused(r"step_00000002 is damaged"):
         checkpoint.load(newest)
-    assert checkpoint.find_verified(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
+    assert checkpoint.prepare_checkpoint(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
     assert len(checkpoint.checkpoints_of(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.find_verified(tmp_path, "auto", ONE_RANK) == first
+        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == first
     (notice,) = caplog.messages
     assert notice.endswith("it is now step_00000002.damaged; the run goes on from step_00000001")
     assert checkpoint.checkpoints_of(tmp_path) == [first]
@@ -195,7 +195,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         save(tmp_path, 2, some_state(value), keep=0)
         move_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
-        assert checkpoint.find_verified(tmp_path, "auto", ONE_RANK) == checkpoint.path_of(tmp_path, 1)
+        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == checkpoint.path_of(tmp_path, 1)
     names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]
     assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
     first = checkpoint.path_of(tmp_path, 1).with_name("step_00000002.aside")
@@ -207,23 +207,23 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")
     for _ in range(2):  # a requeued job asks again
         with refused(r"step_00000002 is damaged .*; no other can be read"):
-            checkpoint.find_verified(tmp_path, "auto", ONE_RANK)
+            checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK)
 
 
 def test_resume_reads_a_path_a_run_folder_or_a_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     named = save(Path("runs/b32"), 7, some_state(), keep=0)
-    assert checkpoint.find_verified(tmp_path / "b", "b32", ONE_RANK) == named
+    assert checkpoint.prepare_checkpoint(tmp_path / "b", "b32", ONE_RANK) == named
     config = TrainConfig(data=DataConfig(train=["x.tar"]), samples=256, resume="b32")
     check(config)  # is not refused
     with refused("^resume=b64: there is no such file or run folder"):
         check(replace(config, resume="b64"))
     path = save(tmp_path / "a", 7, some_state(), keep=0)
-    assert checkpoint.find_verified(tmp_path / "b", str(path), ONE_RANK) == path
-    assert checkpoint.find_verified(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path
-    assert checkpoint.find_verified(tmp_path / "a", "none", ONE_RANK) is None
+    assert checkpoint.prepare_checkpoint(tmp_path / "b", str(path), ONE_RANK) == path
+    assert checkpoint.prepare_checkpoint(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path
+    assert checkpoint.prepare_checkpoint(tmp_path / "a", "none", ONE_RANK) is None
     with refused("no checkpoint in"):
-        checkpoint.find_verified(tmp_path / "a", str(tmp_path), ONE_RANK)
+        checkpoint.prepare_checkpoint(tmp_path / "a", str(tmp_path), ONE_RANK)
 
 
 def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
             return [value, [tmp_path / "checkpoints/step_00000007"] if value == [] else value]
 
     with refused("the processes see different checkpoints; put the folder on storage"):
-        checkpoint.find_verified(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
+        checkpoint.prepare_checkpoint(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

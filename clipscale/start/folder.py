@@ -1,0 +1,56 @@
+"""How a run starts: what it changes in the run's folder. `begin` calls these functions in this order."""
+
+from functools import partial
+from pathlib import Path
+
+from clipscale import checkpoint
+from clipscale.common import ranks
+from clipscale.common.run_folder import CONFIG
+from clipscale.config.train import TrainConfig, changes_since
+from clipscale.distributed.world import World
+from clipscale.log.metrics import MetricLog, open_log
+from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
+from clipscale.start.settle import SettledRun
+from clipscale.step.optim import Schedule
+
+
+def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetches: bool) -> Path | None:
+    """The checkpoint to resume, as `checkpoint.prepare_checkpoint` finds it; None for a new run. A collective.
+
+    Damaged checkpoints of the run are renamed. After a restart by torchrun or Slurm the run's own newest checkpoint
+    comes first, whatever `resume` says.
+
+    `fetches`: fetch the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder. Raises UserError.
+    """
+    folder = Path(config.run)
+    copy = config.checkpoint.copy if fetches else ""
+    restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
+    # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
+    restarted = any(world.all_gather_object(any(restarts)))
+    newest = checkpoint.prepare_checkpoint(folder, "auto", world, copy) if restarted else None
+    return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
+
+
+def move_unused_aside(settled: SettledRun) -> None:
+    """Rename the files in the run's folder that the run does not use, and delete the mark that it is complete.
+
+    These are files of another run or of later steps, and a damaged config.yaml.
+    """
+    move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
+    if settled.step:
+        read_or_move_aside(settled.folder / CONFIG, partial(changes_since, settings=settled.yaml))
+
+
+def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> MetricLog:
+    """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks."""
+    sinks = settled.config.log
+    return open_log(
+        settled.folder,
+        wandb=sinks.wandb_mode,
+        tensorboard=sinks.tensorboard,
+        every=sinks.every,
+        settings=settled.yaml,
+        resume_step=settled.step,
+        world_size=world.size,
+        total=schedule.end,
+    )
