@@ -1,5 +1,6 @@
 """Reads pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -150,6 +151,25 @@ def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:
             else:
                 bad = "bad_json" if "json" in table.file.suffix else "bad_row"
                 yield pair._replace(broken=bad if row is None else "no_image")
+
+
+def pictures_beside(path: Path, tables: Sequence[PairTable]) -> set[Path]:
+    """The pictures of a folder that METADATA tables describe; none for other sources."""
+    if not (path.is_dir() and tables and tables[0].file.name in METADATA):
+        return set()
+    return {file for file in visible(path) if file.suffix[1:].lower() in IMAGE_TYPES}
+
+
+def taking_named(pairs: Iterator[Pair], pictures: set[Path]) -> Iterator[Pair]:
+    """The pairs. The pictures that they name are taken out of the set; all, if pictures lie inside of a table."""
+    for pair in pairs:
+        if isinstance(pair.place, Cell):
+            pictures.clear()
+        else:
+            name = pair.place.name.replace("\\", "/")
+            bases = (pair.place.folder, pair.place.root)
+            pictures.difference_update([Path(os.path.normpath(Path(base, name))) for base in bases])
+        yield pair
 
 
 def is_plain(value: object, levels: int = 3) -> bool:

@@ -34,7 +34,7 @@ from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
-from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
+from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, pictures_beside, tables_of, taking_named
 from clipscale.tools.data.pack.places import read, resolved
 from clipscale.tools.data.pack.tables import TABLES, conversion
 from clipscale.tools.data.settings import PackSettings
@@ -99,9 +99,11 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
     out = prepare_folder(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
-    notes = pack_parts(pairs_of(path, tables, root, settings.splits), settings, out)
+    without_row = pictures_beside(path, tables)
+    pairs = taking_named(pairs_of(path, tables, root, settings.splits), without_row)
+    notes = pack_parts(pairs, settings, out)
     pictures = "files" if path.is_dir() else "images"
-    report(path, out, notes, "rows" if tables else pictures)
+    report(path, out, notes, "rows" if tables else pictures, sorted(without_row))
     if settings.holdout.fraction and not any(note["held-out pairs"] for note in notes):
         together = f"equal {settings.holdout.by}" if settings.holdout.by else "the same picture"
         print_line(
@@ -112,8 +114,10 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     return 0
 
 
-def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) -> None:
-    """Index the shards, and print what was read, packed and left out. `read_units`: the noun for what was read.
+def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str, without_row: Sequence[Path]) -> None:
+    """Index the shards, and print what was read, packed and left out.
+
+    `read_units`: the noun for what was read. `without_row`: pictures beside a table that it does not name.
 
     Raises UserError if there is no pair to train on.
     """
@@ -142,7 +146,11 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str) 
             counts.append(f"{sum(sizes.values()):,} {'held out' if folder else 'packed'}, ")
     if reasons:
         print_line(f"left out: {reasons}; {out}/parts/*.json lists them")
-    print_line(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
+    beside = ""
+    if without_row:
+        example = without_row[0].relative_to(source)
+        beside = f"; {counted(len(without_row), 'picture')} of the folder without a row (such as {example})"
+    print_line(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out{beside}")
 
 
 def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:

@@ -140,6 +140,23 @@ def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Pat
     assert repaired == ({"deep/red.png": "red"}, {}), "the source's folder is as old as it was"
 
 
+@pytest.mark.parametrize("table", ["metadata.csv", "deep/metadata.csv"])
+def test_the_last_line_counts_pictures_without_a_row(
+    pictures: Path, tmp_path: Path, capsys: Capture, table: str
+) -> None:
+    above = "" if "/" in table else "deep/"
+    names = [f"{above}{Path(path).name}" for path in paths(pictures)]
+    (pictures / table).write_text(
+        f"file_name,text\n{above}red.png,red\n./{above}green.jfif ,green\n{above}gone.png,gone\n"
+    )
+    assert pack_to(tmp_path / "out", pictures) == 0
+    expected = "read 3 rows: 2 packed, 1 left out; 4 pictures of the folder without a row (such as deep/blue.webp)"
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+    (pictures / table).write_text("file_name,text\n" + "".join(f"{name},all\n" for name in names))
+    assert pack_to(tmp_path / "all", pictures) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "read 6 rows: 6 packed, 0 left out"
+
+
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
     (pictures / "table.jsonl").write_text(
         json.dumps(
