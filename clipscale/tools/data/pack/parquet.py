@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 
 def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
-    """The columns that are not read, with their types. Raises UserError if one of them is chosen.
+    """The columns that are not read, with their types; none of a table without rows. Raises UserError if one of them
+    is chosen.
 
     `chosen`: the picture's column, then the captions'.
     """
-    unread = []
-    for field in parquet_file(file).schema_arrow:
+    unread: list[str] = []
+    table = parquet_file(file)
+    if not table.metadata.num_rows:  # pandas writes its columns as nulls
+        return unread
+    for field in table.schema_arrow:
         wanted = field.name in chosen
         if not (bytes_type(field.type, wanted) or (field.name == chosen[0] and is_picture(field.type))):
             if wanted:

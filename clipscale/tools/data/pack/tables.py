@@ -86,7 +86,12 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
 
 
 def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
-    """Raises UserError if a column is not there, or if its values in `shown`, the first rows of JSON, are no texts."""
+    """Raises UserError if a column is chosen twice or is not there, or if its values in `shown` are no texts.
+
+    `shown`: the first rows of JSON.
+    """
+    if twice := repeated(chosen):
+        raise UserError(f"columns names {twice[0]!r} twice; give 'columns=[IMAGE,CAPTION]'")
     wanted = [*chosen, by] if by else chosen
     missing = [name for name in wanted if name not in names]
     with_objects = [name for name in chosen[1:] if is_nested(shown, name)]

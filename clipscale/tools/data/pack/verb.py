@@ -35,7 +35,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, pictures_beside, tables_of, taking_named
-from clipscale.tools.data.pack.places import read, resolved
+from clipscale.tools.data.pack.places import ADDRESS, read, resolved
 from clipscale.tools.data.pack.tables import TABLES, conversion
 from clipscale.tools.data.settings import PackSettings
 
@@ -133,7 +133,7 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str, 
     for side, folder in PARTS.items():
         sizes = {name: samples for note in notes for name, samples in note[side].items()}
         if not sizes and not folder:
-            why = reasons or "it is empty"
+            why = reasons or ("it has no rows" if read_units == "rows" else "it is empty")
             if not left_out.keys() & {*TEXTS}:
                 why += for_classes(left_out.get("no_caption", []), source)
             raise UserError(f"{source}: no pair could be packed: {why}")
@@ -159,6 +159,8 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
     if reason in TEXTS:
         return gathering(left_out[reason], left_out.get("no_caption", []), source)
+    if reason == "unreadable_file" and ADDRESS.match(left_out[reason][0]):
+        return "; an address that could not be fetched: check it, and the network"
     helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
     return f"; {helps}" if helps else ""
 

@@ -126,3 +126,9 @@ def test_of_a_column_that_is_given_twice_the_last_one_counts(tmp_path: Path) -> 
     for name in ("t.parquet", "t.csv"):
         (table,) = tables_of(tmp_path / name, None)
         assert "column 'caption' is given twice; the last one counts" in table.remarks
+
+
+@pytest.mark.parametrize("column_type", [pa.null(), pa.string()], ids=str)
+def test_a_table_without_rows_has_no_pairs(made: Made, column_type: Any) -> None:
+    """pandas writes columns of nulls."""
+    assert pairs(made({name: pa.array([], column_type) for name in ("image", "caption")})) == []
