@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from clipscale.config.sections import EvalConfig
+from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.picture import Picture
 from clipscale.data.shards.listing import expand
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
@@ -391,3 +393,21 @@ def test_shards_of_pairs_are_read(tmp_path: Path) -> None:
     assert eval_set.answers == [["red,\nall of it"], [], ["green", "as grass"]]
     assert [image.read() for image in eval_set.images[::2]] == [picture("red"), picture("green")]
     assert [image.fault for image in eval_set.images] == ["", "empty_caption", ""]
+
+
+def test_the_camera_orientation_counts_in_held_out_pairs_alone(tmp_path: Path) -> None:
+    """As in training. Published layouts are measured without it, as open_clip does."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.repeat(np.repeat(np.random.default_rng(0).integers(0, 256, (2, 4, 3), dtype=np.uint8), 16, 0), 16, 1)
+    photo = io.BytesIO()
+    Image.fromarray(pixels).save(photo, "JPEG", exif=exif, quality=95)
+    shards = [("a.jpg", photo.getvalue()), ("a.txt", b"a phone's"), ("b.png", picture("red")), ("b.txt", b"red")]
+    (tmp_path / "pairs").mkdir()
+    write_tar(tmp_path / "pairs" / "00000.tar", shards)
+    turned, plain = (image.read() for image in load_set(tmp_path / "pairs").images)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(turned))), Picture.read(photo.getvalue()).decode())
+    assert Image.open(io.BytesIO(turned)).size == (32, 64) and plain == picture("red")
+    assert EvalTransform(8)(turned).shape == (3, 8, 8)
+    published = load_set(write_shards(tmp_path / "published", [shards], {"dataset_type.txt": "retrieval"}))
+    assert [image.read() for image in published.images] == [photo.getvalue(), picture("red")]

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, WrittenCaption
-from clipscale.data.picture import broken_pictures, open_picture
+from clipscale.data.picture import Picture, broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.distributed.agreement import raise_on_all_ranks
 from clipscale.eval.encode import EncodedImages, EvalEncoder, ImageBatch
@@ -44,12 +45,14 @@ class ImageRef(NamedTuple):
     fault: str = ""
     # Width of a red frame that is not part of the picture, in pixels.
     frame: int = 0
+    # Whether the picture is turned as its EXIF orientation says. Published results ignore it, training does not.
+    upright: bool = False
 
     def read(self) -> bytes:
-        """The image's bytes, without its frame.
+        """The image's bytes, without its frame, and upright if it is to be turned.
 
-        Raises BrokenSampleError (its `fault`; `too_large`; with a frame what a decoder finds), OSError, and ValueError
-        for a name that no file can have.
+        Raises BrokenSampleError (its `fault`; `too_large`; of a changed picture what a decoder finds), OSError, and
+        ValueError for a name that no file can have.
         """
         if self.fault:
             raise BrokenSampleError(self.fault)
@@ -58,7 +61,8 @@ class ImageRef(NamedTuple):
             data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))
         if len(data) > MAX_IMAGE_BYTES:
             raise BrokenSampleError("too_large")
-        return without_frame(data, self.frame) if self.frame else data
+        data = without_frame(data, self.frame) if self.frame else data
+        return turned_upright(data) if self.upright else data
 
 
 def without_frame(data: bytes, width: int) -> bytes:
@@ -74,6 +78,19 @@ def without_frame(data: bytes, width: int) -> bytes:
         inside = io.BytesIO()
         image.crop((width, width, image.width - width, image.height - width)).save(inside, "BMP")
         return inside.getvalue()
+
+
+def turned_upright(data: bytes) -> bytes:
+    """The picture turned as training turns it, uncompressed. Without an EXIF orientation it is returned as it is.
+
+    Raises BrokenSampleError.
+    """
+    picture = Picture.read(data)
+    if picture.orientation == 1:
+        return data
+    turned = io.BytesIO()
+    Image.fromarray(picture.decode()).save(turned, "BMP")
+    return turned.getvalue()
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,15 @@ def load(root: Path) -> EvalSet:
 
 
 def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
-    """Pictures with their captions: the list `captions` of the json, or else the text. Raises UserError."""
+    """Pictures with their captions: the list `captions` of the json, or else the text. Raises UserError.
+
+    Their EXIF orientation counts, as in training.
+    """
     images, answers = _read(tars, _captions)
     if not images:
         raise UserError(f"eval.sets: {root} holds no picture with a caption (.txt, or `captions` in .json)")
-    return PairSet(name=root.name, path=root, images=images, answers=answers)
+    upright = [image._replace(upright=True) for image in images]
+    return PairSet(name=root.name, path=root, images=upright, answers=answers)
 
 
 def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[list[ImageRef], list[Any]]:
