@@ -11,8 +11,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results, RunResult
+from clipscale.common.run_folder import RESULT
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
@@ -56,8 +58,8 @@ def train(config: TrainConfig) -> RunResult:
             results = TrainLoop(ready, world, lock).run()
             copies = ready.saver.copies
             if ready.settled.stage.is_last:
-                if copies and world.is_rank0:
-                    copies.close(config.launch.timeout_s, results)
+                if copies and world.is_rank0 and copies.close(config.launch.timeout_s, results):
+                    mark_complete(ready.settled.folder, results)
                 return results
             del ready  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
@@ -79,8 +81,8 @@ class TrainLoop:
         self.schedule = ready.components.schedule
         # Completed steps.
         self.step = ready.settled.step
-        # Steps at the end of the run, or of the stage.
-        self.total = ready.components.schedule.end
+        # The step with which the run, or the stage, ends.
+        self.end_step = ready.components.schedule.end
         # The last completed step's loss.
         self.loss = ready.settled.loss
         self.signal_poller = SignalPoller(world)
@@ -97,11 +99,11 @@ class TrainLoop:
             closing_all(self.stream, ready.saver),
             saving_completed_steps(self),
         ):
-            if self.step == 0 < self.total and ready.evaluates_start:
+            if self.step == 0 < self.end_step and ready.evaluates_start:
                 self.evaluate()
-            while self.step < self.total:
+            while self.step < self.end_step:
                 next_step = self.run_step()
-                is_last = self.step == self.total
+                is_last = self.step == self.end_step
                 is_best = False
                 if ready.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
@@ -207,6 +209,11 @@ class TrainLoop:
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
         return is_raised_on_all_ranks(self.world, error) and not self.train_step.is_updating
+
+
+def mark_complete(folder: Path, results: RunResult) -> None:
+    """Write result.json into the run's folder. With it the same command prints the results, and trains no more."""
+    files.write_json(folder / RESULT, results)
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

@@ -21,7 +21,6 @@ from fsspec.implementations.local import LocalFileSystem
 from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
-from clipscale.common import files
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
@@ -211,7 +210,7 @@ class Copies:
 
         start, request:   copies what is then the newest checkpoint; reads its files back and compares them
         an error:         is printed once for its type; the next `request` tries again
-        close:            makes a last copy and waits for it; then writes what a complete run returns
+        close:            makes a last copy and waits for it; a complete run's has result.json
 
     If the store has later checkpoints than the run, they stay.
     """
@@ -241,12 +240,12 @@ class Copies:
         """Copy the present state, after any copy that is being made."""
         self._tasks.put(CopyTask.COPY)
 
-    def close(self, limit: float, results: RunResult | None = None) -> None:
+    def close(self, limit: float, results: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
-        state.
+        state. Returns whether it has the state; true if nothing is copied.
 
-        `results`: what a complete run returns. They are written into the run's folder last. Without them, the same
-        command starts again and copies again.
+        `results`: what a complete run returns. They are copied last, as result.json. The caller writes them into the
+        run's folder if this returns true. Without them, the same command starts again and copies again.
         """
         self.results = results
         self.request()
@@ -266,8 +265,8 @@ class Copies:
                 f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
                 "or choose another address, and give the command again"
             )
-        elif results:
-            files.write_json(self.run / RESULT, results)
+            return False
+        return True
 
     def _work(self) -> None:
         reported: type | None = None

@@ -69,9 +69,9 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
 
-    def closed(copies: Copies, *given: Any) -> None:
+    def closed(copies: Copies, *given: Any) -> bool:
         threading.Timer(0.5, send).start()
-        close(copies, *given)
+        return close(copies, *given)
 
     with (
         mock.patch.object(LocalFileSystem, "put_file", lambda *_, **__: ended.wait()),
