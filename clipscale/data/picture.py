@@ -252,6 +252,19 @@ class Picture:
         return upright
 
 
+def turned_upright(data: bytes) -> bytes:
+    """The picture turned as training turns it, uncompressed. Without an EXIF orientation it is returned as it is.
+
+    Raises BrokenSampleError.
+    """
+    picture = Picture.read(data)
+    if picture.orientation == 1:
+        return data
+    turned = io.BytesIO()
+    Image.fromarray(picture.decode()).save(turned, "BMP")
+    return turned.getvalue()
+
+
 def strips(length: int, width: int) -> Iterator[slice]:
     """Parts of `length` rows of `width` pixels, each of about STRIP_PIXELS pixels."""
     rows = max(1, STRIP_PIXELS // width)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, WrittenCaption
-from clipscale.data.picture import Picture, broken_pictures, open_picture
+from clipscale.data.picture import broken_pictures, open_picture, turned_upright
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.distributed.agreement import raise_on_all_ranks
 from clipscale.eval.encode import EncodedImages, EvalEncoder, ImageBatch
@@ -78,19 +77,6 @@ def without_frame(data: bytes, width: int) -> bytes:
         inside = io.BytesIO()
         image.crop((width, width, image.width - width, image.height - width)).save(inside, "BMP")
         return inside.getvalue()
-
-
-def turned_upright(data: bytes) -> bytes:
-    """The picture turned as training turns it, uncompressed. Without an EXIF orientation it is returned as it is.
-
-    Raises BrokenSampleError.
-    """
-    picture = Picture.read(data)
-    if picture.orientation == 1:
-        return data
-    turned = io.BytesIO()
-    Image.fromarray(picture.decode()).save(turned, "BMP")
-    return turned.getvalue()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.captions import first_caption
 from clipscale.data.eval_transform import EvalTransform, ahead
+from clipscale.data.picture import turned_upright
 from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
@@ -69,9 +70,9 @@ class FeatureEncoder:
         return rows
 
     def pixels(self, raw: RawSample) -> np.ndarray | None:
-        """(C, S, S) uint8; None for a picture that cannot be used."""
+        """(C, S, S) uint8, upright as in training; None for a picture that cannot be used."""
         with suppress(BrokenSampleError):
-            return self.transform(image_bytes(raw.members))
+            return self.transform(turned_upright(image_bytes(raw.members)))
         return None
 
     def caption(self, raw: RawSample) -> str | None:

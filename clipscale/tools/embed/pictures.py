@@ -4,7 +4,7 @@ import io
 from functools import cache
 
 from clipscale.data.addresses import is_local
-from clipscale.data.picture import broken_pictures, open_picture, rgb
+from clipscale.data.picture import broken_pictures, open_picture, rgb, turned_upright
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
@@ -34,10 +34,10 @@ def make_index(url: str) -> None:
 
 
 def thumbnail(data: bytes, side: int) -> bytes:
-    """A picture as a JPEG of at most side x side pixels. Raises BrokenSampleError."""
+    """A picture as an upright JPEG of at most side x side pixels. Raises BrokenSampleError."""
     out = io.BytesIO()
     with broken_pictures():
-        image = rgb(open_picture(data))
+        image = rgb(open_picture(turned_upright(data)))
         image.thumbnail((side, side))
         image.save(out, "JPEG")
     return out.getvalue()

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
+from clipscale.data.picture import Picture
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
+from clipscale.tools.embed.pictures import thumbnail
 from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
 from tests.conftest import Capture
@@ -68,6 +71,19 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
     with torch.no_grad():
         image = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
         return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
+
+
+def test_photographs_are_embedded_upright_as_training_sees_them(run: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo, upright = io.BytesIO(), io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(photo, "JPEG", exif=exif)
+    Image.fromarray(Picture.read(photo.getvalue()).decode()).save(upright, "PNG")
+    members = [("a.jpg", photo.getvalue()), ("a.txt", b"red"), ("b.png", upright.getvalue()), ("b.txt", b"red")]
+    rows = rows_of_npy(embed(run, write_tar(tmp_path / "0.tar", members), tmp_path / "out"))
+    assert np.array_equal(rows["a"][0], rows["b"][0])
+    assert Image.open(io.BytesIO(thumbnail(photo.getvalue(), 64))).size == (32, 64)
 
 
 @pytest.mark.parametrize(("form", "read"), [({}, rows_of_npy), (SHARDS, rows_of_shards)])
