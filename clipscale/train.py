@@ -36,8 +36,8 @@ from clipscale.step.rollback import rollback_on_error
 from clipscale.step.step_inputs import NextStepInfo
 
 # After a signal the run saves, and then waits this many seconds for the checkpoint's copy. The launcher kills its
-# workers after `launch.local.SHUTDOWN_S`, which covers both. torch 2.11 kills them after 30 s: perhaps before the copy
-# ends.
+# workers after `launch.local.SHUTDOWN_S`, which covers both. With torch 2.11 that limit is 30 s, so a slow copy may be
+# lost.
 COPY_S = 60.0
 
 

@@ -15,8 +15,8 @@ from clipscale.models.weights.loading import completed_by_weights, without_weigh
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
-    merged. Raises UserError where there is no such checkpoint or average.
+    `which` is `latest`, `best`, a step number, or a path; `weights` is `trained` or `ema`, their moving average.
+    Adapters are merged. Raises UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
     with to_user_error(f"checkpoint {path} holds no model"):

@@ -102,7 +102,8 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
-    """The same as `complete_checkpoints`, which also raises UserError if the store needs credentials."""
+    """The store's complete checkpoints, by step. Raises as `complete_checkpoints` does, and UserError if the store
+    needs credentials."""
     try:
         return complete_checkpoints(store, run)
     except Exception as error:
@@ -120,8 +121,9 @@ def check_copy(run: Path, address: str) -> None:
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
     """Fetch the store's newest complete checkpoint, with its records. Returns whether it did. Raises UserError.
 
-    `resume`: the setting; only `auto` fetches. `newest_own`: the newest checkpoint of the run's own folder; only a
-    newer one is fetched. If there is one, a store that cannot be read is a warning, not an error.
+    `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
+    store; with `resume=PATH` it may be another run's. Only one of a later step is fetched. If there is a `newest_own`,
+    a store that cannot be read is a warning, not an error.
     """
     unreadable = UNREADABLE.format(address)
     with to_user_error(unreadable, WITHOUT_COPY):

@@ -27,7 +27,7 @@ TEMPORARY_NAMES = re.compile(
 class Retention:
     """Which checkpoints of a run stay."""
 
-    # This many of the newest checkpoints stay; 0: all.
+    # Of the checkpoints that neither `every` nor `best` keeps, this many of the newest stay; 0: all.
     newest: int = 2
     # Checkpoints at multiples of this many steps stay; 0: none.
     every: int = 0
@@ -35,7 +35,7 @@ class Retention:
     best: Best | None = None
 
     def outdated(self, checkpoints: list[Path], newest: str) -> list[Path]:
-        """The checkpoints to delete, of those given by step, up to the one named `newest`."""
+        """Which of the `checkpoints`, sorted by step, to delete. Those after the one named `newest` are left alone."""
         earlier = [path for path in checkpoints if path.name <= newest]
         best = self.best.among(map(step_of, earlier)) if self.best else None
         candidates = [path for path in earlier if step_of(path) != best]

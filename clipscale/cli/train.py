@@ -20,8 +20,8 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
-# Settings, and whole sections, with which a complete run stays complete: they change its weights by rounding at most.
-# But chunks (`cache.`) also order the random numbers, which matters with dropout.
+# Settings, and whole sections, that may differ while a complete run stays complete. They change its weights by rounding
+# at most. One exception is accepted: with dropout, the chunks (`cache.`) decide which sample gets which random numbers.
 NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
 NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 

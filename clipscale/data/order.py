@@ -112,7 +112,8 @@ class BatchShare:
 
 
 def default_streams(global_batch: int, world_size: int, samples: int | None) -> int:
-    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks. It is halved for a small batch or data set.
+    """The usual number of shard streams: the least common multiple of 64 and of 8 a rank. For example, it is 64 for
+    8 ranks, 128 for 16, and 192 for 3. It is halved for a small batch or data set.
 
     1, 2, 4 and 8 ranks have the same number, so that their runs see the same batches. It is always a multiple of
     `world_size`, so that no stream is read twice.
@@ -150,9 +151,9 @@ class Epochs:
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
     concatenation. So all streams reach the end of an epoch together, to one sample, whatever B mod L is.
 
-    A share of S that is not a whole number is rounded the same way in every epoch. So streams drift apart by up to one
-    sample an epoch: a stream with a share of 10.5 samples that reads 10 has its samples 5 % more often. Another
-    rounding from the second epoch on would remove the drift, but change the order of existing runs.
+    Known bias: a share that is not a whole number is rounded in the same way in every epoch. A stream with a share of
+    10.5 samples may read 10 of them in each epoch. Then it ends its epochs 5 % sooner than the average stream, and its
+    samples come 5 % more often. This stays as it is, because another rounding would change the order of existing runs.
     """
 
     counts: tuple[int, ...]

@@ -209,14 +209,14 @@ def next_interval(elapsed: float, calls: int) -> int:
 
 
 class SignalPoller:
-    """Records a scheduler's warning or Ctrl-C. The next `poll` then leaves the work, so that the run can save.
+    """Records a scheduler's warning or Ctrl-C. A later `poll` then raises on all ranks at the same call, so that the
+    run can save; `poll` says which call that is. With one process it is the next one.
 
     Warnings are SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends, unless the run was started to ignore it.
     A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
     def __init__(self, world: "World") -> None:
-        """Rank 0 prints what a first Ctrl-C does."""
         # The last signal; 0: none has come.
         self.number = 0
         self._world = world
@@ -258,7 +258,7 @@ class SignalPoller:
         """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
 
         A rank that waits outside collectives calls it a few times a second. With several ranks the caller catches the
-        error and goes on to the next `poll`, which then raises on all ranks.
+        error and goes on to its calls of `poll`, one of which then raises on all ranks.
         """
         now = time.monotonic()
         if not self.number and now - self._asked_at > ASK_S:
@@ -293,6 +293,7 @@ class SignalPoller:
         return Vote(number, -opposite)
 
     def _record(self, number: int, _: object) -> None:
+        """Record a signal. At a first Ctrl-C rank 0 prints what it does."""
         now = time.monotonic()
         if number == signal.SIGINT and self.number and now - self._came_at > SAME_CTRL_C_S:
             raise KeyboardInterrupt

@@ -176,7 +176,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`.
 
-    An input that needs no gradient has None. The scale may have one all the same; autograd then drops it.
+    An entry is None if its input needs no gradient. The scale's may be computed anyway; autograd then ignores it.
     Where each gradient comes from:
 
         images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe

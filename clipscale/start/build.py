@@ -95,13 +95,14 @@ def build(settled: SettledRun, world: World) -> Components:
         precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
+        # Before `build_step` wraps the towers: sharded ones gather weights, so all ranks would have to try equal sizes.
+        chunk_sizes = choose_chunk_sizes(settled, model, precision, share.local_batch, world)
         train_step = build_step(
             config,
             world,
             model,
             precision,
-            # Before `wrap`: sharded towers gather weights, so that all ranks would have to try the same sizes.
-            choose_chunk_sizes(settled, model, precision, share.local_batch, world),
+            chunk_sizes,
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
         )

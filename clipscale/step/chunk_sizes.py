@@ -152,11 +152,15 @@ def find_chunk(
     *,
     keeps_graphs: bool,
 ) -> int:
-    """The fastest power of two that fits the device, forward and backward. On a CPU nothing is measured.
+    """A chunk size that fits the device and is fast, forward and backward. On a CPU nothing is measured.
 
-    With `keeps_graphs` it is the smallest one that is nearly as fast, because small chunks waste less of the memory for
-    graphs; where sizes that are nearly as fast have more than MAX_SLOW_NORM_ROWS rows, the smallest of these. If the
-    whole batch fits in one chunk, it is the fastest: all graphs can be kept at any size.
+    1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
+       for the memory, or much slower than another, ends the list. The largest measured size is then left out, because
+       features, loss and the other tower's gradients need memory, too.
+    2. Of the candidates, those stay that reach GOOD_ENOUGH of the best speed. Without `keeps_graphs` only the fastest
+       stays, and also where the whole batch fits in one chunk: all graphs can be kept at any size.
+    3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
+    4. The smallest is taken, because small chunks waste less of the memory for graphs.
 
     `rate(n)`: samples per second in chunks of n. `rows_of_sample()`: rows of a layer norm, see `norm_rows`.
     """

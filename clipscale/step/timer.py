@@ -58,7 +58,7 @@ class StepTimer:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of all parts together. Work between the parts is not counted."""
         return max(sum(self.seconds.values()), CLOCK_STEP_S)
 
     def working_bytes(self, graph_bytes: int) -> int:

@@ -90,7 +90,7 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # Of two towers, with the loss `loss`. `CaptionerStep`: of one encoder of pairs, with the loss `loss.loss_of_pairs`.
+    # Its encoders are the two towers, or a captioner's one encoder of pairs. Its loss calls `loss`.
     cache: GradCache
     inputs: StepInputs
     loss: BatchLoss

@@ -110,5 +110,5 @@ def test_a_shard_without_samples_is_never_drawn() -> None:
 def test_the_usual_number_of_streams_is_pinned_down(
     batch: int, world_size: int, samples: int | None, streams: int
 ) -> None:
-    """The order depends on it. It is as large as batch and samples allow, and the same for 1 to 8 ranks."""
+    """The order depends on it. It is as large as batch and samples allow, and the same for 1, 2, 4 and 8 ranks."""
     assert default_streams(batch, world_size, samples) == streams

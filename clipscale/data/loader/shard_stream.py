@@ -100,13 +100,11 @@ class ShardStream:
         self._set_status = set_status
         # Usable samples.
         self._used = spec.start_of[stream_id].samples
-        # The three below count what was skipped since the last usable sample. A segment is named by its
-        # shuffle key and its shard.
-        # Reason -> broken samples.
+        # Reason -> broken samples since the last usable sample.
         self._reasons: Counter[str] = Counter()
-        # Segment -> broken samples that were read.
+        # Segment, by its shuffle key and its shard -> broken samples that were read in it since the last usable sample.
         self._segments: Counter[tuple[int, int]] = Counter()
-        # Segments of shards that could not be reached.
+        # Segments of shards that could not be reached since the last usable sample.
         self._unreachable: set[tuple[int, int]] = set()
 
     @property

@@ -90,8 +90,8 @@ class TrainStream:
         self.waited_s = 0.0
         self._defers_failures = False
         self._poll: Callable[[], None] = lambda: None
-        # The error of the workers, or of a wait for them. After an error reads return at once and rows may be garbage,
-        # so the caller discards the batch with `give_back`.
+        # The error of the workers, or of a wait for them. After an error, reading rows does not wait, and the rows may
+        # have no samples in them. So the caller discards the batch with `discard_last_batch`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
@@ -125,7 +125,10 @@ class TrainStream:
             raise self.failure
 
     def next_batch(self) -> HostBatch:
-        """Returns the next local batch at once; reading its rows waits for them. The previous batch becomes invalid."""
+        """The next local batch, whose samples may still be arriving: reading its rows waits for them.
+
+        First waits until the previous batch is complete, which then becomes invalid.
+        """
         before = self._step
         step = before + 1
         self._step = step

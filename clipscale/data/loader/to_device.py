@@ -80,7 +80,10 @@ class ChunkLoader:
         return self.resident_chunks[start, stop]
 
     def copy_to_device(self, start: int, stop: int) -> Tensor:
-        """A new copy of the rows. The host waits while too many chunks are on the device."""
+        """The rows on the device: on a GPU a new copy, on a CPU what `read` returns, such as a view of the batch.
+
+        The host waits while too many chunks are on the device.
+        """
         if self.copies is None:
             return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)

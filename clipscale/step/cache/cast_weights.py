@@ -91,7 +91,7 @@ class CastWeights:
     def accumulator(self, weight: Tensor) -> Tensor:
         """The tensor to which a pass adds the weight's gradient, with the present value of `.grad`.
 
-        Between the passes of a step somebody else may have set `.grad` to None or to another tensor:
+        A caller of `encode`, `backward` and `replay` may set `.grad` to None or to another tensor between them:
 
         first pass of the step   `.grad`, or zeros if it is None
         later passes             the tensor of the first pass, after the values of another `.grad` have been copied into

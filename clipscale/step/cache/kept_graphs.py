@@ -71,8 +71,8 @@ class OnShortMemory(Enum):
     # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
     # collective does this, because no rank may fail in it or repeat it.
     ASK_FIRST = "ask first"
-    # Try the pass. If it fails, drop all graphs and repeat the pass without a graph. Passes under DDP do this, too, and
-    # must be tried, because DDP rebuilds its buckets after the first graph, on all ranks together.
+    # Try the pass. If it fails, drop all graphs and repeat the pass without a graph. DDP uses this and not ASK_FIRST:
+    # every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets together.
     RETRY = "retry"
     # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates statistics does this, because a repeated
     # one would update them twice.
