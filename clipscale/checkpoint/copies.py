@@ -33,7 +33,7 @@ from clipscale.common.remote import (
     within_time,
 )
 from clipscale.common.run_folder import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
-from clipscale.common.terminal import log_line
+from clipscale.common.terminal import log_line, log_warning
 from clipscale.robustness.moving_aside import move_records_aside
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
@@ -133,7 +133,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
         except Exception as error:
             if not newest_own or isinstance(error, UserError):
                 raise
-            log_line(f"warning: {unreadable} ({one_line(error)}); the run goes on from {newest_own.name}")
+            log_warning(f"{unreadable} ({one_line(error)}); the run goes on from {newest_own.name}")
             return False
         newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
         if newer and resume != "auto":
@@ -162,7 +162,7 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
                 raise UserError(
                     f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
                 ) from error
-            log_line(f"warning: checkpoint.copy: {error}")
+            log_warning(f"checkpoint.copy: {error}")
     return False
 
 
@@ -263,8 +263,8 @@ class Copies:
                 finally:
                     self.is_abandoned = self.thread.is_alive()
         if self.problem:
-            log_line(
-                f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
+            log_warning(
+                f"checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
                 "or choose another address, and give the command again"
             )
             return False
@@ -281,7 +281,7 @@ class Copies:
             except Exception as error:  # each library behind fsspec has its own
                 self.problem = one_line(error)
                 if type(error) is not reported and not self.is_abandoned:
-                    log_line(f"warning: checkpoint.copy: {self.problem}; the run goes on")
+                    log_warning(f"checkpoint.copy: {self.problem}; the run goes on")
                 reported = type(error)
             self.copying = []
 

@@ -12,7 +12,7 @@ from clipscale.common.errors import StoppedError
 from clipscale.common.files import check_writable
 from clipscale.common.record import RunResult
 from clipscale.common.run_folder import CONFIG, RESULT, check_own, path_of, run_folder
-from clipscale.common.terminal import is_main_rank, log_line, show_task
+from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
@@ -50,7 +50,7 @@ def check(config: TrainConfig) -> None:
     epoch_samples = count_if_quick(config.data, shards)
     if shards and epoch_samples is not None:
         if holds := why_unusable(shards[0], source_names(config.data.captions)):
-            log_line(f"warning: data.train: {holds}", error=True)
+            log_warning(f"data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch_samples)
 

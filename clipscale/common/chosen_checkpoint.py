@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.run_folder import EVAL, checkpoints_of, path_of, read_evaluation, settings_of_run, step_of
-from clipscale.common.terminal import log_line
+from clipscale.common.terminal import log_line, log_warning
 
 # Metrics that are better if they are lower.
 LOWER_IS_BETTER = ("loss", "caption_loss", "perplexity", "broken")
@@ -112,8 +112,8 @@ class Best:
         values = self.values(step)
         if not values:
             there = sorted({metric for metrics in self.results(step).values() for metric in metrics})
-            log_line(
-                f"warning: checkpoint.best={self.goal}: step {step} has no such result; its metrics: "
+            log_warning(
+                f"checkpoint.best={self.goal}: step {step} has no such result; its metrics: "
                 f"{', '.join(there) or 'none'}"
             )
             return False

@@ -66,6 +66,11 @@ def log_line(text: object, *, error: bool = False) -> None:
         print_line(row, error=error)
 
 
+def log_warning(text: object, *, error: bool = False) -> None:
+    """Print a warning as a line of a run's log: on stdout among the lines of its steps, or on stderr with `error`."""
+    log_line(f"warning: {text}", error=error)
+
+
 def show_task(task: str) -> None:
     """On a terminal: show what begins now, until the next line is printed."""
     _show(f"{datetime.now():%H:%M:%S} {task} ...")

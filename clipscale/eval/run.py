@@ -18,7 +18,7 @@ from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import EvalRecord, Metrics, Results
 from clipscale.common.run_folder import EVAL, read_evaluation
-from clipscale.common.terminal import log_line
+from clipscale.common.terminal import log_warning
 from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
@@ -133,7 +133,7 @@ def evaluate(
                 try:
                     file.add(sized_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
                 except OSError as error:  # the other ranks go on
-                    log_line(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
+                    log_warning(f"{file.path} cannot be written ({error.strerror})", error=True)
     return results
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.run_folder import CONFIG, ENVIRONMENT, METRICS
-from clipscale.common.terminal import Progress, log_line
+from clipscale.common.terminal import Progress, log_line, log_warning
 from clipscale.log.environment import environment
 from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
@@ -100,7 +100,7 @@ class MetricLog:
             self._recent.append(record)
             warnings = warnings_of(self._recent)
             for name in warnings.keys() - self._warned:
-                log_line(f"warning: step {record['step']}: {warnings[name]}")
+                log_warning(f"step {record['step']}: {warnings[name]}")
             self._warned |= warnings.keys()
         self._sinks.write(record["step"], record)
 

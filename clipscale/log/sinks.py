@@ -13,7 +13,7 @@ from typing import Any
 
 from clipscale.common.record import Results
 from clipscale.common.remote import announced
-from clipscale.common.terminal import log_line
+from clipscale.common.terminal import log_line, log_warning
 
 # Two functions: one writes the numbers of a step, one closes the sink.
 Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
@@ -57,7 +57,7 @@ class Sinks:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            log_line(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+            log_warning(f"{name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
 def open_sinks(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clipscale.common.terminal import log_line, make_warnings_printable
+from clipscale.common.terminal import log_warning, make_warnings_printable
 
 
 def prepare_output() -> None:
@@ -59,7 +59,7 @@ class LastingLines:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             if not self._has_warned:
-                log_line(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
+                log_warning(f"{self._file.name} cannot be written ({error.strerror}): lines wait in memory")
             self._has_warned = True
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory
 from clipscale.common.rng import RandomState
-from clipscale.common.terminal import log_line, show_task
+from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.train import TrainConfig, samples_of
 from clipscale.data.loader.position import merge_positions
@@ -306,5 +306,5 @@ def compile_if_worth(
     towers = compile_towers(train_step.model, lengths_vary=train_step.inputs.sort_captions)
     problem = try_compiled(train_step.model, towers, train_step.chunk_sizes, local_batch, train_step.precision, world)
     if problem and world.is_rank0:
-        log_line(f"warning: model.compile={setting}: the towers run without compiled code ({problem})")
+        log_warning(f"model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

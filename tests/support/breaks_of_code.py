@@ -28,6 +28,7 @@ LARGE = 16
 # Functions whose arguments are words for people, or for a type checker.
 WORDS = {
     "log_line",
+    "log_warning",
     "print_line",
     "print_failure",
     "warning",
