@@ -210,8 +210,8 @@ class Step:
             captions = ChunkLoader(texts, batch, self.device, is_resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
-            is_even = self.is_captioner
-            captions = SortedCaptions(texts, of_all, batch, self.device, is_resident=False, is_even=is_even)
+            has_images = self.is_captioner
+            captions = SortedCaptions(texts, of_all, batch, self.device, is_resident=False, has_images=has_images)
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0
         if self.is_captioner:

@@ -33,7 +33,7 @@ from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import no_compilation
 from clipscale.step.rollback import rollback_on_error
-from clipscale.step.step_inputs import NextStepInfo
+from clipscale.step.step_inputs import StepAgreement
 
 # After a signal the run saves, and then waits this many seconds for the checkpoint's copy. The launcher kills its
 # workers after `launch.local.SHUTDOWN_S`, which covers both. With torch 2.11 that limit is 30 s, so a slow copy may be
@@ -117,7 +117,7 @@ class TrainLoop:
             log_end(result, ready.evaluation.facts["precision"], ready.expected, ready.saver.retention.best)
         return result
 
-    def run_step(self) -> NextStepInfo:
+    def run_step(self) -> StepAgreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
 
         Returns what the ranks say of the next step, and whether any of them wishes to save before it.
@@ -146,7 +146,7 @@ class TrainLoop:
             "lr": lr,
         }
         ready.records.add(record, result, train_step.model.logit_scale.exp())
-        train_step.set_keep_budget(result.timer)
+        train_step.set_keep_budget_if_unknown(result.timer)
         return result.next_step
 
     def make_before_chunk(self, local_batch: int) -> Callable[[], None]:

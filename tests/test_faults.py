@@ -23,7 +23,7 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
-from clipscale.step.step_inputs import NextStepInfo
+from clipscale.step.step_inputs import StepAgreement
 from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards
@@ -36,7 +36,7 @@ def between_steps(work: Callable[[int], Any]) -> Any:
     """`work(step)` before each step of the runs inside."""
     run_step = TrainLoop.run_step
 
-    def disturbed(run: TrainLoop) -> NextStepInfo:
+    def disturbed(run: TrainLoop) -> StepAgreement:
         work(run.step)
         return run_step(run)
 
@@ -148,7 +148,7 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
         pytest.param(
             "step.train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), [], marks=pytest.mark.slow
         ),
-        ("step.train_step.TrainStep.set_keep_budget", OSError(24, "Too many open files"), [3]),
+        ("step.train_step.TrainStep.set_keep_budget_if_unknown", OSError(24, "Too many open files"), [3]),
     ],
 )
 def test_what_ends_a_run_saves_first(

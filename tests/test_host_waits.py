@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
-from clipscale.step.step_inputs import NextStepInfo
+from clipscale.step.step_inputs import StepAgreement
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, four_step_config
 
@@ -58,7 +58,7 @@ def test_a_step_waits_for_two_values_of_the_device(
     run_step = TrainLoop.run_step
     as_list = Tensor.tolist
 
-    def counted(run: TrainLoop) -> NextStepInfo:
+    def counted(run: TrainLoop) -> StepAgreement:
         def tolist(tensor: Tensor) -> Any:
             counter.places[place()] += 1
             return as_list(tensor)

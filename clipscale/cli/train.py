@@ -15,7 +15,7 @@ from clipscale.common.run_folder import CONFIG, RESULT, check_own, path_of, run_
 from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, changed_since, samples_of, to_yaml, with_defaults
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, differences_from_file, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
@@ -87,7 +87,7 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
-        keys = changed_since(folder / CONFIG, to_yaml(config)).keys() - {*NOT_TRAINED}
+        keys = differences_from_file(folder / CONFIG, to_yaml(config)).keys() - {*NOT_TRAINED}
         changed = any(not key.startswith((*set_by_weights, *NOT_TRAINED_SECTIONS)) for key in keys)
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None

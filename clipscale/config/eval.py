@@ -13,7 +13,7 @@ from clipscale.common.run_folder import CONFIG, run_folder, settings_of_run
 from clipscale.common.text import did_you_mean
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
-from clipscale.config.setting import changed_settings, setting
+from clipscale.config.setting import differences, setting
 
 # The settings that a model has outside of training.
 EVAL_MODEL_SETTINGS = (
@@ -104,7 +104,7 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
     """
     model = config.model
     if config.run:
-        if others := changed_settings(asdict(ModelConfig(name="")), asdict(model)):
+        if others := differences(asdict(ModelConfig(name="")), asdict(model)):
             raise UserError(f"run={config.run} and model.{next(iter(others))} are two models; give one of them")
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):

@@ -4,11 +4,14 @@ from enum import Enum
 
 
 class OptimizerPolicy(Enum):
-    """What a start does with the optimizer's state in the checkpoint. CONTINUE and RESTART are words of `stages`."""
+    """What a start does with the optimizer's state in the checkpoint.
 
-    # Take all of it, within a stage.
-    RESUME = "resume"
-    # Take it at the start of a stage, except the state of position embeddings that are resized.
-    CONTINUE = "continue"
-    # Take none of it, at the start of a stage.
-    RESTART = "restart"
+    The values `continue` and `restart` are words that users give in `stages`.
+    """
+
+    # Take all of it: the start goes on within a stage.
+    TAKE_ALL = "resume"
+    # Begin a stage with the state that fits. The state of position embeddings that are resized does not fit.
+    TAKE_FITTING = "continue"
+    # Begin a stage without any of it.
+    TAKE_NONE = "restart"

@@ -105,8 +105,8 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     return settings
 
 
-def changed_settings(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """The dotted keys of nested values that differ, with both values."""
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The values of two nested mappings that differ: dotted key -> (old, new)."""
     before = dict(flat(old))
     after = dict(flat(new))
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}

@@ -39,7 +39,7 @@ class StageConfig:
     optimizer: OptimizerPolicy | Unset = setting(
         UNSET,
         "What becomes of the optimizer's state: `continue` or `restart`.",
-        choices=(OptimizerPolicy.CONTINUE.value, OptimizerPolicy.RESTART.value),
+        choices=(OptimizerPolicy.TAKE_FITTING.value, OptimizerPolicy.TAKE_NONE.value),
     )
 
     @property
@@ -50,7 +50,7 @@ class StageConfig:
     @property
     def policy(self) -> OptimizerPolicy:
         """The use of the earlier stage's optimizer state in this stage's first step."""
-        return OptimizerPolicy.CONTINUE if self.optimizer is UNSET else self.optimizer
+        return OptimizerPolicy.TAKE_FITTING if self.optimizer is UNSET else self.optimizer
 
 
 class Staged(Section, Protocol):

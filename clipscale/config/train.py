@@ -23,7 +23,7 @@ from clipscale.config.expected import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import without_secrets
-from clipscale.config.setting import UNSET, Section, changed_settings, setting
+from clipscale.config.setting import UNSET, Section, differences, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
@@ -292,20 +292,20 @@ def warnings(config: TrainConfig) -> list[str]:
     return []
 
 
-def changed_since(file: Path, settings: str) -> dict[str, tuple[object, object]]:
-    """The `settings`, as `to_yaml` writes them, that differ from those in a run's `config.yaml`: key -> (old, new).
+def differences_from_file(file: Path, settings: str) -> dict[str, tuple[object, object]]:
+    """The settings that differ from those in a run's `config.yaml`: dotted key -> (old, new).
 
-    Leaves out `run` and `resume`. Raises DAMAGED of `files`.
+    `settings`: the present ones, as `to_yaml` writes them. Leaves out `run` and `resume`. Raises DAMAGED of `files`.
     """
     if not file.is_file():
         return {}
-    changes = changed_settings(files.read_record(file), files.parse_yaml(settings))
+    changes = differences(files.read_record(file), files.parse_yaml(settings))
     return {key: values for key, values in changes.items() if key not in ("run", "resume")}
 
 
 def changes_since(file: Path, settings: str) -> list[str]:
     """The same as lines, `key old -> new`."""
-    return [f"{key} {old} -> {new}" for key, (old, new) in changed_since(file, settings).items()]
+    return [f"{key} {old} -> {new}" for key, (old, new) in differences_from_file(file, settings).items()]
 
 
 def to_yaml(config: Section) -> str:

@@ -109,7 +109,9 @@ def build(settled: SettledRun, world: World) -> Components:
         if settled.checkpoint_path:
             state = checkpoint.load(settled.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
             load_state(
-                train_step, state, settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.RESUME
+                train_step,
+                state,
+                settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.TAKE_ALL,
             )
         check_streams(settled, stream, world)
         restore_random(settled, world)
@@ -204,7 +206,7 @@ def build_step(
         model=model,
         cache=cache,
         inputs=StepInputs(world, config.offload == "none", sort_captions, trains_captioner=config.trains_captioner),
-        loss=loss,
+        batch_loss=loss,
         precision=precision,
         optimizer=optimizer,
         ema=WeightEma(config.ema, model) if config.ema else None,

@@ -138,7 +138,7 @@ def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -
     step = samples = 0
     for index, settings in enumerate(by_stage):
         check_machine(settings, world)
-        policy = config.stages[index].policy if config.stages else OptimizerPolicy.CONTINUE
+        policy = config.stages[index].policy if config.stages else OptimizerPolicy.TAKE_FITTING
         is_last = index == len(by_stage) - 1
         stage = Stage(settings.batch, step, samples, is_last, policy)
         stages.append(stage)

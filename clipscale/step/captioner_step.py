@@ -47,7 +47,7 @@ class CaptionerStep(TrainStep):
 
     @property
     def chunk_loss_weight(self) -> float:
-        return self.loss.caption_weight / self.num_labels
+        return self.batch_loss.caption_weight / self.num_labels
 
     def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
         caption_loss_sum = self.cache.chunk_loss

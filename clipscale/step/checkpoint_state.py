@@ -68,7 +68,7 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     # optimizers.
     for group, settings in zip(state.optimizer["param_groups"], optimizer.param_groups):
         group.update({key: value for key, value in settings.items() if key != "params"})
-    if policy is not OptimizerPolicy.RESUME:
+    if policy is not OptimizerPolicy.TAKE_ALL:
         for weights in (state.model, state.ema["weights"] if state.ema else {}):
             for name in fit_positions(weights, model):
                 weights[name] = sharded_as(model.get_parameter(name), weights[name])
@@ -76,7 +76,7 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
     # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
-    if policy is not OptimizerPolicy.RESTART:
+    if policy is not OptimizerPolicy.TAKE_NONE:
         set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, state.optimizer), options=options)
         replicate_state(optimizer)
     set_model_state_dict(model, {**state.model})

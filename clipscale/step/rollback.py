@@ -22,6 +22,6 @@ def rollback_on_error(model: ClipModel, stream: TrainStream, world: World) -> It
     except Exception:
         random.restore()
         restore_statistics()
-        stream.give_back()
+        stream.discard_last_batch()
         reshard(model)  # the error may have left FSDP2's weights gathered
         raise

@@ -13,11 +13,11 @@ TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_LABELS = range(4)
 
 
 @dataclass(frozen=True)
-class NextStepInfo:
-    """What the ranks tell each other of the next step: the counts that it needs before it begins, and whether a
-    checkpoint is saved before it. Reading waits for the all-reduce.
+class StepAgreement:
+    """The facts of the next step on which all ranks agree: how many chunks and labels it has, and whether a checkpoint
+    is saved before it. Reading a fact waits for the all-reduce.
 
-    step n:    replay begins -> `start` begins the all-reduce, with this rank's counts of step n + 1
+    step n:    replay begins -> `begin` starts the all-reduce, with this rank's counts of step n + 1
                replay, update
     step n+1:  reads `num_text_chunks` and `num_caption_labels`; a count of 0 is not known, so the step asks the ranks
     """
@@ -27,9 +27,9 @@ class NextStepInfo:
     message: AsyncReduction
 
     @classmethod
-    def start(
+    def begin(
         cls, world: World, *, text_chunks: int, is_known: bool, wants_save: bool, caption_labels: int | None
-    ) -> "NextStepInfo":
+    ) -> "StepAgreement":
         """Begin the all-reduce. A collective.
 
         `text_chunks`, `caption_labels`: of this rank's next batch. `is_known`: whether that batch has arrived; if not,
@@ -70,7 +70,7 @@ class StepInputs:
     # Whether a captioner's decoder is trained; then pairs are the only input.
     trains_captioner: bool = False
     # What the last step's all-reduce says of this step; None in the first one.
-    info: NextStepInfo | None = None
+    agreement: StepAgreement | None = None
     # This step's captions, if they had arrived in the last step.
     sorted_ahead: SortedCaptions | None = None
 
@@ -86,7 +86,7 @@ class StepInputs:
         """
         caption_loader = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
         if isinstance(caption_loader, SortedCaptions):
-            num_chunks = self.info.num_text_chunks if self.info else 0
+            num_chunks = self.agreement.num_text_chunks if self.agreement else 0
             if not num_chunks:
                 [num_chunks] = self.world.all_reduce_max(caption_loader.num_chunks)
             caption_loader.split(num_chunks)
@@ -103,7 +103,7 @@ class StepInputs:
             batch.num_texts,
             device,
             is_resident=self.is_resident,
-            is_even=self.trains_captioner,
+            has_images=self.trains_captioner,
         )
         caption_loader.make_chunks(chunk_size)
         return caption_loader
@@ -117,12 +117,12 @@ class StepInputs:
 
     def num_caption_labels(self, batch: HostBatch) -> int:
         """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
-        known = self.info.num_caption_labels if self.info else 0
+        known = self.agreement.num_caption_labels if self.agreement else 0
         if known:
             return known
         return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_labels(batch))))
 
-    def start_next_step_info(self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool) -> NextStepInfo:
+    def begin_agreement(self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool) -> StepAgreement:
         """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
 
         `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk.
@@ -132,14 +132,14 @@ class StepInputs:
         caption_labels = None
         if self.trains_captioner:
             caption_labels = own_caption_labels(upcoming) if upcoming else 0
-        self.info = NextStepInfo.start(
+        self.agreement = StepAgreement.begin(
             self.world,
             text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
             is_known=upcoming is not None,
             wants_save=wants_save,
             caption_labels=caption_labels,
         )
-        return self.info
+        return self.agreement
 
 
 def own_caption_labels(batch: HostBatch) -> int:

@@ -26,7 +26,7 @@ from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, be
 from clipscale.step.graph_memory import measured_budget
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback
-from clipscale.step.step_inputs import NextStepInfo, StepInputs
+from clipscale.step.step_inputs import StepAgreement, StepInputs
 from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.
@@ -71,7 +71,7 @@ class StepResult:
     """The result of a step, for the run's loop."""
 
     numbers: StepNumbers
-    next_step: NextStepInfo
+    next_step: StepAgreement
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
@@ -90,10 +90,10 @@ class TrainStep:
 
     world: World
     model: ClipModel
-    # Its encoders are the two towers, or a captioner's one encoder of pairs. Its loss calls `loss`.
+    # Its encoders are the two towers, or a captioner's one encoder of pairs. Its loss calls `batch_loss`.
     cache: GradCache
     inputs: StepInputs
-    loss: BatchLoss
+    batch_loss: BatchLoss
     precision: Precision
     optimizer: torch.optim.Optimizer
     # The moving average of the weights; None if the run keeps none.
@@ -113,7 +113,7 @@ class TrainStep:
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1, for messages.
-            wants_save: whether this rank wishes to save a checkpoint; see `NextStepInfo`.
+            wants_save: whether this rank wishes to save a checkpoint; see `StepAgreement`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
@@ -130,7 +130,7 @@ class TrainStep:
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        next_step = self.inputs.start_next_step_info(stream.upcoming(), self.cache.chunks[-1], wants_save=wants_save)
+        next_step = self.inputs.begin_agreement(stream.upcoming(), self.cache.chunks[-1], wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.cache.replay(before_chunk, chunk_loss_weight=self.chunk_loss_weight)
         with self.phase(timer, "optim", step):
@@ -207,7 +207,7 @@ class TrainStep:
         norm = gradient_norm(self.trainable_parameters)
         numbers = self.read_numbers(loss_terms, norm)
         if not numbers.is_finite:
-            self.check_not_finite(numbers, stream, step)
+            self.raise_failure_or_divergence(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
             self.update(norm, overflows=numbers.overflows)
@@ -225,11 +225,11 @@ class TrainStep:
     def read_numbers(self, loss_terms: list[Tensor], norm: Tensor) -> StepNumbers:
         """The step's loss and gradient norm, on the host. Waits for the device."""
         grad_norm, *values = Readback.start(norm, *loss_terms).read()
-        loss, terms_by_name = self.loss.total(*values)
+        loss, terms_by_name = self.batch_loss.total(*values)
         return StepNumbers(loss, terms_by_name, grad_norm)
 
-    def check_not_finite(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
-        """Raise what made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
+    def raise_failure_or_divergence(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
+        """Raise the error that made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
 
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
@@ -282,10 +282,10 @@ class TrainStep:
         """Samples per chunk of each tower."""
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
-    def set_keep_budget(self, timer: StepTimer) -> None:
-        """After the first step with `cache.keep=auto`, set the memory for kept graphs: what the step left free.
+    def set_keep_budget_if_unknown(self, timer: StepTimer) -> None:
+        """Set the memory for kept graphs if it is unknown, as after the first step with `cache.keep=auto`.
 
-        A collective.
+        It is the memory that this step left free. Then a collective.
         """
         if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # the timer's peaks have them already

@@ -161,7 +161,7 @@ def captioner_step(chunk_loss: Tensor | None, labels: int = 4) -> CaptionerStep:
     """A step after a replay whose captions have so many labels, with a caption loss of weight 3."""
     parts: Any = SimpleNamespace(chunk_loss=chunk_loss, caption_weight=3.0)
     return CaptionerStep(
-        ONE_RANK, model=parts, cache=parts, inputs=parts, loss=parts, precision=parts, optimizer=parts, ema=None,
+        ONE_RANK, model=parts, cache=parts, inputs=parts, batch_loss=parts, precision=parts, optimizer=parts, ema=None,
         clip_norm=None, chunk_device="cpu", num_labels=labels,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.step_inputs import NextStepInfo
+from clipscale.step.step_inputs import StepAgreement
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches
@@ -25,7 +25,7 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
 ) -> None:
     """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save. Then come
     the ranks' tokens."""
-    next_step = NextStepInfo(AsyncReduction(torch.tensor(message)))
+    next_step = StepAgreement(AsyncReduction(torch.tensor(message)))
     assert (next_step.num_text_chunks, next_step.num_caption_labels, next_step.wants_save) == (chunks, tokens, save)
 
 

@@ -42,11 +42,11 @@ class LengthOrder:
 
 
 class SortedCaptions(ChunkLoader):
-    """A `ReorderedInput` of `GradCache`: chunks of captions of similar length, longest first.
+    """A `ReorderedInput` of `GradCache`: chunks of captions of similar length, the longest captions first.
 
     A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` captions of
     full length. Short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for
-    the device.
+    the device. The chunks of a captioner's pairs are others; see `has_images`.
     """
 
     def __init__(
@@ -57,15 +57,16 @@ class SortedCaptions(ChunkLoader):
         device: torch.device,
         *,
         is_resident: bool,
-        is_even: bool = False,
+        has_images: bool = False,
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
-        `is_even`: for `SortedPairs`, all chunks have equally many captions, so that images come in few shapes. The
-        shortest captions come first: graphs of the first chunks are kept, so none is larger than the measured one.
+        `has_images`: `SortedPairs` loads the images of the same chunks. Then all chunks have equally many captions, so
+        that images come in few shapes. The shortest captions come first: graphs of the first chunks are kept, so none
+        is larger than the measured one.
         """
         super().__init__(self._read, count, device, is_resident=is_resident)
-        self._is_even = is_even
+        self._has_images = has_images
         self._tokens = tokens
         self._lengths = lengths
         # None before `make_chunks`.
@@ -86,12 +87,12 @@ class SortedCaptions(ChunkLoader):
             captions = self._tokens(0, self.count)
             context = captions.shape[1]
             widths = widths_of(self._lengths(), context)
-            by_width = widths if self._is_even else -widths
+            by_width = widths if self._has_images else -widths
             rows = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
             widths = widths[rows.numpy()]
-            rows = rows.pin_memory() if self.copies else rows
+            rows = rows.pin_memory() if self.copy_stream else rows
             self._length_order = LengthOrder(captions, widths, rows, rows.to(self.device, non_blocking=True))
-            if self._is_even:
+            if self._has_images:
                 self._spans = equal_spans(self.count, size)
             else:
                 self._spans = chunk_spans(widths, size * context, max(size, MAX_SEQUENCES))
@@ -138,7 +139,7 @@ class SortedCaptions(ChunkLoader):
     def gather_in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
         """Rows of the batch, on the host, at positions start..stop."""
         size = stop - start, *batch.shape[1:]
-        chunk = torch.empty(size, dtype=batch.dtype, pin_memory=self.copies is not None)
+        chunk = torch.empty(size, dtype=batch.dtype, pin_memory=self.copy_stream is not None)
         return torch.index_select(batch, 0, self.length_order.host_rows[start:stop], out=chunk)
 
 

@@ -80,7 +80,7 @@ class TrainStream:
         self._positions = start
         self._num_streams = len(start)
         self._step = -1
-        self._is_given_back = False
+        self._is_last_discarded = False
         self._batches: dict[int, PendingBatch] = {}
         # Reason -> samples that the workers have skipped so far.
         self.broken: Counter[str] = Counter()
@@ -157,16 +157,16 @@ class TrainStream:
 
         return HostBatch(self._arena.slot(step), self._arena.layout, wait)
 
-    def give_back(self) -> None:
-        """Discard the last batch: `position` then is the one before it. Call it last: no further batch can follow."""
-        self._is_given_back = True
+    def discard_last_batch(self) -> None:
+        """Discard the last batch: `position` is then the position before it. No further batch can follow."""
+        self._is_last_discarded = True
 
     def position(self) -> DataPosition:
         """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
         Raises the `failure` if that has left a position unknown.
         """
-        positions = self._positions if self._step < 0 or self._is_given_back else self.wait_for_batch(self._step)
+        positions = self._positions if self._step < 0 or self._is_last_discarded else self.wait_for_batch(self._step)
         if self.failure and len(positions) < self._num_streams:
             raise self.failure
         by_stream = {stream_id: positions[stream_id] for stream_id in sorted(positions)}

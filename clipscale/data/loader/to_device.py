@@ -62,7 +62,7 @@ class ChunkLoader:
         self.device = device
         # The chunks that stay on the device; None if none does.
         self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
-        self.copies = copy_stream(device) if device.type == "cuda" else None
+        self.copy_stream = copy_stream(device) if device.type == "cuda" else None
         # One event for each chunk on the device, recorded before the chunk's copy. When an event has passed, an earlier
         # chunk is computed.
         self.events: deque[torch.cuda.Event] = deque()
@@ -84,16 +84,16 @@ class ChunkLoader:
 
         The host waits while too many chunks are on the device.
         """
-        if self.copies is None:
+        if self.copy_stream is None:
             return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)
         self.events.append(compute.record_event())
         while len(self.events) >= self.ahead:
             self.events.popleft().synchronize()
-        with torch.cuda.stream(self.copies):
+        with torch.cuda.stream(self.copy_stream):
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
         self.ahead = SMALL_AHEAD if chunk.nbytes <= SMALL_BYTES else AHEAD
-        compute.wait_stream(self.copies)
+        compute.wait_stream(self.copy_stream)
         # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)
         return chunk

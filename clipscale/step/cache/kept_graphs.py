@@ -136,18 +136,18 @@ class KeptGraphs:
         self.is_out_of_memory = False
         self._on_gpu = on_gpu
 
-    def decide(self, i: int) -> GraphPolicy:
-        """What becomes of the graph of chunk i, the next one to be encoded.
+    def choose_policy(self, i: int) -> GraphPolicy:
+        """Choose what becomes of the graph of chunk i, the next one to be encoded.
 
-        ASK_FIRST looks at the free memory before. If it is short, this rank keeps no more graphs.
+        With ASK_FIRST it looks at the free memory. If that is short, this rank keeps no more graphs in this step.
         """
         if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
             self.num_kept = i
             self.is_out_of_memory = True
-        return self.policy(i)
+        return self.planned_policy(i)
 
-    def policy(self, i: int) -> GraphPolicy:
-        """What becomes of the graph of chunk i, by `num_kept` and `num_planned`.
+    def planned_policy(self, i: int) -> GraphPolicy:
+        """What becomes of the graph of chunk i by `num_kept` and `num_planned`. Does not look at the free memory.
 
         A collective pass builds the graphs of all planned chunks even if this rank keeps fewer. With a graph a
         captioner also runs its decoder, and gathers its weights; all ranks must gather equally often.

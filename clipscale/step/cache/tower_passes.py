@@ -109,7 +109,7 @@ class TowerPasses:
 
     def encode_chunk(self, i: int) -> Tensor:
         """The first pass of chunk i; `KeptGraphs` decides what becomes of its graph. Its representations, detached."""
-        policy = self.graphs.decide(i)
+        policy = self.graphs.choose_policy(i)
         with (
             # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast weights
             # need to know of that pass.
@@ -124,7 +124,7 @@ class TowerPasses:
             # After the handler, because until it ends the error holds the tensors of the failed pass.
             self.graphs.drop()
             self.random_states[i].restore()
-            return self.run_under(self.graphs.policy(i), i)
+            return self.run_under(self.graphs.planned_policy(i), i)
 
     def run_under(self, policy: GraphPolicy, i: int) -> Tensor:
         """Run chunk i, and do with its graph what the policy says. Returns its representations, detached.

@@ -23,7 +23,7 @@ from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import without_secrets
-from clipscale.config.setting import changed_settings
+from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, unsigned
 from clipscale.data.sample import IMAGE_TYPES, limits
 from clipscale.data.shards.errors import SourceError
@@ -128,7 +128,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
     notes = read(out / NOTE)
     format_name = config.teacher or ARRAYS
     earlier = notes.get(format_name, {}) if notes else note
-    for name, (before, now) in changed_settings(earlier, note).items():
+    for name, (before, now) in differences(earlier, note).items():
         difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
-from clipscale.config.setting import changed_settings
+from clipscale.config.setting import differences
 from clipscale.data.captions import text_of
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.picture import Picture
@@ -199,7 +199,7 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
         begun = {**settings, "out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
             empty = not any(out.rglob("*.tar"))
-            changes = changed_settings(files.read_json(note), begun)
+            changes = differences(files.read_json(note), begun)
             if changes and not empty:
                 others = ", ".join("the source's date" if name == "changed" else name for name in changes)
                 raise UserError(
