@@ -32,6 +32,7 @@ from typing import Any
 from measure import Row, main
 
 from clipscale import checkpoint
+from clipscale.common.run_folder import checkpoints_of
 
 DEFAULTS = {
     "gpus": 8,
@@ -97,9 +98,9 @@ def compared(run: Path, required: Path) -> Row:
 def far_apart(run: Path, required: Path) -> tuple[float, str]:
     """The largest distance of a weight tensor at the ends of two runs, over how far it has moved since the first
     checkpoint, and its name. With SGD all updates are gradients times a number."""
-    first, *_, last = checkpoint.checkpoints_of(required)
+    first, *_, last = checkpoints_of(required)
     before, after = (checkpoint.load(path).model for path in (first, last))
-    actual = checkpoint.load(checkpoint.checkpoints_of(run)[-1]).model
+    actual = checkpoint.load(checkpoints_of(run)[-1]).model
     moved = {key: (after[key] - before[key]).norm().clamp_min(1e-30) for key in after}
     return max((float((actual[key] - after[key]).norm() / moved[key]), key) for key in after)
 
@@ -146,7 +147,7 @@ def killed(job: Row, runs: Path) -> list[Row]:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     done = len(steps_of(run))
-    found = checkpoint.checkpoints_of(run)
+    found = checkpoints_of(run)
     if process.wait() != -signal.SIGKILL or done >= steps or not found:
         raise RuntimeError(f"at step {done} of {steps} with {len(found)} checkpoints, so the kill shows nothing")
     finish(start, EXACT)

@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.files import read_yaml
+from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
@@ -56,7 +56,7 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     (size,) = re.findall(r"a checkpoint takes ([\d.]+) MiB, and the first one needs room for two; ", str(full.value))
     room = round(2.01 * float(size) * 2**20)
     train(four_step_config(shards, tmp_path / "run"))
-    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
+    (saved,) = checkpoints_of(tmp_path / "run")
     files = sum(file.stat().st_size for file in saved.iterdir())
     assert float(size) * 2**20 == pytest.approx(files, rel=0.02)
 
@@ -87,7 +87,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
     with between_steps(remove), refused(line):
         train(config)
-    assert bool(checkpoint.checkpoints_of(run)) != used
+    assert bool(checkpoints_of(run)) != used
     other.release()
     if not used:
         train(config)
@@ -126,8 +126,8 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
         refused(r"no usable sample among the last .* No such file"),
     ):
         train(config)
-    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
-    assert checkpoint.step_of(saved) > 2
+    (saved,) = checkpoints_of(tmp_path / "run")
+    assert step_of(saved) > 2
     write_shards(tmp_path / "set", [40, 40])
     train(config)
     train(replace(config, run=str(tmp_path / "whole")))
@@ -161,7 +161,7 @@ def test_what_ends_a_run_saves_first(
     patch = mock.patch(f"clipscale.{part}", lambda *given, **named: third() and work(*given, **named))
     with patch, pytest.raises((UserError, OSError)):
         train(config)
-    assert [*map(checkpoint.step_of, checkpoint.checkpoints_of(tmp_path / "run"))] == saved
+    assert [*map(step_of, checkpoints_of(tmp_path / "run"))] == saved
     if saved:
         train(config)
         assert curve(tmp_path / "run") == undisturbed

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clipscale import checkpoint
+from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
@@ -224,7 +225,7 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
     lines = records(tmp_path / "run")
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert skipped == list(range(1, len(skipped) + 1)) and 1 <= len(skipped) < len(lines), skipped
-    state = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])
+    state = checkpoint.load(checkpoints_of(tmp_path / "run")[-1])
     assert state.scaler["scale"] == first * 0.5 ** len(skipped), (skipped, state.scaler)
     losses = [line["loss"] for line in lines]
     assert all(math.isfinite(loss) for loss in losses)

@@ -17,6 +17,7 @@ import torch
 
 from clipscale import __version__, checkpoint
 from clipscale.common.errors import LoaderError
+from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -135,7 +136,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
     for name in ("config.yaml", "env.json", *evaluations):
         assert (finished / name).stat().st_size > 0, name
-    (last,) = checkpoint.checkpoints_of(finished)
+    (last,) = checkpoints_of(finished)
     assert last.name == "step_00000010"
     assert checkpoint.read_values(last).version == __version__
 
@@ -195,7 +196,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
     config = diverging(demo, tmp_path / "run")
     with refused(r"training has diverged.*lower optim.lr"):
         train(config)
-    assert checkpoint.checkpoints_of(tmp_path / "run"), "the step before the divergence must be there"
+    assert checkpoints_of(tmp_path / "run"), "the step before the divergence must be there"
 
 
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
@@ -248,8 +249,8 @@ def test_a_lost_loader_saves_the_run_on_all_ranks(
     config = four_step_config(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
     run_ranks(losing_a_loader, world_size, config, error)
     assert len(curve(tmp_path / "run")) == 3
-    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
-    assert checkpoint.step_of(saved) == 3
+    (saved,) = checkpoints_of(tmp_path / "run")
+    assert step_of(saved) == 3
     run_ranks(train_on_rank, world_size, config)
     run_ranks(train_on_rank, world_size, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -10,31 +10,24 @@ It holds a nested dictionary; `state.py` lists its entries. A tensor is stored u
 model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import Copies, check_copy, restore_from_copy
+from clipscale.checkpoint.copies import Copies, check_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
-from clipscale.checkpoint.loading import load, read_values, verify
+from clipscale.checkpoint.loading import load, read_values
 from clipscale.checkpoint.resume import prepare_checkpoint
-from clipscale.checkpoint.saving import Saver, UnwritableError
+from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.chosen_checkpoint import locate
-from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 
 __all__ = [
     "CheckpointState",
     "Copies",
     "Retention",
     "Saver",
-    "UnwritableError",
     "check_copy",
-    "checkpoints_of",
     "load",
     "locate",
     "make_folder",
-    "path_of",
     "prepare_checkpoint",
     "read_values",
     "remove_temporary",
-    "restore_from_copy",
-    "step_of",
-    "verify",
 ]  # fmt: skip

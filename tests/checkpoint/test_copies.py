@@ -16,10 +16,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
 from clipscale.checkpoint import copies
-from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint
+from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint, restore_from_copy
 from clipscale.checkpoint.folder import discard
 from clipscale.cli.train import result_if_complete
 from clipscale.common import remote
+from clipscale.common.run_folder import checkpoints_of, path_of
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
@@ -61,7 +62,7 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
     run = tmp_path / "run"
     config = copied(shards, run, address or tmp_path / "store", LaunchConfig(parallel=parallel))
     start(replace(config, samples=24))
-    shutil.rmtree(run if address else checkpoint.path_of(run, 2))
+    shutil.rmtree(run if address else path_of(run, 2))
     start(config)
     assert (run / "result.json").is_file()
     start(replace(config, run=str(tmp_path / "whole"), checkpoint=CheckpointConfig()))
@@ -81,7 +82,7 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
     saver = copying(root / "run", root / "store", **changes)
     for step in steps:
         saver.save(checkpoint.CheckpointState(step), wait=True)
-        while not (checkpoint.path_of(root / "store", step) / "meta.json").exists():
+        while not (path_of(root / "store", step) / "meta.json").exists():
             time.sleep(0.01)
     saver.copies.close(60)
     return saver
@@ -96,7 +97,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
         (folder / "metrics.jsonl").write_text(folder.name)
     for path in run.glob(lost):
         discard(path)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "store"
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
@@ -107,18 +108,18 @@ def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_i
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint.path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 2)
     assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
 
 
 def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, [1])
     store = tmp_path / "store"
-    checkpoint.path_of(store, 3).mkdir()  # of a start that was killed while it copied
+    path_of(store, 3).mkdir()  # of a start that was killed while it copied
     for name in ("step_note.txt", "step_00000010.mine", "step_by_step/step_00000003"):
         (store / "checkpoints" / name).mkdir(parents=True)
     save(tmp_path, [4, 5, 6, 7], newest=2, every=4)
-    shutil.rmtree(checkpoint.path_of(tmp_path / "run", 7))
+    shutil.rmtree(path_of(tmp_path / "run", 7))
     save(tmp_path, [], newest=1, every=4)
     assert steps(store) == [4, 6, 7], "what is later than the run stays"
     assert len([*store.rglob("step_*")]) == 7, "with four of somebody else's"
@@ -126,7 +127,7 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
     saver = save(tmp_path, [1], newest=1)
-    saver.copies.copying = checkpoint.checkpoints_of(tmp_path / "run")
+    saver.copies.copying = checkpoints_of(tmp_path / "run")
     saver.save(checkpoint.CheckpointState(2), wait=True)
     assert steps(tmp_path / "run") == [1, 2]
 
@@ -135,15 +136,15 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     save(tmp_path, [1, 2, 3], newest=0)
     run, store = tmp_path / "run", tmp_path / "store"
     shutil.rmtree(run)
-    (checkpoint.path_of(store, 3) / "meta.json").unlink()
-    (checkpoint.path_of(store, 2) / ".metadata").write_bytes(b"")
-    checkpoint.restore_from_copy(run, str(store), "auto")
+    (path_of(store, 3) / "meta.json").unlink()
+    (path_of(store, 2) / ".metadata").write_bytes(b"")
+    restore_from_copy(run, str(store), "auto")
     assert steps(run) == [1] and not [*run.rglob("*.tmp")]
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
     shutil.rmtree(run)
-    (checkpoint.path_of(store, 1) / ".metadata").unlink()
+    (path_of(store, 1) / ".metadata").unlink()
     with refused("holds no whole checkpoint .*; give another address"):
-        checkpoint.restore_from_copy(run, str(store), "auto")
+        restore_from_copy(run, str(store), "auto")
 
 
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
         if resume == "check":
             checkpoint.check_copy(tmp_path / run, address.format(tmp_path))
         else:
-            checkpoint.restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
+            restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
 
 
 @pytest.mark.parametrize("resume", ["check", "auto"])
@@ -190,7 +191,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
         else:
-            checkpoint.restore_from_copy(tmp_path / "run", str(tmp_path / "store"), resume)
+            restore_from_copy(tmp_path / "run", str(tmp_path / "store"), resume)
 
 
 def test_the_stages_of_a_run_copy_one_after_the_other(
@@ -230,13 +231,13 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
         saver.copies.close(60)
 
     copied(1)
-    size = sum(path.stat().st_size for path in checkpoint.path_of(store, 1).iterdir())
+    size = sum(path.stat().st_size for path in path_of(store, 1).iterdir())
     foreign.parent.mkdir()
     foreign.write_bytes(b"x" * size)
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     room = 2 * size + 100
     copied(2)
-    assert not (checkpoint.path_of(store, 2) / "meta.json").exists()
+    assert not (path_of(store, 2) / "meta.json").exists()
     shutil.rmtree(foreign.parent)
     copied(3)
     assert steps(store) == [3]
@@ -272,7 +273,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     with monkeypatch.context() as patched:
         patched.setattr(LocalFileSystem, "mv", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.restore_from_copy(run, str(store), "auto", checkpoint.path_of(run, 1))
+            restore_from_copy(run, str(store), "auto", path_of(run, 1))
     left = {*tmp_path.rglob("*")} - before
     assert len(left) == 1
     for path in left:

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.format import size_and_crc32
+from clipscale.checkpoint.loading import verify
 from clipscale.common.chosen_checkpoint import Best, Goal
 from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
+from clipscale.common.run_folder import checkpoints_of, path_of
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
@@ -86,7 +88,7 @@ def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
         assert save(tmp_path, step, some_state(), keep=2, keep_every=4).name == f"step_0000000{step}"
     assert steps(tmp_path) == [4, 7, 8, 9]
     save(tmp_path, 10, some_state(), keep=0)
-    assert len(checkpoint.checkpoints_of(tmp_path)) == 5
+    assert len(checkpoints_of(tmp_path)) == 5
 
 
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
@@ -165,13 +167,13 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     with refused(r"step_00000002 is damaged"):
         checkpoint.load(newest)
     assert checkpoint.prepare_checkpoint(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
-    assert len(checkpoint.checkpoints_of(tmp_path)) == 2
+    assert len(checkpoints_of(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == first
     (notice,) = caplog.messages
     assert notice.endswith("it is now step_00000002.damaged; the run goes on from step_00000001")
-    assert checkpoint.checkpoints_of(tmp_path) == [first]
+    assert checkpoints_of(tmp_path) == [first]
 
 
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.8])
@@ -180,12 +182,12 @@ def test_damage_anywhere_in_a_file_of_several_blocks_is_found(
 ) -> None:
     monkeypatch.setattr("clipscale.checkpoint.format.READ_BYTES", 4096)
     path = save(tmp_path, 1, {"model": {"w": torch.zeros(5000)}}, keep=0)
-    checkpoint.verify(path)
+    verify(path)
     data = bytearray((path / FILES[0]).read_bytes())
     data[int(at * len(data))] ^= 1
     (path / FILES[0]).write_bytes(data)
     with refused(rf"checksum of {FILES[0]} differs"):
-        checkpoint.verify(path)
+        verify(path)
 
 
 def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
@@ -195,10 +197,10 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         save(tmp_path, 2, some_state(value), keep=0)
         move_outdated_aside(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
-        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == checkpoint.path_of(tmp_path, 1)
-    names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]
+        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == path_of(tmp_path, 1)
+    names = [path.name for path in path_of(tmp_path, 1).parent.glob("*02*")]
     assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
-    first = checkpoint.path_of(tmp_path, 1).with_name("step_00000002.aside")
+    first = path_of(tmp_path, 1).with_name("step_00000002.aside")
     assert checkpoint.load(first).model["w"][0] == 1.0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from clipscale import checkpoint
+from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig
 from clipscale.log.records import read_metrics
@@ -69,7 +69,7 @@ def until(true: Callable[[], bool], work: Callable[..., Any], given: Any) -> flo
 
 
 def newest_step(run: Path) -> int:
-    return max(map(checkpoint.step_of, checkpoint.checkpoints_of(run)), default=0)
+    return max(map(step_of, checkpoints_of(run)), default=0)
 
 
 def losses(run: Path) -> list[float]:

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clipscale import checkpoint
+from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import path_of
 from clipscale.distributed.world import World
 from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
@@ -67,7 +69,7 @@ def read(rank: int, world_size: int, run: Path) -> None:
 
 def test_each_rank_writes_its_share_and_any_number_of_ranks_reads_it(tmp_path: Path) -> None:
     assert run_ranks(write, 2, tmp_path, 1) == ["", ""]
-    path = checkpoint.path_of(tmp_path, 1)
+    path = path_of(tmp_path, 1)
     sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     total = 2 * sum(t.nbytes for t in WHOLE.values())
     assert sum(sizes) == pytest.approx(total, rel=0.03), "each tensor once"
@@ -121,7 +123,7 @@ def test_ranks_share_the_verification(tmp_path: Path) -> None:
     problems = []
     for rank in range(2):
         try:
-            checkpoint.verify(path, rank, 2)
+            verify(path, rank, 2)
         except UserError as error:
             problems.append(str(error))
     (problem,) = problems

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
-from clipscale.checkpoint import UnwritableError
+from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from clipscale.checkpoint import UnwritableError
+from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig

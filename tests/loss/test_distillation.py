@@ -13,9 +13,10 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import distillation_loss
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.tools.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, Phi, assert_exact, features, keys, results, tiles_of
+from tests.loss.dense_distillation import dense_distillation_loss
 from tests.loss.workers import Workers, stacked, whole
 
 Teachers = list[tuple[Tensor, Tensor, float]]

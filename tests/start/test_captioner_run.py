@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import path_of
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path:
     model = ModelConfig(name="test", architecture=CAPTIONER, patch_dropout=0.3)
     given = {"model": model, "ema": 0.9, "checkpoint": CheckpointConfig(every="2", keep=0)}
     train(captioning(shards, tmp_path / "whole", **given))
-    resume = str(checkpoint.path_of(tmp_path / "whole", 2))
+    resume = str(path_of(tmp_path / "whole", 2))
     train(captioning(shards, tmp_path / "resumed", resume=resume, **given))
     whole, resumed = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "resumed"))
     for key in ("loss", "contrastive_loss", "caption_loss", "grad_norm"):

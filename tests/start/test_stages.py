@@ -13,6 +13,7 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
+from clipscale.common.run_folder import checkpoints_of, path_of
 from clipscale.config.model import TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
@@ -47,7 +48,7 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(run, step), entries=("model",)).model)
+    return dict(checkpoint.load(path_of(run, step), entries=("model",)).model)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(undisturbed: Path, folder: Path, step: int) -> Path:
     """A copy of the run as it was after a step."""
     run = shutil.copytree(undisturbed, folder / "run")
-    for path in checkpoint.checkpoints_of(run)[step:]:
+    for path in checkpoints_of(run)[step:]:
         shutil.rmtree(path)
     return run
 
@@ -76,7 +77,7 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
     data = DataConfig(train=[shards], workers=0, shuffle=8)
     stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
-    for path in checkpoint.checkpoints_of(tmp_path / "run"):
+    for path in checkpoints_of(tmp_path / "run"):
         position = checkpoint.read_values(path).position
         assert position and len(position.by_stream) == 2
 
@@ -95,7 +96,7 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     rates = [1e-3, 2e-3, 2e-3, 5e-5, 1e-4, 1e-4, 5e-5]  # each stage has its warm-up and its cosine
     assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60, checkpoint=CheckpointConfig(every="0")))
-    ends = (checkpoint.path_of(undisturbed, 7), checkpoint.path_of(tmp_path / "plain", 5))
+    ends = (path_of(undisturbed, 7), path_of(tmp_path / "plain", 5))
     ours, reference = (checkpoint.read_values(end).position for end in ends)
     assert ours == reference, "60 samples of the same order"
 
@@ -141,7 +142,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in step.model.named_parameters())
     assert step.ema is not None and step.ema.values[image].shape == (10, 32)
-    moments = checkpoint.load(checkpoint.path_of(run, 3), entries=("optimizer",)).optimizer["state"]
+    moments = checkpoint.load(path_of(run, 3), entries=("optimizer",)).optimizer["state"]
     for name, p in step.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
             assert not step.optimizer.state.get(p), name

@@ -18,9 +18,10 @@ from clipscale.config.sections import CacheConfig, DistillConfig, LaunchConfig, 
 from clipscale.config.train import TrainConfig
 from clipscale.data.shards.features import NOTE, encoded_array
 from clipscale.distributed.world import World
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model, unit_rows
 from tests.data.files import picture, write_tar
+from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.gradients import gradients, whole
 from tests.support.killed_runs import whole_and_killed
 from tests.support.ranks import run_ranks

@@ -17,6 +17,7 @@ import torch._inductor.config
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
+from clipscale.common.run_folder import path_of
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train import TrainConfig
@@ -39,10 +40,10 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     at_once = tmp_path / "at_once"
     resumed = tmp_path / "resumed"
     train(four_step_config(shards, at_once, checkpoint=CheckpointConfig(every="2", keep=0), **settings))
-    train(four_step_config(shards, resumed, resume=str(checkpoint.path_of(at_once, 2)), **settings))
+    train(four_step_config(shards, resumed, resume=str(path_of(at_once, 2)), **settings))
     assert [record["loss"] for record in records(resumed)] == [record["loss"] for record in records(at_once)][2:]
-    expected = checkpoint.load(checkpoint.path_of(at_once, 4))
-    actual = checkpoint.load(checkpoint.path_of(resumed, 4))
+    expected = checkpoint.load(path_of(at_once, 4))
+    actual = checkpoint.load(path_of(resumed, 4))
     torch.testing.assert_close(actual.model, expected.model, rtol=0, atol=0)
     torch.testing.assert_close(actual.ema, expected.ema, rtol=0, atol=0)
     torch.testing.assert_close(actual.optimizer["state"], expected.optimizer["state"], rtol=0, atol=0)
@@ -65,10 +66,8 @@ def test_an_optimizer_that_was_not_fused_goes_on_as_one_that_is(
             shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), optim=fused
         )
         train(config)
-    train(
-        four_step_config(shards, tmp_path / "parts", optim=fused, resume=str(checkpoint.path_of(tmp_path / "whole", 2)))
-    )
-    whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
+    train(four_step_config(shards, tmp_path / "parts", optim=fused, resume=str(path_of(tmp_path / "whole", 2))))
+    whole, parts = (checkpoint.load(path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
     assert any(group.get("fused") for group in parts.optimizer["param_groups"])
     tolerance = 1e-3 if name == "muon" else 1e-6  # Muon's matrices were rounded to bfloat16
     torch.testing.assert_close(parts.model, whole.model, rtol=0, atol=tolerance)
@@ -102,7 +101,7 @@ def test_a_loss_scale_goes_on_where_there_is_one(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=1024.0))
     train(four_step_config(shards, tmp_path / "run", precision=before))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=512.0))
-    last = str(checkpoint.path_of(tmp_path / "run", 4))
+    last = str(path_of(tmp_path / "run", 4))
     run = train_loop(four_step_config(shards, tmp_path / "on", precision=after, resume=last, samples=72), ONE_RANK)
     run.stream.close()
     found = run.train_step.precision.scaler
@@ -130,7 +129,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     capsys.readouterr()
     assert run("described", weights=str(folder)) == expected
     assert "mean [0.5, 0.5, 0.5], deviation [0.5, 0.5, 0.5]" in capsys.readouterr().out
-    first = checkpoint.path_of(tmp_path / "described", 1)
+    first = path_of(tmp_path / "described", 1)
     assert tuple(checkpoint.load(first).model_config["preprocess"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
     assert run("described", weights=str(folder)) == expected

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import unit_rows
 from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
+from tests.loss.dense_distillation import dense_distillation_loss
 
 SCALE = torch.tensor(3.0)
 

@@ -31,7 +31,7 @@ from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache import kept_graphs
@@ -39,6 +39,7 @@ from clipscale.step.cache.kept_graphs import KeptGraphs
 from clipscale.step.captioner_step import CaptionerStep
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import StepResult, TrainStep
+from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks

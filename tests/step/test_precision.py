@@ -9,6 +9,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig
 from clipscale.config.train import TrainConfig
@@ -51,7 +52,7 @@ def test_towers_with_batch_normalisation_train(
     shards: str, tmp_path: Path, batch_norm: str, chunk: int | None, moves: bool
 ) -> None:
     train(resnet(shards, tmp_path / "run", batch_norm, chunk))
-    state = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])
+    state = checkpoint.load(checkpoints_of(tmp_path / "run")[-1])
     means = [value for name, value in state.model.items() if name.endswith("running_mean")]
     assert any(bool(mean.any()) for mean in means) == moves
     assert state.chunks and state.chunks.image == (chunk or 12)

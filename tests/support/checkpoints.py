@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from clipscale import checkpoint
+from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
@@ -18,14 +19,14 @@ ONE_RANK = World(0, 1, torch.device("cpu"))
 
 def steps(run: Path) -> list[int]:
     """The steps of a run's checkpoints."""
-    return [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(run)]
+    return [step_of(path) for path in checkpoints_of(run)]
 
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     retention = checkpoint.Retention(keep, keep_every)
     checkpoint.Saver(run, ONE_RANK, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
-    return checkpoint.path_of(run, step)
+    return path_of(run, step)
 
 
 def save_model(run: Path, model: ClipModel, config: ModelConfig, step: int = 7) -> None:

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from clipscale import checkpoint
 from clipscale.common.errors import StoppedError
+from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig, EvalConfig
 from clipscale.config.train import TrainConfig
@@ -43,8 +43,8 @@ def test_a_run_whose_storage_falls_silent_is_saved(
         web.faults = lambda number, path: "silent" if number > 5 else None
         with signalled(lambda: web.done["silent"] > 0), pytest.raises(StoppedError, match=r"after step . and saved"):
             train(config)
-        (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
-        assert 0 < checkpoint.step_of(saved) == len(curve(tmp_path / "run")) < 14
+        (saved,) = checkpoints_of(tmp_path / "run")
+        assert 0 < step_of(saved) == len(curve(tmp_path / "run")) < 14
         web.faults = lambda number, path: None
         train(config)
         train(replace(config, run=str(tmp_path / "whole")))
@@ -62,7 +62,7 @@ def test_the_first_batch_that_never_comes_is_not_waited_for(tmp_path: Path, monk
             pytest.raises(StoppedError, match=r"^stopped in the first step: nothing is saved"),
         ):
             train(four_step_config("", tmp_path / "run", data=data))
-    assert not checkpoint.checkpoints_of(tmp_path / "run")
+    assert not checkpoints_of(tmp_path / "run")
 
 
 def late(rank: int, world_size: int, config: TrainConfig, port: int, asked: int) -> str:
@@ -103,8 +103,8 @@ def test_all_ranks_leave_when_one_is_late_and_either_is_asked(shards: str, tmp_p
     """Rank 0 waits for rank 1 in a collective, where no handler runs, and rank 1 for its storage."""
     config = four_step_config(shards, tmp_path / "run", samples=60, checkpoint=CheckpointConfig(every="0"))
     lines = run_ranks(late, 2, config, free_port(), asked)
-    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
-    step = checkpoint.step_of(saved)
+    (saved,) = checkpoints_of(tmp_path / "run")
+    step = step_of(saved)
     assert step > 0 and lines == [f"stopped by SIGTERM after step {step} and saved"] * 2
     run_ranks(train_on_rank, 2, config)
     run_ranks(train_on_rank, 2, replace(config, run=str(tmp_path / "whole")))

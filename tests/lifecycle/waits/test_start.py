@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clipscale import checkpoint
 from clipscale.checkpoint.loading import verify
 from clipscale.cli.main import main as command
 from clipscale.common.errors import StoppedError
+from clipscale.common.run_folder import path_of
 from clipscale.config.sections import EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.shards.index import lookup, update_indexes
@@ -80,7 +80,7 @@ def start_of_a_checkpoint(config: TrainConfig) -> dict:
         time.sleep(60)
 
     with mock.patch("clipscale.checkpoint.loading.size_and_crc32", silent):
-        verify(checkpoint.path_of(folder, 1))
+        verify(path_of(folder, 1))
     return {}
 
 
