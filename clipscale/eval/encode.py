@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.common.errors import UserError
+from clipscale.common.poll import Poll, no_poll
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import raise_together
@@ -85,7 +86,7 @@ class PictureWaits:
     3. Otherwise `check` raises it at the end of the pass.
     """
 
-    def __init__(self, world: World, poll_while_waiting: Callable[[], None]) -> None:
+    def __init__(self, world: World, poll_while_waiting: Poll) -> None:
         self._world = world
         self._poll = poll_while_waiting
         self._deferred: UserError | None = None
@@ -118,9 +119,9 @@ class EvalEncoder:
     batch_size: int
     threads: int
     # Called equally often on every rank; what it raises ends the evaluation.
-    poll: Callable[[], None] = lambda: None
+    poll: Poll = no_poll
     # Called a few times a second while this rank waits for pictures; what it raises ends the evaluation.
-    poll_while_waiting: Callable[[], None] = lambda: None
+    poll_while_waiting: Poll = no_poll
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""

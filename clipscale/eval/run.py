@@ -16,6 +16,7 @@ import torch
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
+from clipscale.common.poll import Poll, no_poll
 from clipscale.common.record import EvalRecord, Metrics, Results
 from clipscale.common.run_folder import EVAL, read_evaluation
 from clipscale.common.terminal import log_warning
@@ -77,8 +78,8 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     file: ResultsFile | None = None,
-    poll: Callable[[], None] = lambda: None,
-    poll_while_waiting: Callable[[], None] = lambda: None,
+    poll: Poll = no_poll,
+    poll_while_waiting: Poll = no_poll,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Results:
     """Measure the model on every set. A collective. Returns the same metrics on every rank.

@@ -50,7 +50,7 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
 
 
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer or convolutional network; of nested ones, the innermost."""
+    """The `nested_blocks` of an encoder that contain no other one."""
     repeated = nested_blocks(encoder)
 
     def has_inner(block: nn.Module) -> bool:

@@ -108,7 +108,7 @@ class StepInputs:
         caption_loader.make_chunks(chunk_size)
         return caption_loader
 
-    def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[SortedPairs | PairLoader, ChunkLoader]:
+    def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[PairLoader, ChunkLoader]:
         """The input of a captioner's encoder, and the captions in it. `chunk_size`: pairs of a chunk."""
         caption_loader = self.captions(batch, chunk_size)
         if isinstance(caption_loader, SortedCaptions):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.hardware import MAX_SEQUENCES
-from clipscale.data.loader.to_device import ChunkLoader, Images
+from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 
 # The width of a chunk is a multiple of this: it is fast on tensor cores, and shapes are few.
 WIDTH_MULTIPLE = 8
@@ -143,28 +143,21 @@ class SortedCaptions(ChunkLoader):
         return torch.index_select(batch, 0, self.length_order.host_rows[start:stop], out=chunk)
 
 
-class SortedPairs:
-    """A `ReorderedInput` for a captioner's encoder: images and captions of the same samples, in the captions' order."""
+class SortedPairs(PairLoader):
+    """A `ReorderedInput` of a captioner's encoder: images and captions of the same samples, in the captions' order."""
 
     def __init__(self, pixels: Callable[[int, int], Tensor], captions: SortedCaptions) -> None:
         """`pixels(start, stop)` blocks until those images have arrived."""
-        self.captions = captions
         count = len(captions)
-        self.images: Images = ChunkLoader(
+        images = ChunkLoader(
             lambda start, stop: captions.gather_in_order(pixels(0, count), start, stop),
             count,
             captions.device,
             is_resident=captions.resident_chunks is not None,
         )
+        super().__init__(images, captions)
         self.spans = captions.spans
         self.rows = captions.rows
-
-    def __len__(self) -> int:
-        return len(self.captions)
-
-    def chunk(self, start: int, stop: int) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
-        """Images and tokens on the device."""
-        return self.images.chunk(start, stop), self.captions.chunk(start, stop)
 
 
 def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
+from clipscale.common.poll import Poll, no_poll
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
@@ -89,7 +90,7 @@ class TrainStream:
         # Seconds that this process has waited for samples.
         self.waited_s = 0.0
         self._defers_failures = False
-        self._poll: Callable[[], None] = lambda: None
+        self._poll: Poll = no_poll
         # The error of the workers, or of a wait for them. After an error, reading rows does not wait, and the rows may
         # have no samples in them. So the caller discards the batch with `discard_last_batch`.
         self.failure: UserError | None = None
@@ -115,7 +116,7 @@ class TrainStream:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers_failures = True
 
-    def set_poll(self, poll: Callable[[], None]) -> None:
+    def set_poll(self, poll: Poll) -> None:
         """Call `poll` a few times a second while samples are waited for. What it raises is a failure."""
         self._poll = poll
 
@@ -197,7 +198,7 @@ class TrainStream:
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
 
-    def _wait(self, missing: Callable[[], list[int]], poll: Callable[[], None] = lambda: None) -> None:
+    def _wait(self, missing: Callable[[], list[int]], poll: Poll = no_poll) -> None:
         """Handle the workers' messages until `missing` names no worker. `poll`: see `Workers.receive`."""
         begun = time.monotonic()
         needed = missing()
@@ -206,7 +207,7 @@ class TrainStream:
             needed = missing()
         self.waited_s += time.monotonic() - begun
 
-    def _receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> None:
+    def _receive(self, needed: Sequence[int], poll: Poll = no_poll) -> None:
         """Handle the messages that have arrived; waits for one if workers are `needed`. Sets `failure`, and raises it
         if it is not deferred."""
         try:
@@ -309,7 +310,7 @@ def open_stream(
     if workers:
         readers = start_workers(specs, arena, config.timeout_s)
     else:
-        readers = InProcess(open_filler(specs[0], arena, lambda: None))
+        readers = InProcess(open_filler(specs[0], arena, no_poll))
     stream = TrainStream(specs, arena, readers, start, memory_line)
     stream.request_first()
     if gpu:

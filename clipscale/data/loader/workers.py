@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import Array, c_char
 from multiprocessing.connection import Connection, wait
@@ -18,6 +18,7 @@ from multiprocessing.util import Finalize
 import torch
 
 from clipscale.common.errors import LoaderError, UserError
+from clipscale.common.poll import Poll, no_poll
 from clipscale.data.hashing import utf8
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
@@ -49,7 +50,7 @@ class InProcess:
     def fill(self, step: int) -> None:
         self._steps.append(step)
 
-    def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+    def receive(self, needed: Sequence[int], poll: Poll = no_poll) -> list[tuple[int, Report]]:
         """Read until one more report, if workers are `needed`. Returns it.
 
         Calls `poll` between samples and while the storage is waited for. Raises what `poll` raises.
@@ -159,7 +160,7 @@ class Workers:
             with suppress(ConnectionError):  # the worker has died: `receive` reports that
                 connection.send(step)
 
-    def receive(self, needed: Sequence[int], poll: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+    def receive(self, needed: Sequence[int], poll: Poll = no_poll) -> list[tuple[int, Report]]:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
         `poll` every POLL_S.
 

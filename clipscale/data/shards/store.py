@@ -11,12 +11,13 @@ import random
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import cast
 
 from clipscale.common.errors import LoaderError, UserError
+from clipscale.common.poll import Poll, no_poll
 from clipscale.common.remote import ANNOUNCE_S
 from clipscale.common.terminal import is_main_rank, log_line
 from clipscale.data.addresses import is_local
@@ -38,7 +39,7 @@ BUFFER = 1 << 17
 class Store:
     """Opens shards for one reader."""
 
-    def __init__(self, poll: Callable[[], None] = lambda: None, limit_s: float = math.inf) -> None:
+    def __init__(self, poll: Poll = no_poll, limit_s: float = math.inf) -> None:
         """`poll` is called during waits and may raise to end them. `limit_s`: a server's time for a sample."""
         self.poll = poll
         self.limit_s = limit_s

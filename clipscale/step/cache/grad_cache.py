@@ -32,13 +32,11 @@ from torch import Tensor, nn
 from clipscale.common.chunks import equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
+from clipscale.common.poll import Poll, no_poll
 from clipscale.step.cache.kept_graphs import OnShortMemory, largest_of_ranks
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 log = logging.getLogger(__name__)
-
-
-def _nothing() -> None: ...
 
 
 class GradCache:
@@ -132,7 +130,7 @@ class GradCache:
         self.replay()
         return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
-    def encode(self, *inputs: object, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
+    def encode(self, *inputs: object, before_chunk: Poll = no_poll) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and mappings of tensors with equal first dimensions, or a
@@ -144,9 +142,7 @@ class GradCache:
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
         return [self.encode_tower(i, tower_input, before_chunk) for i, tower_input in enumerate(inputs)]
 
-    def encode_tower(
-        self, i: int, tower_input: object, before_chunk: Callable[[], None] = _nothing, *, reserved: float = 0
-    ) -> Tensor:
+    def encode_tower(self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved: float = 0) -> Tensor:
         """The first pass of tower i, after all earlier towers have had theirs; see `encode`.
 
         `reserved`: bytes of `keep_bytes` that the input takes for itself.
@@ -171,7 +167,7 @@ class GradCache:
             if tower.has_second_pass and tower.representations.grad is None:
                 raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
-    def replay(self, before_chunk: Callable[[], None] = _nothing, *, chunk_loss_weight: float = 1.0) -> None:
+    def replay(self, before_chunk: Poll = no_poll, *, chunk_loss_weight: float = 1.0) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
         `before_chunk`: see `encode`. `chunk_loss_weight`: the weight of the chunks' own losses in the gradients;
