@@ -40,16 +40,16 @@ COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if re
 # Beginning and end of messages about a store.
 UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= goes on without it"
-# A run that waits for a copy says so after this many seconds.
+# A run that waits for its last copy prints that it does after this many seconds.
 SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
 class TimeLimited:
-    """A file system with time limits: a call raises TimeoutError if the store does not answer in time."""
+    """A file system whose calls raise TimeoutError if the store does not answer in time."""
 
     def __init__(self, system: AbstractFileSystem, awaited: str, *, announce: bool) -> None:
-        """`announce`: after a while a line says that `awaited` is waited for."""
+        """`announce`: print a line after a while, which says that the run waits for `awaited`."""
         self._system = system
         self._within = partial(within_time, awaited=awaited, announce=announce)
 
@@ -74,7 +74,7 @@ class TimeLimited:
 
 
 def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
-    """The store at an address. `announce`: after a while a line says what is waited for.
+    """The store at an address. `announce`: see `TimeLimited`.
 
     Raises UserError for an address that cannot keep a copy.
     """
@@ -122,8 +122,8 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
     """Fetch the store's newest complete checkpoint, with its records. Returns whether it did. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
-    store; with `resume=PATH` it may be another run's. Only one of a later step is fetched. If there is a `newest_own`,
-    a store that cannot be read is a warning, not an error.
+    store; with `resume=PATH` it may be another run's. Only a checkpoint of a later step is fetched. If `newest_own` is
+    given, a store that cannot be read is a warning, not an error.
     """
     unreadable = UNREADABLE.format(address)
     with to_user_error(unreadable, WITHOUT_COPY):
@@ -192,7 +192,7 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
 
 
 def remove_parts(store: DirFileSystem) -> None:
-    """Remove what failed or killed copies have left: the next copy needs the space."""
+    """Remove the remains of copies that failed or were killed: the next copy needs the space."""
     complete = copies_in(store, f"/{META}")
     for path in [path for path in copies_in(store) if path not in complete]:
         store.rm(str(path), recursive=True)

@@ -56,7 +56,7 @@ def make_folder(run_dir: Path) -> None:
 
 
 def remove_temporary(run_dir: Path) -> None:
-    """Remove what a killed run has left unfinished. The caller holds the run's lock."""
+    """Remove the unfinished files of a killed run. The caller holds the run's lock."""
     for folder in (run_dir, run_dir / "checkpoints", run_dir / EVAL):
         for path in folder.glob(f"*{TEMPORARY}"):
             if TEMPORARY_NAMES.fullmatch(path.name):

@@ -225,7 +225,7 @@ class Resampled:
 class WeightedSources:
     """Several sources. Each contributes its share of the samples and draws its own shards with replacement."""
 
-    # Each source's weight. Not all are zero.
+    # Each source's weight. At least one is positive.
     weights: tuple[float, ...]
     # Each shard's source.
     source_of: tuple[int, ...]

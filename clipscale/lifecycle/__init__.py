@@ -1,1 +1,1 @@
-"""Parts that last as long as a run: the lock of its folder, the signals that end it, and its early end."""
+"""What surrounds a run: the lock of its folder, the signals that end it, and its early end."""

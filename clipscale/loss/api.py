@@ -89,7 +89,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         captions: texts of each image, all of them its positives. With several, `replicated` and `local` fall back to
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
-            type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
+            type. It waits for the device and takes a small all-gather; a training loop needs it in its first step.
         machine: for `clipscale plan`: its dry run replaces the hardware and the process group. Leave it out.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 

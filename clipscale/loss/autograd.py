@@ -225,7 +225,7 @@ def _scale_grad(rows: Side, cols: Side, text_sum: Tensor | None, scale: Tensor) 
 def _takes_stripes(call: LossCall, rows: Side) -> bool:
     """Whether the image gradient is computed stripe by stripe: then only the text gradient is a whole float32 tensor.
 
-    In one process alone. Not for a module: its random numbers depend on the order of tiles.
+    This needs a single process and the dot product: a module's random numbers depend on the order of tiles.
     """
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
@@ -245,7 +245,7 @@ def parameters_with_sums(parameters: Sequence[Tensor], needs: Needs) -> SharedPa
 
 
 def multiply_(tensors: Iterable[Tensor | None], factor: Tensor) -> None:
-    """Multiply those that are not None by the factor, in place."""
+    """Multiply the tensors that are not None by the factor, in place."""
     for x in tensors:
         if x is not None:
             x.mul_(factor)

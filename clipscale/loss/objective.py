@@ -26,7 +26,7 @@ class Objective:
     # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
     # first sweep collects the log-sum-exps of the rows and columns that have a weight.
     is_pairwise: bool = True
-    # Whether it takes a logit bias, which is trained.
+    # Whether the loss takes a logit bias, which is trained.
     needs_bias: bool = False
     # Whether there are Triton kernels for the dot product.
     has_kernels: bool = False
@@ -49,11 +49,11 @@ class Objective:
         return 1 if self.is_pairwise else 2
 
     def prepare(self, inputs: "Inputs", exchange: "Exchange", runtime: "LossRuntime") -> "Inputs":
-        """A collective: add what the sweeps need to the inputs."""
+        """The inputs with what the sweeps need beside features. A collective. The base class adds nothing."""
         return inputs
 
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
-        """The value by the formula; `loss/reference.py` uses it.
+        """The loss by its formula, from all scores at once; `loss/reference.py` uses it.
 
         `scores`: (N, M), -inf where a pair is left out. `is_positive`: (N, M) bool. The first `paired` texts belong to
         an image.
@@ -106,7 +106,7 @@ class Softmax(Objective):
 
 @dataclass(frozen=True)
 class Sigmoid(Objective):
-    """Whether image and text belong together, for every pair by itself.
+    """Binary cross-entropy of every pair: whether its image and text belong together.
 
     L = sum_ij softplus(-z_ij (x_ij + bias)) / N, where z is 1 at the positives and -1 elsewhere: SigLIP, arXiv
     2303.15343.
@@ -133,7 +133,8 @@ class Sigmoid(Objective):
 EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
 # Across nodes `auto` gathers if the texts of all ranks and their gradients take at most this much memory.
 GATHER_BYTES = 5 << 30
-# The same within a node of GPUs: 64 MiB for texts in half precision, 128 MiB for their gradients.
+# Within a node of GPUs `auto` gathers if they take at most this much memory. It suffices for 64 MiB of texts in half
+# precision and 128 MiB of their gradients.
 SMALL_GATHER_BYTES = 192 << 20
 BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {

@@ -16,7 +16,7 @@ from clipscale.loss.similarity import Dot, Similarity
 
 @dataclass(frozen=True)
 class LossTerm:
-    """An objective over these rows and columns. The exchange shares the columns among the ranks."""
+    """An objective over some rows and columns. The exchange shares the columns among the ranks."""
 
     objective: Objective
     inputs: Inputs
@@ -24,7 +24,7 @@ class LossTerm:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it is differentiated by, except for a similarity's parameters."""
+        """The tensors that get a gradient from this term, except for a similarity's parameters."""
         inputs = self.inputs
         return inputs.rows.features, inputs.cols.features, inputs.scale, inputs.bias
 

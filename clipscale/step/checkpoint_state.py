@@ -49,7 +49,7 @@ def gather_checkpoint_state(
 
 
 def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerPolicy) -> None:
-    """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`. Edits it on the way.
+    """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`, which is changed on the way.
 
     The optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint trains
     other parameters.
@@ -74,7 +74,7 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
                 weights[name] = sharded_as(model.get_parameter(name), weights[name])
                 state.optimizer["state"].pop(name, None)
     # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
-    # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
+    # `strict=False`, because a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.TAKE_NONE:
         set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, state.optimizer), options=options)

@@ -25,7 +25,7 @@ from clipscale.step.cache.pass_contexts import batch_norms
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256
-# Chunk sizes that are tried on a GPU.
+# The smallest and the largest chunk that are measured on a GPU.
 MIN_CHUNK = 16
 MAX_CHUNK = MAX_SEQUENCES
 # Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is

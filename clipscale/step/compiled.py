@@ -27,8 +27,8 @@ ASSUMED_MFU = 0.4
 def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
     """Whether a run compiles its towers.
 
-    `setting`: `model.compile`; `flops`: of the run on one device; `peak`: the device's FLOP/s, None: unknown, as on a
-    CPU.
+    `setting`: `model.compile`. `flops`: the FLOP of the run on one device. `peak`: the device's FLOP/s; None if it is
+    unknown, as on a CPU.
     """
     return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * ASSUMED_MFU * peak)
 

@@ -76,7 +76,7 @@ def _uniformity(rows: Tensor) -> Tensor:
 def _effective_rank(product: Tensor) -> float:
     """The effective rank of rows X, given X'X (D, D) float64.
 
-    In float32 the roots of rounding errors would count as singular values.
+    The product must be float64: in float32 the roots of rounding errors would count as singular values.
     """
     if not product.isfinite().all():
         return float("nan")

@@ -119,7 +119,7 @@ class ParameterGroup(TypedDict):
     # The factor of their learning rate.
     lr_scale: float
     weight_decay: float
-    # Updated by AdamW where the optimizer is Muon.
+    # Whether AdamW updates them if the optimizer is Muon.
     use_fallback: NotRequired[bool]
 
 
@@ -177,7 +177,7 @@ class Schedule:
 
     # The highest rate.
     peak: float
-    # The number of steps: of the whole schedule, of its warm-up, and of its cooldown.
+    # Steps of the whole schedule, of its warm-up, and of its cooldown.
     total: int
     warmup: int
     cooldown: int
@@ -197,7 +197,10 @@ class Schedule:
         epoch_samples: int | None,
         first_step: int = 0,
     ) -> "Schedule":
-        """The schedule of a run of `samples`. `epoch_samples`: those of an epoch, None if unknown. Raises UserError."""
+        """The schedule of a run of `samples`. Raises UserError.
+
+        `epoch_samples`: samples of an epoch; None if unknown.
+        """
         total = max(1, samples // global_batch)
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)

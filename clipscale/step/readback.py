@@ -10,7 +10,7 @@ from torch import Tensor
 class Readback:
     """Numbers on their way from the device to the host. Reading waits for them, not for what was queued later."""
 
-    # On the host.
+    # The numbers, in memory of the host.
     values: Tensor
     # The event after which the values are there; None if they are there already.
     arrival: torch.cuda.Event | None = None
@@ -42,5 +42,5 @@ class Readback:
         return self.values
 
     def read(self) -> list[float]:
-        """Scalars, on the host."""
+        """The numbers of `start`, as floats. Waits for them."""
         return [float(value) for value in self.wait().tolist()]

@@ -13,8 +13,8 @@ from clipscale.step.cache.pass_contexts import snapshot_batch_norm
 
 @contextmanager
 def rollback_on_error(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
-    """Around a step: if a signal or an error ends it, restores random states and statistics, and gives its batch back
-    to the stream."""
+    """Around a step: if a signal or an error ends it, restores random states and statistics, and discards the batch,
+    so that the stream's position is the one before the step."""
     random = RandomState.now(world.device)
     restore_statistics = snapshot_batch_norm(model)
     try:

@@ -8,7 +8,7 @@ from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.models.captioner import count_caption_labels
 
-# Indices into the message. From CAPTION_LABELS on it has one entry for each rank.
+# Indices into the message. The entries from CAPTION_LABELS on are one for each rank.
 TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_LABELS = range(4)
 
 
@@ -64,8 +64,8 @@ class StepInputs:
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
     is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. Only if
-    # the text tower's features do not depend on the padding.
+    # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. The
+    # features of such a text tower must not depend on the padding.
     sort_captions: bool
     # Whether a captioner's decoder is trained; then pairs are the only input.
     trains_captioner: bool = False

@@ -49,7 +49,7 @@ class StepNumbers:
     loss: float
     # Empty if the loss has only one term.
     loss_terms: LossTerms
-    # Of the unclipped gradients of all parameters.
+    # The norm of all parameters' gradients, before clipping.
     grad_norm: float
 
     @property
@@ -83,7 +83,7 @@ class StepResult:
 
 @dataclass
 class TrainStep:
-    """Turns a batch into new weights, on one rank. `CaptionerStep` is the one of a captioner.
+    """Turns a batch into new weights, on one rank. A captioner has a `CaptionerStep`.
 
     N: samples of this rank, D: feature width.
     """
@@ -144,7 +144,7 @@ class TrainStep:
             statistics=statistics,
         )
 
-    # ---- of two towers; `CaptionerStep` has its own ----
+    # ---- two towers: `CaptionerStep` overrides these methods ----
 
     def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
         """First pass, tower by tower. Returns the features, as the cache's loss takes them, and the captions' input.
@@ -162,7 +162,7 @@ class TrainStep:
 
     @property
     def chunk_loss_weight(self) -> float:
-        """The weight of the chunks' own losses in the gradients. A tower's chunks have none."""
+        """The weight of the chunks' own losses in the gradients. The chunks of a tower have no loss of their own."""
         return 0.0
 
     def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
@@ -285,7 +285,7 @@ class TrainStep:
     def set_keep_budget_if_unknown(self, timer: StepTimer) -> None:
         """Set the memory for kept graphs if it is unknown, as after the first step with `cache.keep=auto`.
 
-        It is the memory that this step left free. Then a collective.
+        It becomes the memory that this step left free; finding that is a collective.
         """
         if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # the timer's peaks have them already

@@ -94,7 +94,7 @@ def test_a_shard_drawn_twice_is_shuffled_twice() -> None:
 
 
 def test_a_shard_without_samples_is_never_drawn() -> None:
-    """One of unknown count may have some."""
+    """A shard of unknown count may have samples, so it may be drawn."""
     order = WeightedSources((1.0,), (0, 0, 0), (0, 5, None), 4, seed=3)
     assert {next(order.within(0).segments(stream, epoch)).shard for stream in range(4) for epoch in range(50)} == {1, 2}
 

@@ -1,1 +1,1 @@
-"""From shards to batches in host memory, by worker processes, and from there to chunks on the device."""
+"""Loads training data: worker processes fill batches in host memory, and chunks of them are copied to the device."""

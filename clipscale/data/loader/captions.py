@@ -173,7 +173,10 @@ def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """The number of captions in the next chunk: the one that saves most padding, if over `cost` tokens; else all."""
+    """The number of captions in the next chunk: the one that saves most padding, or all of them.
+
+    All if no other number saves more than `cost` tokens of padding.
+    """
     count = len(widths)
     saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption
     best = int(saved.argmax())

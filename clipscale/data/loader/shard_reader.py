@@ -316,7 +316,7 @@ def _num_bytes(samples: Sequence[RawSample]) -> int:
 
 
 def _placeholder_of_rest(cursor: WindowCursor, failure: ReadFailure, url: str) -> list[RawSample]:
-    """For a shard of unknown count that ends early: one placeholder for all samples that cannot be read."""
+    """A placeholder for all samples that cannot be read, if a shard of unknown count ends early; otherwise nothing."""
     is_empty = cursor.start == 0
     reason = failure.reason or ("empty_shard" if is_empty else "")
     if not reason or cursor.start < cursor.segment.start:

@@ -62,7 +62,7 @@ class LoaderRecord(TypedDict):
 
 
 class TrainStream:
-    """Endless local batches. `open_stream` makes it."""
+    """Gives one local batch after another, without end. `open_stream` makes it."""
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 # Chunks on the device at once: one that computes and one that is copied.
 AHEAD = 2
-# The same for small chunks, which compute quickly: the device needs work while the host begins the next tower.
+# Small chunks on the device at once. They compute quickly, so there are more: the device needs work while the host
+# begins the next tower.
 SMALL_AHEAD = 4
 # A chunk of at most this many bytes is small.
 SMALL_BYTES = 8 << 20

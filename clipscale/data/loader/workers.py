@@ -36,7 +36,7 @@ STATUS_BYTES = 1024
 
 
 class InProcess:
-    """Does the work of one worker in the training process, whenever samples are waited for (data.workers=0)."""
+    """Does a worker's work in the training process, while that waits for samples (data.workers=0)."""
 
     def __init__(self, filler: BatchFiller) -> None:
         self.filler = filler
@@ -136,8 +136,8 @@ class Workers:
         self._heard_at: list[float] = []
         self._failure: Exception | None = None
         self.processes: list[BaseProcess] = []
-        # Ends the processes. Also runs if the program ends without `close`. It has to run before multiprocessing's own
-        # exit handler, which would wait for ever: it sends children a signal that is blocked in them.
+        # Ends the processes, also if the program ends without `close`. It has to run before multiprocessing's own exit
+        # handler, which would wait for ever: that handler sends children a signal that is blocked in them.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
 
     def start(self, spec: WorkerSpec, arena: Arena) -> None:

@@ -1,1 +1,1 @@
-"""Distillation: its objective, and the objective on a tile in torch."""
+"""The distillation: its objective, and its functions on a tile of scores in torch."""

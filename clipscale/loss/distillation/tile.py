@@ -27,7 +27,7 @@ class TeacherSpec(NamedTuple):
 
 
 class DistillationTileOps(SoftmaxTileOps):
-    """Needs the log-sum-exps of the teachers' scores, in the blocks' `teacher_lse`."""
+    """The distillation's two functions on a tile. They need the log-sum-exps of the teachers' scores, `teacher_lse`."""
 
     def __init__(self, teachers: Sequence[TeacherSpec], teacher_share: float) -> None:
         """`teacher_share`: the teachers' share of the targets."""
@@ -70,6 +70,6 @@ class DistillationTileOps(SoftmaxTileOps):
 
 
 def _require(x: Tensor | None) -> Tensor:
-    """x, which the call has prepared: `add_teachers`, `add_teacher_lses`."""
+    """x, which `add_teachers` or `add_teacher_lses` has set."""
     assert x is not None
     return x

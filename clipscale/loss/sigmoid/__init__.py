@@ -1,1 +1,1 @@
-"""The sigmoid on a tile: in torch, and in Triton."""
+"""The sigmoid objective on a tile of scores: in torch, and in Triton."""

@@ -89,7 +89,7 @@ def sigmoid_kernel(
 
 
 class TritonSigmoid(TritonBackend):
-    """Three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
+    """Runs the sigmoid's kernel: three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
 
     def backward(self, block: Block) -> None:
         """Add the block's part of the loss to the value of row 0, since the kernel sums over tiles, not over rows.

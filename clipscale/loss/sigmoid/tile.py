@@ -13,7 +13,7 @@ from clipscale.loss.tile import TileOps
 
 
 class SigmoidTileOps(TileOps):
-    """Computes value and gradient in `backward`."""
+    """The sigmoid's function on a tile: `backward` computes value and gradient, and there is no `forward`."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positive_pairs()

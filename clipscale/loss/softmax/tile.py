@@ -12,14 +12,14 @@ from torch import Tensor
 from clipscale.loss.block import Block
 from clipscale.loss.tile import TileOps
 
-# e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
-# terms of e^60 stay finite in float32, and e^-60 is still a normal number.
+# A tile's exponentials e^(x - t) share one reference t, as long as every exponent that matters lies within +-MARGIN
+# nats. Sums of 1e7 terms of e^60 stay finite in float32, and e^-60 is still a normal number.
 MARGIN = 60.0
 MIN_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
 
 class SoftmaxTileOps(TileOps):
-    """If a side has no weights, its direction of the softmax is not computed."""
+    """The softmax's two functions on a tile. They leave out the direction of a side that has no weights."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         sides = directions(tile)
@@ -60,7 +60,8 @@ class SoftmaxTileOps(TileOps):
                 torch.add(*terms, out=scores)
             else:
                 scores.copy_(terms[0])
-        # Subtracted here, not from the features' gradients: near p = 1, `a p - a` would cancel to nothing there.
+        # The positives' weights are subtracted from the scores' gradient. In the features' gradients `a p - a` would
+        # cancel to nothing near p = 1.
         i, j = tile.positive_pairs()
         scores[i, j] -= positive_weights(tile, i, j).to(scores.dtype)
         return scores
@@ -90,7 +91,7 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
 
 
 def _reference(bound: float) -> float:
-    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs and loses nothing, and is chosen where it can."""
+    """t, given a bound of |x|: e^(x - t) never overflows. t is 0, which costs nothing, for a small bound."""
     return max(0.0, bound - MARGIN)
 
 

@@ -59,7 +59,7 @@ def lazy_input(tower_input: object) -> LazyInput:
 
 
 def _with_dicts(tree: object) -> object:
-    """The same nesting with plain dicts: torch takes some other mappings, such as a BatchEncoding, for leaves."""
+    """The nesting with its mappings as plain dicts: torch takes other mappings, such as a BatchEncoding, for leaves."""
     return tree_map(
         lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
         tree,

@@ -131,7 +131,7 @@ class GradCache:
         return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
     def encode(self, *inputs: object, before_chunk: Poll = no_poll) -> list[Tensor]:
-        """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
+        """First pass: the representations of every tower, as leaf tensors. A trained tower's require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and mappings of tensors with equal first dimensions, or a
         `LazyInput`. A tuple becomes positional arguments of the encoder, a mapping keywords. The representations of a

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.step.cache.chunk_output import ChunkOutput
 
-# A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the memory
-# free, so its graphs always fit.
+# A graph is kept only if the free memory is this many times its bytes. The graphs of `cache.keep=auto` always fit,
+# because that setting leaves a tenth of the memory free.
 HEADROOM = 1.1
 
 
@@ -82,14 +82,14 @@ class OnShortMemory(Enum):
 class GraphPolicy(Enum):
     """What a chunk's first pass does with its graph."""
 
-    # Kept: the chunk needs no second pass.
+    # The graph is kept: the chunk needs no second pass.
     KEEP = "keep"
-    # Built, measured, and dropped.
+    # The graph is built, measured, and dropped.
     MEASURE = "measure"
-    # Built without the tensors that its backward pass would need, and dropped. This rank has no memory for it, but must
-    # communicate as often as the ranks that build theirs.
+    # The graph is built without the tensors that its backward pass would need, and dropped. This rank has no memory for
+    # them, but must communicate as often as the ranks that build whole graphs.
     DISCARD = "discard"
-    # Not built.
+    # No graph is built.
     NO_GRAPH = "no graph"
 
     @property
