@@ -28,7 +28,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.workers import InProcess
+from clipscale.data.loader.workers import InProcessWorker
 from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
@@ -213,20 +213,20 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
 
 def losing_a_loader(rank: int, world_size: int, config: TrainConfig, error: Exception) -> None:
     """A rank of a run; the last one's loader is lost in the fourth step."""
-    fill, receive = InProcess.fill, InProcess.receive
+    fill, receive = InProcessWorker.fill, InProcessWorker.receive
     filled = []
 
-    def record(loader: InProcess, step: int) -> None:
+    def record(loader: InProcessWorker, step: int) -> None:
         filled.append(step)
         fill(loader, step)
 
-    def lose(loader: InProcess, needed: Sequence[int], *poll: Any) -> Any:
+    def lose(loader: InProcessWorker, needed: Sequence[int], *poll: Any) -> Any:
         if rank == world_size - 1 and filled[-1] == 3 and needed:
             raise error
         return receive(loader, needed, *poll)
 
     with (
-        mock.patch.multiple(InProcess, fill=record, receive=lose),
+        mock.patch.multiple(InProcessWorker, fill=record, receive=lose),
         pytest.raises(LoaderError, match="was killed by SIGKILL"),
     ):
         train(config)

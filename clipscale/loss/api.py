@@ -20,7 +20,7 @@ from clipscale.loss.distillation.tile import TeacherSpec
 from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
 from clipscale.loss.runtime import LossRuntime
-from clipscale.loss.similarity import Dot, ModuleSimilarity, Similarity
+from clipscale.loss.similarity import DotProduct, ModuleSimilarity, Similarity
 from clipscale.loss.terms import LossTerm, make_terms
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
@@ -201,7 +201,7 @@ def _mean(
         comm.check_same_on_all_ranks(inputs.shapes(), device, objective.function)
     if backend == "triton":
         inputs = inputs.pad_features(WIDTH_STEP)
-    similarity = Dot() if module is None else ModuleSimilarity(module, device)
+    similarity = DotProduct() if module is None else ModuleSimilarity(module, device)
     values = []
     for term in make_terms(exchange, objective, inputs, similarity, comm, runtime):
         call = LossCall(

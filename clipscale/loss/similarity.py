@@ -20,7 +20,7 @@ CPU_TILE = 1024, 2048
 MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for each pair
 
 
-class Dot:
+class DotProduct:
     """<u_i, v_j>, with its gradient written out: dU = scale G V, dV = scale G'U."""
 
     # No random state, any order of tiles, and degree one in each side, hence scale * dL/dscale = sum_i <u_i, dU_i>.
@@ -128,7 +128,7 @@ class ModuleSimilarity:
         return scores.to(dtype)
 
 
-Similarity = Dot | ModuleSimilarity
+Similarity = DotProduct | ModuleSimilarity
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) -> Tensor:

@@ -11,7 +11,7 @@ from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, broadc
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, auto_exchange
 from clipscale.loss.runtime import LossRuntime
-from clipscale.loss.similarity import Dot, Similarity
+from clipscale.loss.similarity import DotProduct, Similarity
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_terms(
     runtime: LossRuntime,
 ) -> list[LossTerm]:
     """A collective: the terms of the exchange of this name. `comm`: None in a group of one."""
-    is_paired = isinstance(similarity, Dot) and inputs.is_paired  # else `replicated` and `local` are `gather`
+    is_paired = isinstance(similarity, DotProduct) and inputs.is_paired  # else `replicated` and `local` are `gather`
     if name == "replicated" and is_paired and comm is not None:
         return replicated_terms(objective, inputs, comm, runtime)
     if not objective.reads_hard_negatives:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.loss.runtime import LossRuntime
-from clipscale.loss.similarity import Dot, ModuleSimilarity
+from clipscale.loss.similarity import DotProduct, ModuleSimilarity
 from clipscale.loss.triton.tuning import TileShape
 
 LossFunction = Callable[..., Tensor]
@@ -88,7 +88,7 @@ def keys(n: int, seed: int = 0) -> Tensor:
 def tiles_of(side: int | None) -> Iterator[None]:
     """Inside, the torch backend's tiles have this side; None: its own choice."""
     with ExitStack() as stack:
-        for similarity in (Dot, ModuleSimilarity) if side else ():
+        for similarity in (DotProduct, ModuleSimilarity) if side else ():
             stack.enter_context(mock.patch.object(similarity, "tile_shape", lambda *_: (side, side)))
         yield
 

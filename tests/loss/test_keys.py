@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.objective import OBJECTIVES, Softmax
-from clipscale.loss.similarity import Dot
+from clipscale.loss.similarity import DotProduct
 from clipscale.loss.torch_backend import TorchBackend
 from tests.loss.cases import Gpu, assert_exact, features, oracle, results
 
@@ -38,7 +38,7 @@ def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.Monke
 
     def stand_in(objective: Softmax) -> Any:
         asked.append(objective)
-        return lambda machine, shape: TorchBackend(objective.make_tile_ops(), Dot(), machine, is_dense=False)
+        return lambda machine, shape: TorchBackend(objective.make_tile_ops(), DotProduct(), machine, is_dense=False)
 
     monkeypatch.setattr(Softmax, "kernels", stand_in)
     u, v = (x.float() for x in features(6, 6, 16))

@@ -25,7 +25,7 @@ from clipscale.data.loader.memory import check_memory
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
-from clipscale.data.loader.workers import InProcess, Workers, start_workers
+from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
 from clipscale.data.shards.errors import CHANGED
@@ -68,7 +68,7 @@ class TrainStream:
         self,
         specs: Sequence[WorkerSpec],
         arena: Arena,
-        workers: Workers | InProcess,
+        workers: Workers | InProcessWorker,
         start: dict[int, StreamPosition],
         memory_line: str,
     ) -> None:
@@ -306,11 +306,11 @@ def open_stream(
     # Workers take streams in turn, so that all of them fill the batch from its first rows on.
     streams = list(start.items())
     specs = [replace(spec, start_of=dict(streams[number::count])) for number in range(count)]
-    readers: Workers | InProcess
+    readers: Workers | InProcessWorker
     if workers:
         readers = start_workers(specs, arena, config.timeout_s)
     else:
-        readers = InProcess(open_filler(specs[0], arena, no_poll))
+        readers = InProcessWorker(open_filler(specs[0], arena, no_poll))
     stream = TrainStream(specs, arena, readers, start, memory_line)
     stream.request_first()
     if gpu:

@@ -35,7 +35,7 @@ HEARTBEAT_S = 2.0
 STATUS_BYTES = 1024
 
 
-class InProcess:
+class InProcessWorker:
     """Does a worker's work in the training process, while that waits for samples (data.workers=0)."""
 
     def __init__(self, filler: BatchFiller) -> None:

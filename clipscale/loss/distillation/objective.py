@@ -19,7 +19,7 @@ from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, Softmax
 from clipscale.loss.runtime import LossRuntime
-from clipscale.loss.similarity import Dot
+from clipscale.loss.similarity import DotProduct
 from clipscale.loss.torch_backend import TorchBackend
 
 # Features of images (n, D_k) and of texts (m, D_k), and the logit scale: the multiplier itself.
@@ -82,7 +82,7 @@ def add_teacher_lses(
     images_by_teacher = inputs.rows.teacher_features.split(widths, 1)
     texts_by_teacher = inputs.cols.teacher_features.split(widths, 1)
     softmax = Softmax((0.5, 0.5))
-    backend = TorchBackend(softmax.make_tile_ops(), Dot(), runtime, is_dense=False)
+    backend = TorchBackend(softmax.make_tile_ops(), DotProduct(), runtime, is_dense=False)
     row_lses = []
     col_lses = []
     for images, texts, teacher in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
@@ -92,7 +92,7 @@ def add_teacher_lses(
             cols=Side(texts, inputs.cols.keys),
             dtype=images.dtype,
         )
-        call = LossCall(exchange, backend, Dot(), softmax, teacher_inputs, check=False, needs_backward=False)
+        call = LossCall(exchange, backend, DotProduct(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_sides(images, texts)
         teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
         forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))

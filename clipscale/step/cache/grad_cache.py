@@ -14,11 +14,11 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
       │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
       │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
-      │       └ TowerPasses.run                      calls the encoder
+      │       └ TowerPasses.forward_chunk            calls the encoder
       ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
       └ GradCache.replay                             3. here
         └ TowerPasses.replay                         the loop over chunks, backward pass included
-          └ TowerPasses.run                          unless the chunk's graph is kept
+          └ TowerPasses.forward_chunk                unless the chunk's graph is kept
 """
 
 import logging

@@ -117,16 +117,16 @@ class TowerPasses:
             self.cast_weights.used(builds_graph=policy.builds_whole_graph, is_last_backward=self.has_last_backward(i)),
         ):
             try:
-                return self.run_under(policy, i)
+                return self.forward_with_policy(policy, i)
             except torch.OutOfMemoryError:
                 if policy is not GraphPolicy.KEEP or self.graphs.on_short_memory is not OnShortMemory.RETRY:
                     raise
             # After the handler, because until it ends the error holds the tensors of the failed pass.
             self.graphs.drop()
             self.random_states[i].restore()
-            return self.run_under(self.graphs.planned_policy(i), i)
+            return self.forward_with_policy(self.graphs.planned_policy(i), i)
 
-    def run_under(self, policy: GraphPolicy, i: int) -> Tensor:
+    def forward_with_policy(self, policy: GraphPolicy, i: int) -> Tensor:
         """Run chunk i, and do with its graph what the policy says. Returns its representations, detached.
 
         An encoder without trainable parameters has no second pass. The first time it runs with gradients enabled: a
@@ -135,7 +135,7 @@ class TowerPasses:
         """
         checks = torch.is_grad_enabled() and not self.has_second_pass and not self.is_without_gradient
         with nullcontext() if checks else self.graphs.building(policy):
-            out = self.run(i)
+            out = self.forward_chunk(i)
         if checks:
             refuse_gradient(out)
             self.is_without_gradient = True
@@ -180,7 +180,7 @@ class TowerPasses:
             out = self.graphs.outputs.pop(0)
             return rearm_ddp_sync(self.encoder, out) if is_last_backward else out
         self.random_states[i].restore()
-        return self.run(i)
+        return self.forward_chunk(i)
 
     def end_step(self) -> None:
         """Let go of the batch, its representations and the cast weights."""
@@ -190,7 +190,7 @@ class TowerPasses:
 
     # ---- one chunk ----
 
-    def run(self, i: int) -> ChunkOutput:
+    def forward_chunk(self, i: int) -> ChunkOutput:
         """One forward pass over chunk i, checked. Raises ValueError."""
         assert self.inputs is not None
         start, stop = self.spans[i]
