@@ -162,7 +162,7 @@ def test_the_policy_of_each_chunks_graph(
 ) -> None:
     graphs = KeptGraphs(num_kept=num_kept, num_planned=num_planned, on_short_memory=on_short_memory)
     graphs.meter.start_step(3, measure=is_measuring)
-    assert [graphs.policy(i) for i in range(3)] == policies
+    assert [graphs.planned_policy(i) for i in range(3)] == policies
 
 
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
