@@ -10,7 +10,7 @@ It holds a nested dictionary; `state.py` lists its entries. A tensor is stored u
 model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import Copies, check_copy
+from clipscale.checkpoint.copies import CopyThread, check_copy
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values
 from clipscale.checkpoint.resume import prepare_checkpoint
@@ -20,7 +20,7 @@ from clipscale.common.chosen_checkpoint import locate
 
 __all__ = [
     "CheckpointState",
-    "Copies",
+    "CopyThread",
     "Retention",
     "Saver",
     "check_copy",

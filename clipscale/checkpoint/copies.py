@@ -201,13 +201,13 @@ def remove_parts(store: DirFileSystem) -> None:
 
 
 class CopyTask(Enum):
-    """A task for the thread of Copies."""
+    """A task for the thread of `CopyThread`."""
 
     COPY = "copy"
     END = "end"
 
 
-class Copies:
+class CopyThread:
     """A thread that copies a run's newest checkpoint and its records, one copy at a time.
 
         start, request:   copies what is then the newest checkpoint; reads its files back and compares them

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
-from clipscale.checkpoint.copies import Copies
+from clipscale.checkpoint.copies import CopyThread
 from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
@@ -60,7 +60,7 @@ class Saver:
         run_dir: Path,
         world: World,
         retention: Retention,
-        copies: Copies | None = None,
+        copies: CopyThread | None = None,
         newest_step: int | None = None,
     ) -> None:
         """`copies`: copies each checkpoint. `newest_step`: see the attribute."""

@@ -62,7 +62,7 @@ class ReadyRun:
     description: checkpoint.CheckpointState
 
 
-def begin(config: TrainConfig, world: World, copies: checkpoint.Copies | None = None) -> ReadyRun:
+def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> ReadyRun:
     """Begin or resume the run, or begin its next stage. A collective. If it raises UserError, no process is left.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
@@ -138,14 +138,14 @@ def check_goal(key: str, goal: str, labels: list[str]) -> None:
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
 
 
-def begin_copies(settled: SettledRun, world: World) -> checkpoint.Copies:
+def begin_copies(settled: SettledRun, world: World) -> checkpoint.CopyThread:
     """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
     settings = settled.config.checkpoint
     best = None
     if settings.best:
         best = Best(settled.folder, Goal.parse("checkpoint.best", settings.best))
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    copies = checkpoint.Copies(settled.folder, settings.copy, retention)
+    copies = checkpoint.CopyThread(settled.folder, settings.copy, retention)
     if copies.address and world.is_rank0:
         copies.start()
     return copies

@@ -72,7 +72,7 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
     """A saver whose checkpoints are copied into the `store`."""
     kept = checkpoint.Retention(**retention)
-    copies = checkpoint.Copies(run, f"file://{store}", kept)
+    copies = checkpoint.CopyThread(run, f"file://{store}", kept)
     copies.start()
     return checkpoint.Saver(run, ONE_RANK, kept, copies)
 
