@@ -30,7 +30,7 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
 from clipscale.common.run_folder import META, checkpoints_of, path_of
-from clipscale.common.terminal import log_line
+from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 
@@ -163,7 +163,7 @@ class Saver:
             self._wait_or_warn()
         except (CheckpointException, RuntimeError) as error:  # for example, a rank was lost while it wrote
             if self.world.is_rank0:
-                log_line(f"warning: the checkpoint that was being written is not complete ({one_line(error)})")
+                log_warning(f"the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
 
     def _wait_or_warn(self) -> None:
@@ -171,7 +171,7 @@ class Saver:
             self.wait_for_save()
         except UnwritableError as error:
             if self.world.is_rank0:
-                log_line(f"warning: {error}; training goes on without it")
+                log_warning(f"{error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
