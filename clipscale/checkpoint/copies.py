@@ -87,14 +87,14 @@ def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
-    """The store's checkpoints by step. `end`: only those that have this file."""
+    """The checkpoints in the store, sorted by step. `end`: the end of a path, for checkpoints that have such a file."""
     names = store.find("checkpoints", withdirs=True)  # no glob: the address may hold its special characters
     copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
     return sorted(copies, key=step_of)
 
 
 def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
-    """The store's complete checkpoints, by step. Raises UserError if it holds another run's copy or other files."""
+    """The store's complete checkpoints, sorted by step. Raises UserError for another run's copy or other files."""
     names = store.find("", maxdepth=1, withdirs=True)[1:]  # the first is the store itself
     if names and f"run={run.name}" not in names:
         raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
@@ -102,8 +102,7 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
-    """The store's complete checkpoints, by step. Raises as `complete_checkpoints` does, and UserError if the store
-    needs credentials."""
+    """`complete_checkpoints`, but a store that needs credentials also raises UserError. `address`: for the message."""
     try:
         return complete_checkpoints(store, run)
     except Exception as error:
@@ -201,7 +200,7 @@ def remove_parts(store: DirFileSystem) -> None:
 
 
 class CopyTask(Enum):
-    """A task for the thread of `CopyThread`."""
+    """A task for a `CopyThread`."""
 
     COPY = "copy"
     END = "end"
@@ -299,22 +298,22 @@ class CopyThread:
             store.pipe_file(RESULT, json.dumps(self.results).encode())
 
 
-def size_and_crc32_of(store: DirFileSystem, name: str) -> list[int]:
-    """Size and CRC-32 of a file in the store, as meta.json has them."""
-    with store.open(name) as stream:
-        return [*stream_size_and_crc32(stream)]
-
-
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     """Copy a checkpoint that the store does not have. Raises OSError if a file that is read back differs."""
     prefix = f"checkpoints/{path.name}/"
     meta = prefix + META
+
+    def read_back(name: str) -> list[int]:
+        """Size and CRC-32 of a file of the copy, as meta.json has them."""
+        with store.open(prefix + name) as stream:
+            return [*stream_size_and_crc32(stream)]
+
     if store.isfile(meta) and store.cat_file(meta) == (path / META).read_bytes():
         return
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
         limit_s = ANSWER_S + expected[0] / MIN_BYTES_PER_S
-        if within_time(partial(size_and_crc32_of, store, prefix + name), name, limit_s, announce=False) != expected:
+        if within_time(partial(read_back, name), name, limit_s, announce=False) != expected:
             raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), COPYING)
     store.mv(COPYING, meta)

@@ -1,4 +1,4 @@
-"""The format of a checkpoint's files, which saving and loading share. Their content: `checkpoint/__init__.py`."""
+"""The format of a checkpoint's files, which saving and loading share. `checkpoint/__init__.py` lists the files."""
 
 import base64
 import json
@@ -115,7 +115,7 @@ def size_and_crc32(file: Path) -> tuple[int, int]:
 
 
 def stream_size_and_crc32(stream: RawIOBase) -> tuple[int, int]:
-    """Size and CRC-32 of what can still be read."""
+    """Size and CRC-32 of the rest of a stream."""
     size = 0
     checksum = 0
     while block := stream.read(READ_BYTES):
