@@ -125,7 +125,7 @@ def test_the_settings_end_where_a_run_begins() -> None:
 
 # Words with one meaning in the whole package -> the type of what they name; perhaps `| None`. See glossary.md.
 TYPE_OF_WORD = {
-    "before_chunk": "Callable[[], None]",
+    "before_chunk": "Poll",
     "chunk_sizes": "ChunkSizes",
     "epoch": "int",
     "epoch_samples": "int",
@@ -133,6 +133,7 @@ TYPE_OF_WORD = {
     "is_last_backward": "bool",
     "keep_budget": "KeepBudget",
     "local_batch": "int",
+    "poll": "Poll",
     "runtime": "LossRuntime",
     "stage": "Stage",
     "texts_per_sample": "int",

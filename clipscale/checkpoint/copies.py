@@ -87,7 +87,7 @@ def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
 
 
 def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
-    """The checkpoints in the store, sorted by step. `end`: the end of a path, for checkpoints that have such a file."""
+    """The checkpoints in the store, sorted by step. `end`: take only checkpoints that have this file."""
     names = store.find("checkpoints", withdirs=True)  # no glob: the address may hold its special characters
     copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
     return sorted(copies, key=step_of)

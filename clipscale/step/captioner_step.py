@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.modules import is_frozen
+from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader, Images
 from clipscale.step.train_step import TrainStep
@@ -30,7 +31,7 @@ class CaptionerStep(TrainStep):
     # Labels in the captions of this step's global batch; 0 before the first one is encoded.
     num_labels: int = 0
 
-    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> tuple[list[Tensor], ChunkLoader]:
         pairs, caption_loader = self.inputs.pairs(batch, self.cache.chunks[0])
         reserved = 0.0
         if is_frozen(self.model.image):

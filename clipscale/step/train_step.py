@@ -1,7 +1,7 @@
 """One exact optimizer step over the global batch: encode, loss, replay, update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError, one_line
+from clipscale.common.poll import Poll
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
@@ -106,7 +107,7 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, step: int, *, wants_save: bool, before_chunk: Callable[[], None]
+        self, batch: HostBatch, stream: TrainStream, step: int, *, wants_save: bool, before_chunk: Poll
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -146,7 +147,7 @@ class TrainStep:
 
     # ---- two towers: `CaptionerStep` overrides these methods ----
 
-    def encode(self, batch: HostBatch, before_chunk: Callable[[], None]) -> tuple[list[Tensor], ChunkLoader]:
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> tuple[list[Tensor], ChunkLoader]:
         """First pass, tower by tower. Returns the features, as the cache's loss takes them, and the captions' input.
 
         A collective if the ranks must agree on a count (`StepInputs`). `before_chunk`: called before each chunk.

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from clipscale.common.errors import DataError, LoaderError
+from clipscale.common.poll import Poll
 from clipscale.data.filters import Selection, sample_name
 from clipscale.data.hashing import hash64
 from clipscale.data.loader.host_batch import Arena
@@ -259,7 +260,7 @@ class BatchFiller:
         self.streams = streams
         self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
 
-    def set_poll(self, poll: Callable[[], None]) -> None:
+    def set_poll(self, poll: Poll) -> None:
         """From now on, call `poll` between samples and while the storage is waited for."""
         self._store.poll = poll
 
@@ -308,9 +309,7 @@ class BatchFiller:
             stream.close()
 
 
-def open_filler(
-    spec: WorkerSpec, arena: Arena, poll: Callable[[], None], set_status: SetStatus = lambda text: None
-) -> BatchFiller:
+def open_filler(spec: WorkerSpec, arena: Arena, poll: Poll, set_status: SetStatus = lambda text: None) -> BatchFiller:
     """Open one worker's streams, which then can fill its rows. `poll`: see `BatchFiller.set_poll`."""
     store = Store(poll, spec.timeout_s)
     broken: Counter[str] = Counter()

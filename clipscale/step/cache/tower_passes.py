@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
+from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
@@ -63,9 +64,7 @@ class TowerPasses:
 
     # ---- first pass ----
 
-    def encode(
-        self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Callable[[], None]
-    ) -> Tensor:
+    def encode(self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Poll) -> Tensor:
         """First pass, in chunks of `size`. Returns the representations of all rows.
 
         `keep_budget`: for this tower's graphs.
@@ -145,7 +144,7 @@ class TowerPasses:
 
     # ---- second pass ----
 
-    def replay(self, before_chunk: Callable[[], None], loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def replay(self, before_chunk: Poll, loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Second pass: backpropagate through the kept graphs, then replay the other chunks.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
