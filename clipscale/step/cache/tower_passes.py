@@ -54,7 +54,7 @@ class TowerPasses:
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    # Whether a pass without a second one was seen to have no gradient; see `run_under`.
+    # Whether a pass without a second one was seen to have no gradient; see `forward_with_policy`.
     is_without_gradient: bool = False
 
     @property
