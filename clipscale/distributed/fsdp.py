@@ -52,10 +52,10 @@ class ShardedTower(nn.Module):
 def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype) -> ShardedTower:
     """Shard a tower in place. `dtype`: autocast's type. Weights that autocast casts are gathered in it."""
     pin_cast_dtype(tower)
-    precision_policy = policy(tower, dtype)
+    precision_policy = mixed_precision_policy(tower, dtype)
     for module in [*nested_blocks(tower), tower]:
         fully_shard(module, mesh=mesh, mp_policy=precision_policy)
-    for sharded_module in sharded(tower):
+    for sharded_module in fsdp_modules(tower):
         sharded_module.set_gradient_divide_factor(1.0)
         sharded_module.set_force_sum_reduction_for_comms(True)
         # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
@@ -75,7 +75,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+def mixed_precision_policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Gathers the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
 
     Other weights keep their type, and the layers' inputs and outputs the types that autocast gives them. Gradients are
@@ -87,14 +87,14 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
 
 
-def sharded(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules that FSDP2 shards, one by one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights, after an interrupted pass or a change of the shards."""
-    for module in sharded(model):
+    for module in fsdp_modules(model):
         module.reshard()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale.distributed.fsdp import reshard, sharded
+from clipscale.distributed.fsdp import fsdp_modules, reshard
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.weight_types import PER_PARAMETER
 from clipscale.distributed.world import World
@@ -57,7 +57,7 @@ class Collectives(TorchDispatchMode):
 def held(tower: nn.Module) -> tuple[int, int]:
     """Bytes of whole weights and of their gradients. FSDP2 keeps the latter aside while a weight is in shards."""
     weights = sum(p.nbytes for p in tower.parameters() if not isinstance(p, DTensor))
-    states = [vars(part._get_fsdp_state()) for part in sharded(tower)]
+    states = [vars(part._get_fsdp_state()) for part in fsdp_modules(tower)]
     several = [x.get("_fsdp_param_groups") or [x["_fsdp_param_group"]] for x in states]  # torch 2.11: one a module
     groups = [group for each in several for group in each]
     whole = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]

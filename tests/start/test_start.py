@@ -20,7 +20,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.position import DataPosition
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
-from clipscale.distributed.fsdp import sharded
+from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
@@ -87,7 +87,7 @@ def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int
     steps, is_sharded = list[int](), list[bool]()
 
     def rate(tower: nn.Module, inputs: torch.Tensor) -> float:
-        is_sharded.append(bool(sharded(tower)))
+        is_sharded.append(bool(fsdp_modules(tower)))
         return len(inputs)
 
     with (
