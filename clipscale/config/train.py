@@ -303,8 +303,8 @@ def differences_from_file(file: Path, settings: str) -> dict[str, tuple[object, 
     return {key: values for key, values in changes.items() if key not in ("run", "resume")}
 
 
-def changes_since(file: Path, settings: str) -> list[str]:
-    """The same as lines, `key old -> new`."""
+def difference_lines(file: Path, settings: str) -> list[str]:
+    """The differences of `differences_from_file`, as lines `key old -> new`."""
     return [f"{key} {old} -> {new}" for key, (old, new) in differences_from_file(file, settings).items()]
 
 

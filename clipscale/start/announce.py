@@ -3,8 +3,8 @@
 import math
 
 from clipscale.common.run_folder import CONFIG
-from clipscale.common.terminal import log_line
-from clipscale.config.train import batch_exceeds_data, beyond_published, changes_since, samples_of
+from clipscale.common.terminal import log_line, log_warning
+from clipscale.config.train import batch_exceeds_data, beyond_published, difference_lines, samples_of
 from clipscale.log.records import rate_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.start.build import Components
@@ -21,7 +21,7 @@ def announce(settled: SettledRun, components: Components) -> None:
     samples = None if len(settled.stages) > 1 else samples_of(settled.config, epoch_samples)
     for warning in (batch_exceeds_data(settled.config, epoch_samples), beyond_published(settled.config.batch, samples)):
         if warning:
-            log_line(f"warning: {warning}", error=True)
+            log_warning(warning, error=True)
     model = components.train_step.model
     if model.is_captioner and not components.train_step.inputs.sort_captions:
         log_line(
@@ -38,7 +38,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
     step = settled.step
     config = settled.config
     if step:
-        changes = changed_settings(settled, schedule)
+        changes = changes_at_resume(settled, schedule)
         changed = ""
         if changes:
             changed = "; changed: " + ", ".join(changes)
@@ -51,16 +51,16 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
     if step >= schedule.end:
         log_line("nothing is left to train; more samples= go on with it")
     elif 0 < schedule.total <= schedule.warmup:
-        log_line(
-            f"warning: schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "
+        log_warning(
+            f"schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "
             "give a share, as in schedule.warmup=5%",
             error=True,
         )
 
 
-def changed_settings(settled: SettledRun, schedule: Schedule) -> list[str]:
+def changes_at_resume(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = changes_since(settled.folder / CONFIG, settled.yaml)
+    changes = difference_lines(settled.folder / CONFIG, settled.yaml)
     before = rate_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
     if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):

@@ -6,7 +6,7 @@ from pathlib import Path
 from clipscale import checkpoint
 from clipscale.common import ranks
 from clipscale.common.run_folder import CONFIG
-from clipscale.config.train import TrainConfig, changes_since
+from clipscale.config.train import TrainConfig, difference_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
@@ -38,7 +38,7 @@ def move_unused_aside(settled: SettledRun) -> None:
     """
     move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
     if settled.step:
-        read_or_move_aside(settled.folder / CONFIG, partial(changes_since, settings=settled.yaml))
+        read_or_move_aside(settled.folder / CONFIG, partial(difference_lines, settings=settled.yaml))
 
 
 def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> MetricLog:

@@ -17,7 +17,7 @@ from clipscale.config.train import (
     MAX_SAMPLES,
     TrainConfig,
     beyond_published,
-    changes_since,
+    difference_lines,
     to_yaml,
     warnings,
     with_defaults,
@@ -92,9 +92,9 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     )
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(before))
-    assert changes_since(file, to_yaml(before)) == []
+    assert difference_lines(file, to_yaml(before)) == []
     changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
-    assert changes_since(file, to_yaml(after)) == changed
+    assert difference_lines(file, to_yaml(after)) == changed
 
 
 @pytest.mark.parametrize(
