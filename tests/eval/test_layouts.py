@@ -396,7 +396,7 @@ def test_shards_of_pairs_are_read(tmp_path: Path) -> None:
 
 
 def test_the_camera_orientation_counts_in_held_out_pairs_alone(tmp_path: Path) -> None:
-    """As in training. Published layouts are measured without it, as open_clip does."""
+    """Training does the same. Published layouts are measured without it, as open_clip does."""
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = np.repeat(np.repeat(np.random.default_rng(0).integers(0, 256, (2, 4, 3), dtype=np.uint8), 16, 0), 16, 1)
