@@ -114,7 +114,7 @@ class ColourModel(nn.Module):
         super().__init__()
         self.logit_scale = torch.zeros(())
         self.logit_bias: Tensor | None = None
-        self.decoder = None
+        self.is_captioner = False
         self.passes = 0
         self.modes: set[bool] = set()
 
