@@ -28,7 +28,7 @@ from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
-from clipscale.start.begin import ReadyRun, begin
+from clipscale.start.begin import RunParts, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import no_compilation
@@ -54,14 +54,14 @@ def train(config: TrainConfig) -> RunResult:
         run_on_rank0(world, lock.acquire)
         check_shared(lock.folder, world)
         while True:
-            ready = begin(config, world, copies)
-            results = TrainLoop(ready, world, lock).run()
-            copies = ready.saver.copies
-            if ready.settled.stage.is_last:
+            parts = begin(config, world, copies)
+            results = TrainLoop(parts, world, lock).run()
+            copies = parts.saver.copies
+            if parts.stage.is_last:
                 if copies and world.is_rank0 and copies.close(config.launch.timeout_s, results):
-                    mark_complete(ready.settled.folder, results)
+                    mark_complete(parts.folder, results)
                 return results
-            del ready  # frees its model before the next stage's is built
+            del parts  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
     finally:
         lock.release()
@@ -71,50 +71,50 @@ def train(config: TrainConfig) -> RunResult:
 class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
-    def __init__(self, ready: ReadyRun, world: World, lock: RunLock | None = None) -> None:
+    def __init__(self, parts: RunParts, world: World, lock: RunLock | None = None) -> None:
         """`lock`: the lock of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
-        self.ready = ready
+        self.parts = parts
         self.world = world
         self.lock = lock
-        self.train_step = ready.components.train_step
-        self.stream = ready.components.stream
-        self.schedule = ready.components.schedule
+        self.train_step = parts.train_step
+        self.stream = parts.stream
+        self.schedule = parts.schedule
         # Completed steps.
-        self.step = ready.settled.step
+        self.step = parts.step
         # The step with which the run, or the stage, ends.
-        self.end_step = ready.components.schedule.end
+        self.end_step = parts.schedule.end
         # The last completed step's loss.
-        self.loss = ready.settled.loss
+        self.loss = parts.loss
         self.signal_poller = SignalPoller(world)
         self.saved_at = time.monotonic()
 
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
-        ready = self.ready
+        parts = self.parts
         self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
-            closing_all(ready.records),
+            closing_all(parts.records),
             self.signal_poller,
-            closing_all(self.stream, ready.saver),
+            closing_all(self.stream, parts.saver),
             saving_completed_steps(self),
         ):
-            if self.step == 0 < self.end_step and ready.evaluates_start:
+            if self.step == 0 < self.end_step and parts.evaluates_start:
                 self.evaluate()
             while self.step < self.end_step:
                 next_step = self.run_step()
                 is_last = self.step == self.end_step
                 is_best = False
-                if ready.intervals.evaluates_after(self.step) and not is_last:
+                if parts.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = ready.saver.would_be_best(self.step)
-                if is_best or is_last or next_step.wants_save or ready.intervals.saves_after(self.step):
+                    is_best = parts.saver.would_be_best(self.step)
+                if is_best or is_last or next_step.wants_save or parts.intervals.saves_after(self.step):
                     self.save(wait=is_last)
-            if ready.evaluation.sets:
+            if parts.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(ready.settled.folder), "step": self.step, "loss": self.loss, "eval": results}
+        result: RunResult = {"run": str(parts.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0:
-            log_end(result, ready.evaluation.facts["precision"], ready.expected, ready.saver.retention.best)
+            log_end(result, parts.evaluation.facts["precision"], parts.expected, parts.saver.retention.best)
         return result
 
     def run_step(self) -> StepAgreement:
@@ -124,28 +124,28 @@ class TrainLoop:
         """
         step = self.step + 1
         train_step = self.train_step
-        ready = self.ready
+        parts = self.parts
         lr = self.schedule.apply(train_step.optimizer, self.step)
         with rollback_on_error(train_step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 wait_for_first_samples(batch)
-            if self.step == ready.settled.step:
+            if self.step == parts.step:
                 show_task(f"step {step}, the first of this start")
-            is_overdue = self.world.is_rank0 and ready.intervals.is_overdue(time.monotonic() - self.saved_at)
+            is_overdue = self.world.is_rank0 and parts.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
                 batch, self.stream, step, wants_save=is_overdue, before_chunk=self.make_before_chunk(len(batch))
             )
         self.step = step  # what fails from here on undoes nothing
         self.loss = result.numbers.loss
-        stage = ready.settled.stage
+        stage = parts.stage
         record: StepRecord = {
             "step": step,
             "samples": stage.samples_before(step),
             "batch": stage.global_batch,
             "lr": lr,
         }
-        ready.records.add(record, result, train_step.model.logit_scale.exp())
+        parts.records.add(record, result, train_step.model.logit_scale.exp())
         train_step.set_keep_budget_if_unknown(result.timer)
         return result.next_step
 
@@ -156,7 +156,7 @@ class TrainLoop:
         step as soon as the device has finished it.
         """
         passes = count()
-        records = self.ready.records
+        records = self.parts.records
 
         def before_chunk() -> None:
             self.signal_poller.poll()
@@ -168,17 +168,17 @@ class TrainLoop:
     def evaluate(self) -> Results:
         """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
         train_step = self.train_step
-        evaluation = self.ready.evaluation
-        records = self.ready.records
+        evaluation = self.parts.evaluation
+        records = self.parts.records
         records.flush()
         ema = train_step.ema if evaluation.uses_ema else None
-        with ema.swapped_in() if ema else nullcontext(), no_compilation(self.ready.components.is_compiled):
+        with ema.swapped_in() if ema else nullcontext(), no_compilation(self.parts.is_compiled):
             results = evaluate(
                 train_step.model,
                 evaluation,
                 self.world,
                 autocast=train_step.precision.autocast,
-                file=ResultsFile(self.ready.settled.folder, self.step, evaluation.facts),
+                file=ResultsFile(self.parts.folder, self.step, evaluation.facts),
                 poll=partial(self.signal_poller.poll, every_call=True),
                 poll_while_waiting=self.signal_poller.poll_while_waiting,
                 progress=records.show_progress,
@@ -189,19 +189,19 @@ class TrainLoop:
 
     def save(self, *, wait: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: wait until it is complete."""
-        self.ready.records.flush()
+        self.parts.records.flush()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = self.ready.settled.stage.samples_before(self.step)
-        description = replace(self.ready.description, step=self.step, samples=samples, loss=self.loss)
-        saver = self.ready.saver
+        samples = self.parts.stage.samples_before(self.step)
+        description = replace(self.parts.description, step=self.step, samples=samples, loss=self.loss)
+        saver = self.parts.saver
         with ending_if_removed(self.lock, self.world, saver, self.step):
             saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
         """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
-        saver = self.ready.saver
+        saver = self.parts.saver
         if self.step != saver.newest_step:
             self.save(wait=True)
         saver.wait_for_copy(COPY_S)

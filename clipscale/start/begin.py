@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.chosen_checkpoint import Best, Goal
@@ -9,47 +10,36 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
+from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
-from clipscale.start.build import Components, build
+from clipscale.start.build import build
 from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
-from clipscale.start.settle import SettledRun, settle
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """When a run evaluates and saves, beside its end. 0: never."""
-
-    # Steps between evaluations.
-    evaluation: int = 0
-    # Steps between checkpoints.
-    save: int = 0
-    # Seconds between checkpoints.
-    save_s: float = 0.0
-
-    def evaluates_after(self, step: int) -> bool:
-        return self.evaluation > 0 and step % self.evaluation == 0
-
-    def saves_after(self, step: int) -> bool:
-        return self.save > 0 and step % self.save == 0
-
-    def is_overdue(self, seconds: float) -> bool:
-        """Whether a checkpoint is due `seconds` after the last one."""
-        return 0 < self.save_s < seconds
+from clipscale.start.settle import SettledRun, Stage, settle
+from clipscale.step.optim import Schedule
+from clipscale.step.train_step import TrainStep
 
 
 @dataclass
-class ReadyRun:
-    """A run, or one stage of it, that is ready for its next step."""
+class RunParts:
+    """What the loop of a run, or of one stage of it, uses."""
 
-    # The run's folder and stage, and the step and loss from which it goes on. The loop reads no setting of it.
-    settled: SettledRun
-    components: Components
+    folder: Path
+    stage: Stage
+    # The step after which the loop goes on, and its loss; see SettledRun.
+    step: int
+    loss: float
+    train_step: TrainStep
+    stream: TrainStream
+    schedule: Schedule
+    # Whether the towers run compiled code.
+    is_compiled: bool
     evaluation: Evaluation
     # Published scores of the preset.
     expected: Expected
@@ -62,7 +52,7 @@ class ReadyRun:
     description: checkpoint.CheckpointState
 
 
-def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> ReadyRun:
+def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> RunParts:
     """Begin or resume the run, or begin its next stage. A collective. If it raises UserError, no process is left.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
@@ -101,9 +91,15 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         undo.pop_all()
 
     save_steps, save_seconds = config.checkpoint.interval
-    return ReadyRun(
-        settled=settled,
-        components=components,
+    return RunParts(
+        folder=settled.folder,
+        stage=settled.stage,
+        step=settled.step,
+        loss=settled.loss,
+        train_step=components.train_step,
+        stream=components.stream,
+        schedule=components.schedule,
+        is_compiled=components.is_compiled,
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
         evaluates_start=bool(config.model.weights and evaluation.sets),

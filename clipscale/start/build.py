@@ -50,7 +50,7 @@ from clipscale.step.train_step import TrainStep
 
 @dataclass
 class Components:
-    """The parts that the loop of a run needs."""
+    """The data, the step and its schedule, ready for the next step."""
 
     train_step: TrainStep
     stream: TrainStream
