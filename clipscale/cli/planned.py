@@ -39,8 +39,8 @@ def send_plan(connection: Connection, config: TrainConfig) -> None:
     connection.send(outcome)
 
 
-class Planner:
-    """The planner's process, and a thread that prints the plan. `start_planner` starts both."""
+class PlanProcess:
+    """The process that plans a run, and a thread that prints its plan. `start_plan_process` starts both."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         """`connection`: the one to the process."""
@@ -85,7 +85,7 @@ class Planner:
         interrupt()
 
 
-def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
+def start_plan_process(config: TrainConfig, *, forked: bool) -> PlanProcess:
     """Start the planner's process, and the thread that waits for its plan.
 
     `forked`: whether the process is a fork of the data workers' server, which has imported torch. Otherwise the process
@@ -97,9 +97,9 @@ def start_planner(config: TrainConfig, *, forked: bool) -> Planner:
     with blocked():
         process.start()
     planner_end.close()
-    planner = Planner(process, connection)
-    planner.start()
-    return planner
+    plan_process = PlanProcess(process, connection)
+    plan_process.start()
+    return plan_process
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
 
     If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """
-    planner = start_planner(config, forked=forked)
+    plan_process = start_plan_process(config, forked=forked)
     try:
         with interruptible():
             try:
                 yield
             finally:
-                planner.close()  # a refusal that comes at the run's very end raises KeyboardInterrupt here
+                plan_process.close()  # a refusal that comes at the run's very end raises KeyboardInterrupt here
     except (KeyboardInterrupt, StoppedError):
-        if planner.refusal:
-            raise UserError(planner.refusal) from None
+        if plan_process.refusal:
+            raise UserError(plan_process.refusal) from None
         raise

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.cli.planned import Planner, planned
+from clipscale.cli.planned import PlanProcess, planned
 from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
@@ -23,7 +23,7 @@ from tests.cli.conftest import Cli, tiny
 REFUSED = {"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}
 
 
-def answer(_: Planner) -> tuple[Record, str]:
+def answer(_: PlanProcess) -> tuple[Record, str]:
     time.sleep(0.5)  # the run has begun
     return REFUSED, ""
 
@@ -56,7 +56,7 @@ def test_a_planner_that_fails_costs_a_line(
 
 def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run would last for hours."""
-    monkeypatch.setattr(Planner, "_answer", answer)
+    monkeypatch.setattr(PlanProcess, "_answer", answer)
     status, _, err = cli(*tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true"))
     assert status == 2, err
     assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in err
@@ -67,7 +67,7 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
     monkeypatch: pytest.MonkeyPatch, loading: Any
 ) -> None:
     """An import swallows the interrupt, or a background script ignores it."""
-    monkeypatch.setattr(Planner, "_answer", answer)
+    monkeypatch.setattr(PlanProcess, "_answer", answer)
     before = signal.signal(signal.SIGINT, loading)
     try:
         with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
