@@ -58,7 +58,7 @@ def train(config: TrainConfig) -> RunResult:
             results = TrainLoop(parts, world, lock).run()
             copies = parts.saver.copies
             if parts.stage.is_last:
-                if copies and world.is_rank0 and copies.close(config.launch.timeout_s, results):
+                if world.is_rank0 and copies.close(config.launch.timeout_s, results):
                     mark_complete(parts.folder, results)
                 return results
             del parts  # frees its model before the next stage's is built

@@ -17,7 +17,6 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import CopyThread
-from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
     meta_text,
@@ -55,19 +54,12 @@ class Saver:
     write changes no earlier one.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        world: World,
-        retention: Retention,
-        copies: CopyThread | None = None,
-        newest_step: int | None = None,
-    ) -> None:
-        """`copies`: copies each checkpoint. `newest_step`: see the attribute."""
+    def __init__(self, run_dir: Path, world: World, copies: CopyThread, newest_step: int | None = None) -> None:
+        """`copies`: copies each checkpoint; its retention holds in the run's folder, too. `newest_step`: see below."""
         self.run_dir = run_dir
         self.world = world
-        self.retention = retention
         self.copies = copies
+        self.retention = copies.retention
         # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
         # new run: its start is not saved. None for a state from another folder, so that even its first step is saved.
         self.newest_step = newest_step
@@ -139,7 +131,7 @@ class Saver:
     def wait_for_copy(self, limit_s: float) -> None:
         """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
         self.wait_for_save()
-        if self.copies and self.copies.address:
+        if self.copies.address:
             run_on_rank0(self.world, partial(self.copies.close, limit_s))
 
     def would_be_best(self, step: int) -> bool:
@@ -183,9 +175,8 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        if self.copies:
-            self.copies.request()
-        copying = self.copies.copying if self.copies else []
+        self.copies.request()
+        copying = self.copies.copying
         for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
             if old not in copying:
                 folder.remove(old)

@@ -71,10 +71,9 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
     """A saver whose checkpoints are copied into the `store`."""
-    kept = checkpoint.Retention(**retention)
-    copies = checkpoint.CopyThread(run, f"file://{store}", kept)
+    copies = checkpoint.CopyThread(run, f"file://{store}", checkpoint.Retention(**retention))
     copies.start()
-    return checkpoint.Saver(run, ONE_RANK, kept, copies)
+    return checkpoint.Saver(run, ONE_RANK, copies)
 
 
 def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:

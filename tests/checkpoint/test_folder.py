@@ -32,7 +32,7 @@ from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_outdated_aside
 from tests.conftest import Capture
-from tests.support.checkpoints import ONE_RANK, save, steps, write_result
+from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result
 from tests.support.user_errors import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -49,7 +49,7 @@ def some_state(value: float = 1.0) -> dict:
 def test_a_save_returns_while_the_disk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     returned, write = Event(), FileSystemWriter.write_data
     monkeypatch.setattr(FileSystemWriter, "write_data", lambda *given: returned.wait(120) and write(*given))
-    saver = checkpoint.Saver(tmp_path, ONE_RANK, checkpoint.Retention())
+    saver = saver_of(tmp_path)
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert steps(tmp_path) == []
     returned.set()
@@ -122,7 +122,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture) -> None:
-    saver = checkpoint.Saver(disk, ONE_RANK, checkpoint.Retention())
+    saver = saver_of(disk)
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(checkpoint.CheckpointState(step, model={"w": torch.zeros(numbers)}))
     saver.close()
@@ -136,7 +136,7 @@ def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     lost = Future()
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
-    saver = checkpoint.Saver(tmp_path, ONE_RANK, checkpoint.Retention())
+    saver = saver_of(tmp_path)
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     saver.close()
     assert "not complete (Connection closed by peer" in capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     for step, value in values.items():
         write_result(tmp_path, step, value, goal.rpartition("/")[2])
     retention = checkpoint.Retention(1, best=Best(tmp_path, Goal.parse("checkpoint.best", goal)))
-    saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
+    saver = saver_of(tmp_path, retention)
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
     assert steps(tmp_path) == ([best] if best else []) + [7]
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     for step, value in ((1, 0.7), (2, 0.5)):
         write_result(tmp_path, step, value)
     retention = checkpoint.Retention(best=Best(tmp_path, Goal.parse("checkpoint.best", "birds/top1")))
-    saver = checkpoint.Saver(tmp_path, ONE_RANK, retention)
+    saver = saver_of(tmp_path, retention)
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert not saver.would_be_best(2)
     may_fail.set()

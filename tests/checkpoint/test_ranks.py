@@ -15,7 +15,7 @@ from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
 from clipscale.common.run_folder import path_of
 from clipscale.distributed.world import World
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save, saver_of
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_ranks_write_about_equally_many_bytes() -> None:
 
 
 def write(rank: int, world_size: int, run: Path, step: int) -> str:
-    saver = checkpoint.Saver(run, World(rank, world_size, CPU), checkpoint.Retention())
+    saver = saver_of(run, world=World(rank, world_size, CPU))
     saver.save(checkpoint.CheckpointState(step, **state(world_size)))
     try:
         saver.wait_for_save()

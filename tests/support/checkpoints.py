@@ -22,10 +22,15 @@ def steps(run: Path) -> list[int]:
     return [step_of(path) for path in checkpoints_of(run)]
 
 
+def saver_of(run: Path, retention: checkpoint.Retention | None = None, world: World = ONE_RANK) -> checkpoint.Saver:
+    """A saver that copies nothing. `retention`: None for the default."""
+    return checkpoint.Saver(run, world, checkpoint.CopyThread(run, "", retention or checkpoint.Retention()))
+
+
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     retention = checkpoint.Retention(keep, keep_every)
-    checkpoint.Saver(run, ONE_RANK, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
+    saver_of(run, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
     return path_of(run, step)
 
 
