@@ -1,6 +1,6 @@
 """The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
 
-docs/contributing/architecture.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
+docs/contributing/how-to-add.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
 own (distillation/objective.py) and is not in OBJECTIVES.
 """
 
