@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -83,8 +83,22 @@ def _caption_files(candidates: Iterable[Path]) -> dict[Path, CaptionsByImage]:
     return captions
 
 
-def with_images(file: Path, captions: CaptionsByImage, folder: Path | None = None) -> RetrievalSet:
-    """The set of a caption file, with the images of `folder`, or of the one where they are. Raises UserError."""
+def choose_by_setting(folder: Path) -> str:
+    """How to evaluate on the images of this one of several folders."""
+    return f"give one of the two, as eval.sets={shlex.quote(str(folder))}"
+
+
+def with_images(
+    file: Path,
+    captions: CaptionsByImage,
+    folder: Path | None = None,
+    *,
+    remedy: Callable[[Path], str] = choose_by_setting,
+) -> RetrievalSet:
+    """The set of a caption file, with the images of `folder`, or of the one where they are. Raises UserError.
+
+    `remedy`: what the error advises where several folders have as many of the images, from the first of them.
+    """
     if not any(captions.values()):
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
     return RetrievalSet(
@@ -92,7 +106,7 @@ def with_images(file: Path, captions: CaptionsByImage, folder: Path | None = Non
         path=file,
         images=[
             ImageRef(path, fault="" if texts else "no_caption")
-            for path, texts in zip(_images_of(file, list(captions), folder), captions.values())
+            for path, texts in zip(_images_of(file, list(captions), folder, remedy), captions.values())
         ],
         answers=list(captions.values()),
     )
@@ -116,7 +130,7 @@ def _coco(record: Record) -> Iterator[CaptionedImage]:
             yield CaptionedImage(str(number), captions, fault=NOT_LISTED)
 
 
-def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
+def _images_of(file: Path, names: Sequence[str], folder: Path | None, remedy: Callable[[Path], str]) -> list[Path]:
     """Find the images that a caption file names. Returns their paths.
 
     Searches `folder`, if that is given. Otherwise the first of these places that has any of the images:
@@ -149,8 +163,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
     best, *others = [candidate for candidate in candidates if candidate.found == most]
     if others:
         raise UserError(
-            f"eval.sets: the images of {file} are in {best.folder} and in {others[0].folder}; give one of the two, as "
-            f"eval.sets={shlex.quote(str(best.folder))}"
+            f"eval.sets: the images of {file} are in {best.folder} and in {others[0].folder}; {remedy(best.folder)}"
         )
     return best.paths
 

@@ -1,6 +1,7 @@
 """Reads pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -118,7 +119,7 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
         if not chosen:
             there = ",".join(dict.fromkeys(entry.split for entry in entries))
             raise UserError(f"{file} has no image of the splits {', '.join(splits)}; choose among 'splits=[{there}]'")
-        loaded = captions.with_images(file, chosen)
+        loaded = captions.with_images(file, chosen, remedy=lambda folder: beside_images(file, folder))
     except UserError as error:
         raise UserError(str(error).removeprefix("eval.sets: ")) from error
     root = root or str(file.parent.parent.resolve())
@@ -127,6 +128,12 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
     for entry in entries:
         if fault := entry.fault or (f"{SPLIT}{entry.split}" if entry.split not in ("", *splits) else ""):
             yield Pair(entry.name, Place("", "", root), [], {}, broken=fault)
+
+
+def beside_images(file: Path, folder: Path) -> str:
+    """What decides where two folders have a caption file's images: a folder with the file is taken before others."""
+    copied = f"cp {shlex.quote(str(file))} {shlex.quote(str(folder))}/"
+    return f"put all into one folder, or pack a copy of the file beside those you mean: {copied}"
 
 
 def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:

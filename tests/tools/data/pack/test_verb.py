@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +26,7 @@ from tests.eval.sets import COLOURS, NAMES, picture
 from tests.support.user_errors import refused
 from tests.tools.data.pack.packing import (
     KINDS,
+    as_coco,
     as_csv,
     as_parquet,
     as_texts_beside,
@@ -138,6 +142,23 @@ def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Pat
     (tmp_path / "files/deep/red.txt").write_text("red")
     repaired = packed(tmp_path / "files", tmp_path / "third")
     assert repaired == ({"deep/red.png": "red"}, {}), "the source's folder is as old as it was"
+
+
+def test_where_two_folders_have_the_images_a_copy_of_the_caption_file_decides(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    file = as_coco(pictures)
+    for name in ("a", "b b"):
+        shutil.copytree(pictures / "deep", pictures / name / "deep")
+    shutil.rmtree(pictures / "deep")
+    assert pack_to(tmp_path / "out", file) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "eval.sets" not in line and f"are in {pictures}/a and in {pictures}/b b; put all into one folder" in line
+    command = line.partition("those you mean: ")[2]
+    assert shlex.split(command) == ["cp", str(file), f"{pictures}/a/"], line
+    subprocess.run(command, shell=True, check=True)
+    pairs, reasons = packed(pictures / "a" / file.name, tmp_path / "out")
+    assert len(pairs) == 6 and not reasons
 
 
 @pytest.mark.parametrize("table", ["metadata.csv", "deep/metadata.csv"])
