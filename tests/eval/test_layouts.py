@@ -332,6 +332,26 @@ def test_a_folder_with_cocos_caption_files_below_is_no_set_of_classes(tmp_path: 
     assert load_set(root).kind == "classification"
 
 
+@pytest.mark.parametrize(
+    "damaged", ['{"images": [{"id": 1, "file_na', '{"info": {}}', ""], ids=["cut", "other", "empty"]
+)
+@pytest.mark.parametrize("place", ["annotations", ""], ids=["below", "inside"])
+def test_a_damaged_caption_file_of_cocos_is_named(tmp_path: Path, place: str, damaged: str) -> None:
+    """The pictures of its folder would be taken for classes, or the other file for the one that is meant."""
+    root = folders(tmp_path / "coco", ["train2017", "val2017"])
+    notes = root / place
+    notes.mkdir(exist_ok=True)
+    file = notes / "captions_val2017.json"
+    coco = {"images": [{"id": 1, "file_name": "1.PNG"}], "annotations": [{"image_id": 1, "caption": "red"}]}
+    for other in ((), ("captions_train2017.json",)):
+        file.write_text(damaged)
+        for name in other:
+            (notes / name).write_text(json.dumps(coco))
+        load_set.cache_clear()
+        with refused(f"{file} is neither COCO's caption JSON nor Karpathy's .*; fetch it again, or remove it"):
+            load_set(root)
+
+
 def test_a_line_counts_cocos_captions_of_images_that_are_not_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -15,8 +14,9 @@ from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef, warn_once
 from clipscale.eval.sets.prompts import stripped
 
-# Names of the published caption files: COCO's and Karpathy's.
-PUBLISHED = ("captions_*.json", "dataset_*.json")
+# Names of the published caption files: COCO's and Karpathy's. Other programs' files have names like Karpathy's.
+COCOS = "captions_*.json"
+PUBLISHED = (COCOS, "dataset_*.json")
 # Fault of an image that has COCO's annotations but is not among its images.
 NOT_LISTED = "not_in_images"
 # Name of an image -> its captions.
@@ -65,12 +65,15 @@ def entries(file: Path) -> list[CaptionedImage]:
 
 
 def caption_files(folder: Path) -> dict[Path, CaptionsByImage]:
-    """The caption files of a folder, among its JSON files."""
+    """The caption files of a folder, among its JSON files. Raises UserError for a damaged one of COCO's."""
     return _caption_files(file for file in files.visible_entries(folder) if file.suffix == ".json")
 
 
 def published_files_below(folder: Path) -> dict[Path, CaptionsByImage]:
-    """The caption files in the folders of a folder, among those with PUBLISHED names: other JSON there may be large."""
+    """The caption files in the folders of a folder, among those with PUBLISHED names: other JSON there may be large.
+
+    Raises UserError for a damaged one of COCO's.
+    """
     return _caption_files(sorted(file for name in PUBLISHED for file in folder.glob(f"*/{name}")))
 
 
@@ -78,8 +81,11 @@ def _caption_files(candidates: Iterable[Path]) -> dict[Path, CaptionsByImage]:
     captions = {}
     for file in candidates:
         if file.is_file():
-            with suppress(UserError):
+            try:
                 captions[file] = read(file)
+            except UserError as error:
+                if file.match(COCOS):
+                    raise UserError(f"{error}; fetch it again, or remove it from there") from error
     return captions
 
 
