@@ -1,5 +1,7 @@
-"""The free memory of this machine and of this process's control groups."""
+"""The free memory of this machine and of this process's control groups, and what happens to memory that is freed."""
 
+import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 # File of the limit, in versions 2 and 1 of control groups -> the fields of `memory.stat` that count as used. The page
 # cache does not count.
 LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
+# Options of glibc's mallopt(3): the free memory at the heap's end that is given back, and the blocks outside the heap.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def free_memory() -> int:
@@ -35,3 +39,16 @@ def control_groups() -> Iterator[Path]:
             folder = GROUPS / controllers / path.lstrip("/")
             yield folder
             yield from folder.parents
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for the next allocation of this process.
+
+    As it comes, it returns large blocks to the system, which clears every page again when the next step allocates the
+    same activations: up to a fifth of a step's time on a CPU. The process may hold a third more memory, because its heap
+    has gaps. Changes nothing with another C library, or where an environment variable MALLOC_* configures malloc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

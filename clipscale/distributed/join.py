@@ -12,6 +12,7 @@ import torch.distributed as dist
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
+from clipscale.common.memory import keep_freed_memory
 from clipscale.distributed.rank_signals import RankSignals
 from clipscale.distributed.world import TIMEOUT, World
 
@@ -40,8 +41,10 @@ def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores())
+    else:
+        keep_freed_memory()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(cores())
     signal_store = None
     if size > 1 and not dist.is_initialized():
         allow_open_files()
