@@ -157,9 +157,13 @@ class TrainStep:
         return [image_features, self.cache.encode_tower(1, caption_loader, before_chunk)], caption_loader
 
     def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The features of images and of captions, (N, D) each, given what `encode` returned."""
+        """The features of images and of each image's first caption, (N, D) each, given what `encode` returned.
+
+        The texts are (N k + M, D): the k captions of the first image, of the second, ..., then M hard negatives.
+        """
         images, texts = features
-        return images, texts
+        captions = self.batch_loss.captions_per_image
+        return images, texts[: len(images) * captions : captions]
 
     @property
     def chunk_loss_weight(self) -> float:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.gradients import gradients, whole
 from tests.support.killed_runs import whole_and_killed
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, four_step_config, train_loop
+from tests.support.user_errors import refused
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -100,6 +102,25 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.train_step.model), run.loss, rows
+
+
+def test_statistics_pair_an_image_with_its_own_first_caption(shard: str, tmp_path: Path) -> None:
+    run = train_loop(config_of(shard, tmp_path / "run", data=SEVERAL | NEGATIVES), World(0, 1, torch.device("cpu")))
+    run.stream.close()
+    images = torch.eye(8)
+    captions = torch.stack([images, -images, -images], 1).flatten(0, 1)
+    pending = run.train_step.begin_statistics([images, torch.cat([captions, -images])], step=1)
+    assert pending and pending.read()["nearest"] == 1
+
+
+def test_kernels_are_refused_where_a_sample_is_in_a_batch_twice(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    config = config_of(shard, tmp_path / "run", data={"same": None, "sample_weights": OFTEN})
+    config = replace(config, loss=replace(config.loss, backend="triton"))
+    with refused(r"loss.backend=triton: .* data.sample_weights=.*loss.backend=auto"):
+        train_loop(config, World(0, 1, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
