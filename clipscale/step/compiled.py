@@ -60,12 +60,19 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 
 
 def try_compiled(
-    model: ClipModel, towers: list[Tower], chunk_sizes: ChunkSizes, local_batch: int, precision: Precision, world: World
+    model: ClipModel,
+    towers: list[Tower],
+    chunk_sizes: ChunkSizes,
+    local_batch: int,
+    precision: Precision,
+    world: World,
+    texts_per_sample: int = 1,
 ) -> str:
     """Run the compiled towers once on chunks of random inputs, so that no step compiles. Returns why they do not run;
     empty if they do.
 
-    `local_batch`: samples of this process. Their last chunk may be shorter. If a rank fails, all ranks run without
+    `local_batch`: samples of this process, with `texts_per_sample` captions and hard negatives each. The last chunk of
+    images, or of texts, may be shorter. If a rank fails, all ranks run without
     compiled code from then on. But FSDP2 gathers weights in these passes: if the compiler fails on some ranks alone,
     the others wait for them until `World.timeout`, and the run ends.
     """
@@ -73,7 +80,10 @@ def try_compiled(
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
-                run_every_pass(model, tower, chunk_sizes, local_batch, precision, has_other_ranks=world.size > 1)
+                is_image = tower is model.image
+                chunk = chunk_sizes.image if is_image else chunk_sizes.text
+                rows = local_batch if is_image else local_batch * texts_per_sample
+                run_every_pass(model, tower, chunk, rows, precision, has_other_ranks=world.size > 1)
     except Exception as error:  # a compiler's failure does not end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -86,8 +96,8 @@ def try_compiled(
 def run_every_pass(
     model: ClipModel,
     tower: Tower,
-    chunk_sizes: ChunkSizes,
-    local_batch: int,
+    chunk: int,
+    rows: int,
     precision: Precision,
     *,
     has_other_ranks: bool,
@@ -95,16 +105,15 @@ def run_every_pass(
     """Run every kind of pass of a tower, on random inputs: full and last chunks, with cast weights and, as DDP sums in
     a last chunk, with the tower's own. A collective under FSDP2.
 
+    `rows`: the tower's images or texts in a step. There may be fewer than `chunk`, which an earlier start has chosen.
+
     `has_other_ranks`: the steps then wrap the tower in DDP, which is not around it here. Or FSDP2 has sharded it: then
     no pass has cast weights.
     """
-    is_image = tower is model.image
-    chunk = chunk_sizes.image if is_image else chunk_sizes.text
-    draw = random_pixels if is_image else random_captions
+    draw = random_pixels if tower is model.image else random_captions
     cast_weights = CastWeights()
-    cast_weights.start_step(tower, precision.autocast, num_chunks=math.ceil(local_batch / chunk))
-    last_chunk = local_batch % chunk or chunk
-    for size in {chunk, last_chunk}:
+    cast_weights.start_step(tower, precision.autocast, num_chunks=math.ceil(rows / chunk))
+    for size in {min(chunk, rows), rows % chunk or chunk}:
         inputs = draw(model, precision.device, size)
         for is_last_backward in (False, True):
             casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, is_last_backward=False)

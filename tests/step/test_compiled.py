@@ -10,6 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.chunks import ChunkSizes
+from clipscale.step import compiled as compiled_module
 from clipscale.step.cache.kept_graphs import measured_graph
 from clipscale.step.compiled import compile_towers, innermost_blocks, no_compilation, try_compiled, worth_compiling
 from clipscale.step.precision import Precision
@@ -80,6 +81,17 @@ def compiled(rank: int, world_size: int, fails_at: int, lora: int) -> None:
     with no_compilation(not problem):
         model.image(pixels[:1])
     assert 1 not in sizes
+
+
+def test_towers_are_tried_with_the_sizes_of_their_own_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a checkpoint may be larger than a step of today; a sample may have several texts."""
+    model = small_model()
+    sizes: dict[nn.Module, set[int]] = {model.image: set(), model.text: set()}
+    monkeypatch.setattr(compiled_module, "both_passes", lambda tower, inputs: sizes[tower].add(len(inputs)))
+    chunk_sizes = ChunkSizes(8, 4, "cpu")
+    towers = [model.image, model.text]
+    assert not try_compiled(model, towers, chunk_sizes, 5, Precision.set_up("fp32", CPU), ONE_RANK, texts_per_sample=2)
+    assert sizes == {model.image: {5}, model.text: {4, 2}}
 
 
 @pytest.mark.slow
