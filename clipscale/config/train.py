@@ -278,6 +278,8 @@ PRETRAINING_LR = 5e-4
 
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
+    if config.loss.backend == "triton" and config.distill.teachers:
+        return ["loss.backend=triton: the teachers' loss has no kernels; it is computed as with loss.backend=auto"]
     if config.model.image.groups == 0 and not (config.model.weights or config.model.image.weights):
         return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
     lora = config.model.lora

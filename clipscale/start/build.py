@@ -118,7 +118,7 @@ def build(settled: SettledRun, world: World) -> Components:
 
         flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
         steps = schedule.end - settled.step
-        is_compiled = compile_if_worth(train_step, config.model.compile, flops, steps, share.local_batch, world)
+        is_compiled = compile_if_worth(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
     return Components(train_step, stream, schedule, flops, is_compiled)
 
@@ -152,8 +152,14 @@ def build_loss(
 ) -> BatchLoss:
     """The loss of the run's batches.
 
-    `repeats`: whether a sample may be in a batch twice. `runtime`: where it runs; None for this machine.
+    `repeats`: whether a sample may be in a batch twice. `runtime`: where it runs; None for this machine. Raises
+    UserError for kernels that do not take such samples.
     """
+    if repeats and config.loss.backend == "triton":
+        raise UserError(
+            f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
+            f"data.sample_weights={config.data.sample_weights} asks for; take loss.backend=auto"
+        )
     return BatchLoss(
         model,
         autocast=precision.autocast,
@@ -295,18 +301,27 @@ def restore_random(settled: SettledRun, world: World) -> None:
 
 
 def compile_if_worth(
-    train_step: TrainStep, setting: str, flops: Flops, steps: int, local_batch: int, world: World
+    train_step: TrainStep, config: TrainConfig, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
-    """Compile the towers if `setting`, model.compile, asks for it, or if the remaining `steps` are worth the time.
+    """Compile the towers if `model.compile` asks for it, or if the remaining `steps` are worth the time.
 
     Returns whether they run compiled code from now on.
     """
+    setting = config.model.compile
     flops_left = steps * local_batch * flops.per_sample()
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
     towers = compile_towers(train_step.model, lengths_vary=train_step.inputs.sort_captions)
-    problem = try_compiled(train_step.model, towers, train_step.chunk_sizes, local_batch, train_step.precision, world)
+    problem = try_compiled(
+        train_step.model,
+        towers,
+        train_step.chunk_sizes,
+        local_batch,
+        train_step.precision,
+        world,
+        config.data.texts_per_step,
+    )
     if problem and world.is_rank0:
         log_warning(f"model.compile={setting}: the towers run without compiled code ({problem})")
     return not problem

@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import OptimConfig
+from clipscale.config.sections import DistillConfig, LossConfig, OptimConfig
 from clipscale.config.train import (
     MAX_SAMPLES,
     TrainConfig,
@@ -40,6 +40,13 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config(model=ModelConfig(lora=4))) == [
         "model.lora=4 adapts random weights; give what it adapts, model.weights=..."
     ]
+
+
+def test_kernels_that_the_teachers_loss_does_not_have_give_a_warning() -> None:
+    kernels = LossConfig(backend="triton")
+    assert warnings(config(loss=kernels)) == []
+    [line] = warnings(config(loss=kernels, distill=DistillConfig(["big"])))
+    assert line.startswith("loss.backend=triton:") and "loss.backend=auto" in line
 
 
 @pytest.mark.parametrize(

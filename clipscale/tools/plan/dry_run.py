@@ -5,7 +5,7 @@ All sizes in bytes.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple, cast
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.chunks import ChunkSizes
+from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import WIDTH_MULTIPLE
@@ -25,7 +26,7 @@ from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_f
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import without_weights
-from clipscale.start.build import build_loss, build_step
+from clipscale.start.build import build_loss, build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.pair_encoder import pair_encoder
@@ -244,7 +245,11 @@ def build_dry_step(config: TrainConfig, model: ClipModel, dry_runtime: DryRunRun
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    loss = build_loss(config, model, precision, assumed_teachers(config, model), runtime=dry_runtime)
+    repeats = False
+    with suppress(UserError):  # a plan needs no file of sample weights
+        repeats = samples_repeat(config)
+    teachers = assumed_teachers(config, model)
+    loss = build_loss(config, model, precision, teachers, repeats=repeats, runtime=dry_runtime)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
     if dry_runtime.capability:
         choose_foreach(step.optimizer)

@@ -160,6 +160,15 @@ def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path,
         assert (f"samples in an epoch: {EPOCH}," in capsys.readouterr().out) == (name == "here")
 
 
+def test_a_loss_of_samples_that_repeat_is_planned_with_their_keys(tmp_path: Path) -> None:
+    for repeats in (True, False):
+        weights = (f"data.sample_weights={weighed(tmp_path / 'w.parquet', WEIGHTS)}",) if repeats else ()
+        config = plan_settings(*TINIEST, *weights, "hardware=h100-80g")
+        with planner.open_dry_run(on_machine(config), HARDWARE["h100-80g"]) as opened:
+            assert opened.step.batch_loss.uses_keys == repeats
+    plan(plan_settings(*TINIEST, f"data.sample_weights={tmp_path}/elsewhere.parquet", "hardware=h100-80g"))
+
+
 def test_what_does_not_fit_names_what_does() -> None:
     config = plan_settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=8G")
     result = plan(config)
