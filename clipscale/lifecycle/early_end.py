@@ -84,4 +84,6 @@ def closing_all(*resources: Closable) -> Iterator[None]:
 
 def early_end_message(number: int, step: int) -> str:
     """The message of a run that a signal has ended."""
-    return stop_message(number) + (f" after step {step} and saved" if step else " in the first step: nothing is saved")
+    return stop_message(number) + (
+        f" after step {step} and saved" if step else " before step 1 was complete: nothing is saved"
+    )

@@ -59,7 +59,7 @@ def test_the_first_batch_that_never_comes_is_not_waited_for(tmp_path: Path, monk
         web.faults = lambda number, path: "silent" if number > 1 else None
         with (
             signalled(lambda: web.done["silent"] > 0, signal.SIGINT),
-            pytest.raises(StoppedError, match=r"^stopped in the first step: nothing is saved"),
+            pytest.raises(StoppedError, match=r"^stopped before step 1 was complete: nothing is saved"),
         ):
             train(four_step_config("", tmp_path / "run", data=data))
     assert not checkpoints_of(tmp_path / "run")
