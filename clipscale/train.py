@@ -4,13 +4,14 @@ This is one process's part; the command line starts the processes. `start/begin.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from clipscale.checkpoint import CopyThread
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results, RunResult
@@ -54,7 +55,8 @@ def train(config: TrainConfig) -> RunResult:
         run_on_rank0(world, lock.acquire)
         check_shared(lock.folder, world)
         while True:
-            parts = begin(config, world, copies)
+            with copied_if_failed(copies, world):
+                parts = begin(config, world, copies)
             results = TrainLoop(parts, world, lock).run()
             copies = parts.saver.copies
             if parts.stage.is_last:
@@ -66,6 +68,17 @@ def train(config: TrainConfig) -> RunResult:
     finally:
         lock.release()
         destroy_world()
+
+
+@contextmanager
+def copied_if_failed(copies: CopyThread | None, world: World) -> Iterator[None]:
+    """Around the start of a later stage. If it fails, waits COPY_S for the copy of the stage before."""
+    try:
+        yield
+    except UserError:
+        if copies and world.is_rank0:
+            copies.close(COPY_S)
+        raise
 
 
 class TrainLoop:

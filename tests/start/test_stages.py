@@ -1,6 +1,7 @@
 """The stages of a run are one run: one curve, one order of samples, resumed anywhere bit for bit."""
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import yaml
 from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
+from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
-from clipscale.common.run_folder import checkpoints_of, path_of
+from clipscale.common.errors import UserError
+from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 from clipscale.config.model import TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
@@ -21,6 +24,8 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfi
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
+from clipscale.distributed.world import World
+from clipscale.start.begin import begin
 from clipscale.train import train
 from tests.support import runs
 from tests.support.checkpoints import ONE_RANK
@@ -49,6 +54,26 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return dict(checkpoint.load(path_of(run, step), entries=("model",)).model)
+
+
+def test_a_stage_that_does_not_start_waits_for_the_copy_of_the_one_before(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin_first(config: TrainConfig, world: World, copies: Any) -> Any:
+        if copies:
+            raise UserError("the second stage's set is gone")
+        return begin(config, world, copies)
+
+    def copy_slowly(*of: Any) -> None:
+        time.sleep(0.5)
+        copy_checkpoint(*of)
+
+    monkeypatch.setattr("clipscale.train.begin", begin_first)
+    monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", copy_slowly)
+    copied = CheckpointConfig(copy=str(tmp_path / "store"))
+    with refused("set is gone"):
+        train(staged(shards, tmp_path / "run", checkpoint=copied))
+    assert [step_of(path) for path in checkpoints_of(tmp_path / "store")] == [3]
 
 
 @pytest.fixture(scope="module")
