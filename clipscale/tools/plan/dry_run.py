@@ -130,8 +130,14 @@ class DryRun:
 
     @cached_property
     def caption_share(self) -> float:
-        """See the function of this name."""
-        return caption_share(self.model)
+        """The share of the context's tokens that the text tower computes for an average caption.
+
+        It is 1, or less if captions are sorted.
+        """
+        encoder = self.model.text.encoder
+        if not family_of(encoder).ignores_padding(encoder):
+            return 1.0
+        return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / self.model.context_length)
 
     @property
     def inputs(self) -> tuple[Row, Row]:
@@ -287,16 +293,6 @@ def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.
     if config.trains_captioner:
         return pair_encoder(model), nn.Module()
     return model.image, model.text
-
-
-def caption_share(model: ClipModel) -> float:
-    """The share of the context's tokens that the text tower computes for an average caption.
-
-    It is 1, or less if captions are sorted.
-    """
-    encoder = model.text.encoder
-    trimmed = family_of(encoder).ignores_padding(encoder)
-    return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / model.context_length) if trimmed else 1.0
 
 
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
