@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipscale import checkpoint
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
@@ -18,7 +19,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     `which` is `latest`, `best`, a step number, or a path; `weights` is `trained` or `ema`, their moving average.
     Adapters are merged. Raises UserError where there is no such checkpoint or average.
     """
-    path = checkpoint.locate(run, which)
+    path = locate(run, which)
     with to_user_error(f"checkpoint {path} holds no model"):
         state = checkpoint.load(path, entries=("model", "ema"))
         if weights == "ema" and not state.ema:

@@ -16,7 +16,6 @@ from clipscale.checkpoint.loading import load, read_values
 from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointState
-from clipscale.common.chosen_checkpoint import locate
 
 __all__ = [
     "CheckpointState",
@@ -25,7 +24,6 @@ __all__ = [
     "Saver",
     "check_copy",
     "load",
-    "locate",
     "make_folder",
     "prepare_checkpoint",
     "read_values",

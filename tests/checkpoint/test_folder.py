@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from clipscale import __version__, checkpoint
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.checkpoint.loading import verify
-from clipscale.common.chosen_checkpoint import Best, Goal
+from clipscale.common.chosen_checkpoint import Best, Goal, locate
 from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
@@ -291,12 +291,12 @@ def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -
         save(tmp_path, step, some_state(), keep=0)
         write_result(tmp_path, step, value)
     with pytest.raises(UserError, match=r"step=best: .* was not trained with checkpoint\.best"):
-        checkpoint.locate(tmp_path, "best")
+        locate(tmp_path, "best")
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top1}")
-    assert checkpoint.locate(tmp_path, "best").name == "step_00000002"
+    assert locate(tmp_path, "best").name == "step_00000002"
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
     with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
-        checkpoint.locate(tmp_path, "best")
+        locate(tmp_path, "best")
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:

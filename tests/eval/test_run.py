@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from clipscale import checkpoint
+from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
@@ -276,5 +277,5 @@ def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> 
     train(replace(plain, run=str(tmp_path / "evaluated"), eval=evaluated))
     assert len(list((tmp_path / "evaluated/eval").glob("step_*.json"))) > 2
     assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
-    ours, reference = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
+    ours, reference = (checkpoint.load(locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
     assert all(torch.equal(ours.model[name], value) for name, value in reference.model.items())
