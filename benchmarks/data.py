@@ -151,7 +151,7 @@ def our_batches(pattern: str, settings: SimpleNamespace) -> Generator[None]:
 
     config = DataConfig(train=[pattern], workers=settings.workers, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    share = BatchShare(settings.batch)
+    share = BatchShare(settings.batch, 0, 1)
     with open_stream(config, share, settings.image_size, tokenizer, order_shards(config, share, 0)) as stream:
         while True:
             batch = stream.next_batch()

@@ -170,7 +170,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
     model = model_of(case)
     world = World(rank, case.ranks, torch.device("cpu"))
-    towers = [wrap(world, tower, case.parallel) for tower in (model.image, model.text)]
+    towers = [wrap(world, tower, case.parallel, torch.float32) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None

@@ -88,8 +88,8 @@ class BatchShare:
     """The global batch, and a rank's share of it."""
 
     global_batch: int  # a multiple of `world_size`
-    rank: int = 0
-    world_size: int = 1
+    rank: int
+    world_size: int
 
     @property
     def local_batch(self) -> int:

@@ -23,7 +23,7 @@ _BROADCASTS_BUFFERS = next(
 )
 
 
-def wrap(world: World, tower: nn.Module, parallel: str = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
+def wrap(world: World, tower: nn.Module, parallel: str, dtype: torch.dtype) -> nn.Module:
     """The tower under DDP or FSDP2. Gradients are SUMMED, not averaged: each rank has a share of the gradient.
 
     A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch cannot on CPUs. FSDP2

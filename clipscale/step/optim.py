@@ -195,11 +195,11 @@ class Schedule:
         global_batch: int,
         samples: int,
         epoch_samples: int | None,
-        first_step: int = 0,
+        first_step: int,
     ) -> "Schedule":
         """The schedule of a run of `samples`. Raises UserError.
 
-        `epoch_samples`: samples of an epoch; None if unknown.
+        `epoch_samples`: samples of an epoch; None if unknown. `first_step`: see the attribute.
         """
         total = max(1, samples // global_batch)
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch

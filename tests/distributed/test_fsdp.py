@@ -166,7 +166,7 @@ def unlike(rank: int, ranks: int) -> list[float]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = tied(tokens)
         words, scores = wrap(world, tied, "zero3", torch.bfloat16)(tokens)
-    out = wrap(world, convnext, "zero3")(x)
+    out = wrap(world, convnext, "zero3", torch.float32)(x)
     out.sum().backward()
     (words.sum() + scores.sum()).backward()
     return [float((a - b).abs().max()) for a, b in zip((out, words, scores), (expected, *plain))]
@@ -199,7 +199,7 @@ def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
     world, counts = World(rank, ranks, CPU), []
     for keep in REDUCED:
         m = models()
-        towers = [wrap(world, m[name]) for name in ("image", "text")]
+        towers = [wrap(world, m[name], "ddp", torch.float32) for name in ("image", "text")]
         cache = GradCache(towers, m["head"], chunks=[2, 5], keep_bytes=keep)
         steps = []
         for _ in range(3):

@@ -106,7 +106,7 @@ class WithBuffer(nn.Linear):
 
 def buffer_after_a_pass(rank: int, ranks: int) -> float:
     layer = WithBuffer()
-    wrapped = wrap(World(rank, ranks, torch.device("cpu")), layer)
+    wrapped = wrap(World(rank, ranks, torch.device("cpu")), layer, "ddp", torch.float32)
     layer.table.fill_(rank)
     wrapped(torch.ones(1, 2))
     return float(layer.table)

@@ -138,7 +138,7 @@ def test_steps_are_read_in_three_forms() -> None:
 
 def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:
     """The schedule of a run of `total` batches of eight."""
-    return Schedule.build(config, OptimConfig(lr=peak), 8, 8 * total, None)
+    return Schedule.build(config, OptimConfig(lr=peak), 8, 8 * total, None, 0)
 
 
 def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
@@ -152,7 +152,7 @@ def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
 
 def test_epochs_are_counted_in_steps_of_the_batch() -> None:
     config = ScheduleConfig(warmup="0.5ep", cooldown="1ep")
-    of_epochs = Schedule.build(config, OptimConfig(), global_batch=8, samples=4000, epoch_samples=800)
+    of_epochs = Schedule.build(config, OptimConfig(), global_batch=8, samples=4000, epoch_samples=800, first_step=0)
     assert (of_epochs.total, of_epochs.warmup, of_epochs.cooldown) == (500, 50, 100)
 
 

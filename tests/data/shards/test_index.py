@@ -126,6 +126,6 @@ def test_damage_found_by_counting_is_reported_at_every_start(
     urls = [str(path) for path in (*paths, pipe)]
     for start in range(2):  # the second finds it in the index
         caplog.clear()
-        build_order(DataConfig(train=urls), urls, None, BatchShare(1), 0)
+        build_order(DataConfig(train=urls), urls, None, BatchShare(1, 0, 1), 0)
         (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
         assert message.startswith(f"3 of 4 shards are damaged (first: {urls[1]}, truncated_shard: "), (start, message)

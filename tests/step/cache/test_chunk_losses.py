@@ -216,7 +216,9 @@ def gradients_of_rank(rank: int, ranks: int, parallel: str) -> list[tuple[Tensor
     for keep in KEEPS:
         model = model_of(0.0)
         averaged = ranks if parallel in AVERAGES else 1
-        encoder = AVERAGES[parallel](model) if averaged > 1 else wrap(World(rank, ranks, CPU), model, parallel)
+        encoder = (
+            AVERAGES[parallel](model) if averaged > 1 else wrap(World(rank, ranks, CPU), model, parallel, torch.float32)
+        )
         exchange = "ring" if ranks == 3 else "gather"
 
         def loss(features: Tensor, averaged: int = averaged, exchange: str = exchange) -> Tensor:
