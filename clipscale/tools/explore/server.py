@@ -1,6 +1,7 @@
 """Answers the page's requests. Refuses a Host other than this machine's loopback: foreign names may point here."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def application(explorer: Explorer) -> Starlette:
 
     def by_picture(request: Request) -> Response:
         """A picture of the set, and the captions and pictures nearest to it."""
-        number = request.path_params["number"]
+        number = picture_number(request, len(explorer.embedded))
         query = explorer.picture_feature(number)
         matches = {f"{side}s": explorer.matches(query, side, RESULTS) for side in (TEXT, IMAGE)}
         return answer({"sample": explorer.sample(number), **matches})
@@ -61,7 +62,7 @@ def application(explorer: Explorer) -> Starlette:
         Route("/model", describe),
         Route("/small/{number:int}", small),
         Route("/search", by_text),
-        Route("/search/{number:int}", by_picture),
+        Route("/search/{number:path}", by_picture),
         Mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True)),
     ]
     middleware = [
@@ -73,6 +74,14 @@ def application(explorer: Explorer) -> Starlette:
         middleware=middleware,
         exception_handlers={BrokenSampleError: unusable_picture, ValueError: unusable_picture},
     )
+
+
+def picture_number(request: Request, samples: int) -> int:
+    """The number that is asked for in the page's address. Raises HTTPException if no sample has it."""
+    text = request.path_params["number"]
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) >= samples:
+        raise HTTPException(422, printable(f"picture={text[:80]}: the set's {samples} pictures are numbered from 0 on"))
+    return int(text)
 
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:

@@ -99,6 +99,13 @@ def test_only_questions_of_the_page_are_answered(page: Any, place: Path, monkeyp
     assert page.post("/search", content=b"x").status_code == 405
 
 
+@pytest.mark.parametrize("number", ["abc", "", "-1", "1.5", "12", "9" * 30, "1/2", "\u0663"])
+def test_a_picture_that_is_no_number_is_answered_with_what_is_wrong(page: Any, number: str) -> None:
+    answer = page.get(f"/search/{number}")
+    expected = f"picture={number}: the set's 12 pictures are numbered from 0 on"
+    assert (answer.status_code, answer.text) == (422, expected)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     TABLES["requests"],
