@@ -106,6 +106,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         common_keys="model.weights data.train",
         notes="data= takes a folder of `clipscale embed`.",
         check=explore.check_explore,
+        check_work="clipscale.tools.explore.verb:check",
         conf="explore",
     ),
     "plan": Verb(

@@ -4,7 +4,7 @@ D: feature width.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
+from clipscale.config.model import ModelConfig
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.join import init_world
+from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
@@ -81,11 +83,17 @@ class Explorer:
 
 def open_explorer(config: ExploreConfig) -> Explorer:
     """Load what the settings name. Raises UserError if the set has features of another model."""
+    world = init_world(config.device)
+    model, title, embedded = load_matching(config, partial(run_on_rank0, world))
+    return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
+
+
+def load_matching(config: ExploreConfig, on_rank0: Callable[..., ModelConfig]) -> tuple[ClipModel, str, EmbeddedSet]:
+    """The model, its name on the page, and the set. Raises UserError if the set has features of another model."""
     (folder,) = config.data.train or []
     embedded = open_embedded_set(Path(folder).expanduser())
-    world = init_world(config.device)
     run = existing_run(config.run) if config.run else None
-    model, _, step = load_any(run, config.which, config.weights, config.model, partial(run_on_rank0, world))
+    model, _, step = load_any(run, config.which, config.weights, config.model, on_rank0)
     title = f"{run.name}, step {step}" if run else str(config.model.weights)
     expected = {
         "weights": model.image.digest(),
@@ -96,4 +104,4 @@ def open_explorer(config: ExploreConfig) -> Explorer:
     }
     if any(embedded.note.get(name, value) != value for name, value in expected.items()):
         raise UserError(f"data={folder}: has no features of {title}; embed the set with that model")
-    return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
+    return model, title, embedded

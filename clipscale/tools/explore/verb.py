@@ -6,8 +6,14 @@ from contextlib import suppress
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line, show_task
-from clipscale.tools.explore.search import open_explorer
+from clipscale.tools.explore.search import load_matching, open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
+
+
+def check(config: ExploreConfig) -> None:
+    """`--check`: read the model and the features, and print what was found. Raises UserError if they do not match."""
+    _, title, embedded = load_matching(config, on_rank0=lambda work: work())
+    print_line(f"checked, and nothing is started: features of {len(embedded)} samples by {title}")
 
 
 def main(config: ExploreConfig) -> None:

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.tools.explore.search import nearest_rows, open_explorer
 from clipscale.tools.explore.settings import check_explore
+from tests.conftest import Capture
 from tests.support.browser import CHROMIUM, browser
 from tests.support.user_errors import refused
 from tests.tools.explore.conftest import config
@@ -82,6 +84,16 @@ def test_a_folder_with_features_of_another_model_is_refused(place: Path) -> None
         open_explorer(config(place, "of-a", run=str(place / "b")))
     with refused("give one folder of `clipscale embed`"):
         check_explore(config(place, "of-a", "of-b"))
+
+
+def test_a_check_tells_features_of_another_model(place: Path, capsys: Capture) -> None:
+    def status(run: str) -> int:
+        return main(["explore", f"run={place / run}", f"data={place / 'of-a'}", "--check"])
+
+    assert status("b") == 2
+    assert "of-a: has no features of b, step 7; embed the set with that model" in capsys.readouterr().err
+    assert status("a") == 0
+    assert "checked, and nothing is started: features of 12 samples by a, step 7" in capsys.readouterr().out
 
 
 def test_only_questions_of_the_page_are_answered(page: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
