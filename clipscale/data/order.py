@@ -149,7 +149,8 @@ class Epochs:
     """Each sample exactly once an epoch.
 
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
-    concatenation. So all streams reach the end of an epoch together, to one sample, whatever B mod L is.
+    concatenation. In the first epoch all streams end within one sample of each other, whatever B mod L is. Later they
+    may drift apart:
 
     Known bias: a share that is not a whole number is rounded in the same way in every epoch. A stream with a share of
     10.5 samples may read 10 of them in each epoch. Then it ends its epochs 5 % sooner than the average stream, and its
@@ -195,7 +196,7 @@ class Epochs:
         return ["epochs", self.seed, self._ends[:-1]]
 
 
-@lru_cache(maxsize=2)  # at any time, streams read at most two epochs
+@lru_cache(maxsize=2)  # streams that have not drifted far apart read at most two epochs
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     shards = permutation(len(counts), seed, SHARDS, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])

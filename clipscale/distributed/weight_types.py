@@ -33,7 +33,8 @@ def cast_product_weights_(tower: nn.Module, dtype: torch.dtype) -> None:
 def pin_cast_dtype(tower: nn.Module) -> None:
     """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
 
-    If that weight is sharded, it is float32 before the first chunk and `dtype` after, so the type would change.
+    If that weight is sharded, it is float32 before the first chunk and in half precision after it, so the type would
+    change.
     """
     module: Any
     for module in tower.modules():

@@ -243,7 +243,7 @@ class SignalPoller:
 
         The ranks vote a few times a second. No rank waits for the slowest, because a vote is read one vote later:
         - call k: begin vote A, an all-reduce of signals and intervals;
-        - the next `interval` calls: count them, and do nothing else;
+        - the `interval` - 1 calls after it: only count;
         - call k + interval: read vote A, raise if it has a signal, and begin vote B. A's outcome is the new interval.
 
         `every_call`: vote at each call, for calls that are far apart, such as between batches of an evaluation.

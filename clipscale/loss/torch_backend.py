@@ -1,6 +1,7 @@
 """The torch backend computes a block tile by tile, on any device, for every objective and similarity.
 
-The extra memory is two tiles. With `is_dense` one tile is the whole block, so the memory is quadratic in the batch.
+The extra memory is a few tiles, two of them buffers. With `is_dense` one tile is the whole block, so the memory is
+quadratic in the batch.
 """
 
 from collections.abc import Iterator

@@ -70,7 +70,7 @@ class BatchLoss:
         keys: Tensor | None = None,
         teacher_features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The loss of this rank's features, (N, D) each.
+        """The loss of this rank's features: images (N, D), and k captions of each, then M negatives, (N k + M, D).
 
         `keys`: (N,) int64; see `uses_keys`. `teacher_features`: one tensor (N, 2, D) for each teacher, its features of
         the pictures and the captions.

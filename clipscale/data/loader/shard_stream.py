@@ -99,7 +99,7 @@ class ShardStream:
         self._store = store
         self._broken = broken
         self._set_status = set_status
-        # Usable samples.
+        # Samples that were given out. At the start of a stream without weights, broken ones count, too.
         self._used = spec.start_of[stream_id].samples
         # Reason -> broken samples since the last usable sample.
         self._reasons: Counter[str] = Counter()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 class ChunkOutput(NamedTuple):
     """An encoder of `GradCache` may return this in a pass with a graph (`torch.is_grad_enabled()`). In a pass without
-    a graph it returns the representations alone, and need not compute the loss.
+    a graph it may return the representations alone; a loss that it returns there is not read.
 
     The loss is any sum over samples, for example of the captions' cross entropies. If it draws random numbers, it draws
     them after the representations have drawn theirs, and then restores the random state. So the next chunk draws the

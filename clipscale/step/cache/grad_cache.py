@@ -65,8 +65,9 @@ class GradCache:
                 None: measure a graph, and keep none yet
                 a `KeepBudget`: one of these as an object, as clipscale's own runs pass it
             A rank that runs out of memory for a graph keeps none from then on. Under FSDP2, or with synchronised batch
-            normalisation, all ranks then keep none. Of an encoder in a wrapper with `no_sync` other than DDP the last
-            chunk always has its replay, in which the wrapper sums gradients.
+            normalisation, all ranks then keep none. An encoder that trains other batch normalisation raises instead.
+            A wrapper with `no_sync` other than DDP decides in the forward pass whether to sum, so its last chunk is
+            always replayed.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied

@@ -104,8 +104,9 @@ class KeptGraphs:
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
-    a graph does not fit after all:               the step goes on without it, with `is_out_of_memory` true;
-                                                  `GradCache` keeps none from then on
+    a graph does not fit after all:               see `OnShortMemory`: the step goes on without it, with
+                                                  `is_out_of_memory` true, and `GradCache` keeps none from then on;
+                                                  or the error is raised
     """
 
     # The outputs of the kept chunks, in order; they hold the graphs.
