@@ -120,7 +120,7 @@ class TrainLoop:
                 is_best = False
                 if parts.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = parts.saver.would_be_best(self.step)
+                    is_best = parts.saver.announce_if_best(self.step)
                 if is_best or is_last or next_step.wants_save or parts.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if parts.evaluation.sets:

@@ -134,8 +134,11 @@ class Saver:
         if self.copies.address:
             run_on_rank0(self.world, partial(self.copies.close, limit_s))
 
-    def would_be_best(self, step: int) -> bool:
-        """Whether `step`, just evaluated, is better than all checkpoints. Step 0 counts as none. A collective."""
+    def announce_if_best(self, step: int) -> bool:
+        """Whether the evaluation of `step` beats those of all checkpoints. Rank 0 prints a line. A collective.
+
+        The start, step 0, has no checkpoint and is not compared.
+        """
         best = self.retention.best
         return best is not None and run_on_rank0(
             self.world, lambda: best.report_improvement(step, self._step_being_written())
