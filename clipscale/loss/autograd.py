@@ -116,7 +116,7 @@ class ContrastiveLoss(torch.autograd.Function):
             total = call.exchange.total(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
-            raise ValueError(explain_non_finite(call.objective.function, float(total), inputs))
+            raise ValueError(explain_non_finite(call, float(total), inputs))
         rows.value = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
@@ -310,9 +310,13 @@ def replay_rng(state: RandomState | None) -> Iterator[None]:
         yield
 
 
-def explain_non_finite(function: str, value: float, inputs: Sequence[Tensor]) -> str:
-    """Why the loss of this public function is not finite."""
-    counts = {name: int((~x.isfinite()).sum()) for name, x in zip(INPUTS, inputs)}
+def explain_non_finite(call: LossCall, value: float, inputs: Sequence[Tensor]) -> str:
+    """Why the loss of a call is not finite."""
+    named = dict(zip(INPUTS, inputs)) | call.objective.named_targets(call.inputs)
+    counts = {name: int((~x.isfinite()).sum()) for name, x in named.items()}
     reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]
-    unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
-    return f"the {function.replace('_', ' ')} is {value}: {'; '.join(reasons) or unknown}"
+    if call.exchange.size == 1:
+        unknown = "the inputs are finite: the scores overflow"
+    else:
+        unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
+    return f"the {call.objective.function.replace('_', ' ')} is {value}: {'; '.join(reasons) or unknown}"

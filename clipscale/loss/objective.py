@@ -52,6 +52,10 @@ class Objective:
         """The inputs with what the sweeps need beside features. A collective. The base class adds nothing."""
         return inputs
 
+    def named_targets(self, inputs: "Inputs") -> "dict[str, Tensor]":
+        """The tensors of which the targets are computed, by their names in errors. The base class has none."""
+        return {}
+
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         """The loss by its formula, from all scores at once; `loss/reference.py` uses it.
 

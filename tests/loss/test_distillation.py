@@ -143,6 +143,24 @@ def test_a_loss_that_is_not_finite_is_not_called_a_contrastive_one() -> None:
         distillation_loss(u, v, math.nan, three_teachers(5))
 
 
+@pytest.mark.parametrize("at", ["image features", "text features", "scale"])
+def test_a_teacher_that_is_not_finite_is_named(at: str) -> None:
+    u, v = features(5, 5, 12)
+    first, (a, b, t), third = three_teachers(5)
+    if at == "scale":
+        t = math.nan
+    else:
+        {"image features": a, "text features": b}[at][2, 1] = math.nan
+    with pytest.raises(ValueError, match=rf"is nan: teachers\[1\]'s {at} has 1 non-finite numbers$"):
+        distillation_loss(u, v, 1.0, [first, (a, b, t), third])
+
+
+def test_of_one_process_no_other_rank_is_blamed() -> None:
+    u, v = features(5, 5, 12)
+    with pytest.raises(ValueError, match=r": the inputs are finite: the scores overflow$"):
+        distillation_loss(u.float() * 1e30, v.float() * 1e30, 1.0, three_teachers(5))
+
+
 def test_its_memory_is_linear_in_the_batch() -> None:
     peaks = []
     for n in (64, 128, 256):

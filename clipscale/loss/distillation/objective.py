@@ -46,6 +46,14 @@ class Distillation(Objective):
     def prepare(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
         return add_teacher_lses(inputs, self.teachers, exchange, runtime)
 
+    def named_targets(self, inputs: Inputs) -> dict[str, Tensor]:
+        widths = [teacher.width for teacher in self.teachers]
+        targets: dict[str, Tensor] = {}
+        for side, features in (("image", inputs.rows.teacher_features), ("text", inputs.cols.teacher_features)):
+            assert features is not None
+            targets |= {f"teachers[{k}]'s {side} features": x for k, x in enumerate(features.split(widths, 1))}
+        return targets | {f"teachers[{k}]'s scale": torch.tensor(t.scale) for k, t in enumerate(self.teachers)}
+
     def make_tile_ops(self) -> DistillationTileOps:
         return DistillationTileOps(self.teachers, self.teacher_share)
 
