@@ -4,6 +4,7 @@ Letters: n rows (images) and m columns (texts) of this rank, k captions of an im
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -142,7 +143,10 @@ def _check_features(u: Tensor, v: Tensor, captions_per_image: int, has_module: b
     if not has_module:
         _require(u.dim() == v.dim() == 2, f"the dot product takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
-    _require(captions_per_image >= 1, f"captions={captions_per_image}: an image has at least one")
+    _require(
+        isinstance(captions_per_image, Integral) and captions_per_image >= 1,
+        f"captions={captions_per_image!r}: give the number of an image's texts, 1 or more",
+    )
     _require(
         len(v) >= captions_per_image * len(u),
         f"fewer texts than images: {shapes}, captions={captions_per_image}; text j belongs to image j // captions, "
