@@ -25,6 +25,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -75,12 +76,12 @@ class GradCache:
         representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
-    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output is not a tensor
-    or has another number of rows than its input, a chunk's loss that is not a scalar, a `representation` with trainable
-    parameters, a module without trainable parameters whose output requires a gradient all the same (of an input, or of
-    a parameter that it does not list), a loss that does not use a representation, a loss that the same scaler has
-    scaled already, batch normalisation in training mode over more than one chunk, or over several ranks without
-    synchronisation, and DDP with static_graph=True.
+    Raises ValueError for chunk sizes below 1, an option of another kind, input tensors of unequal length, an encoder
+    whose output is not a tensor or has another number of rows than its input, a chunk's loss that is not a scalar, a
+    `representation` with trainable parameters, a module without trainable parameters whose output requires a gradient
+    all the same (of an input, or of a parameter that it does not list), a loss that does not use a representation, a
+    loss that the same scaler has scaled already, batch normalisation in training mode over more than one chunk, or over
+    several ranks without synchronisation, and DDP with static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -107,6 +108,7 @@ class GradCache:
         self.chunks = [*chunks] if isinstance(chunks, Sequence) else [chunks] * len(encoders)
         if len(self.chunks) != len(encoders) or not all(isinstance(size, int) and size > 0 for size in self.chunks):
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
+        _check_options(autocast, scaler)
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
@@ -276,10 +278,29 @@ def _sum(losses: list[Tensor]) -> Tensor:
 
 
 def to_keep_budget(keep_bytes: float | KeepBudget | None) -> KeepBudget:
-    """The argument `keep_bytes` of `GradCache` as a `KeepBudget`."""
+    """The argument `keep_bytes` of `GradCache` as a `KeepBudget`. Raises ValueError."""
     if isinstance(keep_bytes, KeepBudget):
         return keep_bytes
-    return KeepBudget.measure_first() if keep_bytes is None else KeepBudget.at_most(keep_bytes)
+    if keep_bytes is None:
+        return KeepBudget.measure_first()
+    if not isinstance(keep_bytes, Real) or not keep_bytes >= 0:
+        raise ValueError(f"keep_bytes={keep_bytes!r}: give a number of bytes, such as 8 * 2**30, math.inf or None")
+    return KeepBudget.at_most(keep_bytes)
+
+
+def _check_options(autocast: Callable[[], object], scaler: object) -> None:
+    """Raise ValueError if `autocast` makes no context, or `scaler` scales nothing."""
+    try:
+        made, why = autocast(), "it makes no context"
+    except TypeError as error:
+        made, why = None, str(error)
+    if not isinstance(made, AbstractContextManager):
+        raise ValueError(
+            f"autocast={autocast!r}: {why}; give a function that makes a new context at each call, such as "
+            'lambda: torch.autocast("cuda", torch.bfloat16)'
+        )
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise ValueError(f"scaler={scaler!r}: give a gradient scaler, torch.amp.GradScaler(), or None")
 
 
 def _one_for_each(

@@ -1,5 +1,6 @@
 """What the gradient cache refuses, with a message that names it."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,13 @@ MISTAKES = {
     "representation= returned a int": {"options": {"representation": lambda out: 1}},
     "has 1 functions for 2 encoders": {"options": {"representation": [None]}},
     "has trainable parameters": {"options": {"representation": nn.Linear(5, 5)}},
+    "keep_bytes='1G': give a number of bytes": {"options": {"keep_bytes": "1G"}},
+    "keep_bytes=-1: give a number of bytes": {"options": {"keep_bytes": -1}},
+    "keep_bytes=nan: give a number of bytes": {"options": {"keep_bytes": math.nan}},
+    "scaler=1024.0: give a gradient scaler": {"options": {"scaler": 1024.0}},
+    "autocast=True: 'bool' object is not callable; give a function that": {"options": {"autocast": True}},
+    "autocast=.*missing 1 .* 'func'; give a function that": {"options": {"autocast": torch.autocast("cpu")}},
+    "autocast=.*: it makes no context; give a function that": {"options": {"autocast": lambda: torch.bfloat16}},
     "holds no tensor": {"inputs": [{"input_ids": [[1, 2], [3]]}] * 2},
     "empty batch": {"n": 0},
 }
@@ -68,6 +76,12 @@ def test_a_gradient_that_would_be_lost_is_refused(requires_grad: str) -> None:
     cache_of(lambda x: hidden(x)).step(x, y)
     gradient = x.grad if requires_grad == "input" else next(model["image"].parameters()).grad
     assert gradient is not None and gradient.any()
+
+
+def test_a_budget_that_is_set_later_is_checked_as_well() -> None:
+    cache = GradCache([nn.Linear(2, 2)], torch.sum, chunks=1)
+    with pytest.raises(ValueError, match="keep_bytes='8G': give a number of bytes"):
+        cache.keep_bytes = "8G"  # type: ignore[assignment]
 
 
 def test_a_replay_without_a_backward_pass_is_refused() -> None:
