@@ -79,9 +79,10 @@ class GradCache:
     Raises ValueError for chunk sizes below 1, an option of another kind, input tensors of unequal length, an encoder
     whose output is not a tensor or has another number of rows than its input, a chunk's loss that is not a scalar, a
     `representation` with trainable parameters, a module without trainable parameters whose output requires a gradient
-    all the same (of an input, or of a parameter that it does not list), a loss that does not use a representation, a
-    loss that the same scaler has scaled already, batch normalisation in training mode over more than one chunk, or over
-    several ranks without synchronisation, and DDP with static_graph=True.
+    all the same (of an input, or of a parameter that it does not list), an encoder that trains and whose output has no
+    graph, a loss that does not use a representation, a loss that the same scaler has scaled already, batch
+    normalisation in training mode over more than one chunk, or over several ranks without synchronisation, and DDP with
+    static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 

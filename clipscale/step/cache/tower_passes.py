@@ -228,13 +228,17 @@ def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[
     """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `TowerPasses.replay`.
 
     A chunk with a loss of its own has two roots. autograd gets those that have a graph: the other one may depend on
-    frozen weights alone.
+    frozen weights alone. Raises ValueError if none has one.
     """
-    if out.loss is None:
-        torch.autograd.backward(out.representations, gradient)
-        return
-    roots = [(out.representations, gradient), (out.loss, loss_gradient(out.loss))]
+    roots = [(out.representations, gradient)]
+    if out.loss is not None:
+        roots.append((out.loss, loss_gradient(out.loss)))
     trained = [(root, value) for root, value in roots if root.requires_grad]
+    if not trained:
+        raise ValueError(
+            "an encoder that trains returned a tensor without a graph to its parameters, so it learns nothing: leave "
+            "out its .detach() or torch.no_grad(), or give a module that is frozen (.requires_grad_(False))"
+        )
     torch.autograd.backward([root for root, _ in trained], [value for _, value in trained])
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.cache.grad_cache import GradCache
 from tests.step.cache.encoders import batch, models
 from tests.support.gradients import gradients
@@ -76,6 +77,25 @@ def test_a_gradient_that_would_be_lost_is_refused(requires_grad: str) -> None:
     cache_of(lambda x: hidden(x)).step(x, y)
     gradient = x.grad if requires_grad == "input" else next(model["image"].parameters()).grad
     assert gradient is not None and gradient.any()
+
+
+@pytest.mark.parametrize("keep", [0, math.inf])
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_a_detached_encoder_that_trains_is_refused(has_loss: bool, keep: float) -> None:
+    model = models()
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model["image"]
+
+        def forward(self, x: Tensor) -> Tensor | ChunkOutput:
+            y = self.module(x).detach()
+            return ChunkOutput(y, y.sum()) if has_loss else y
+
+    cache = GradCache([Detached(), model["text"]], lambda u, v: (u @ v.T).sum(), chunks=4, keep_bytes=keep)
+    with pytest.raises(ValueError, match=r"without a graph to its parameters, .* leave out its \.detach\(\)"):
+        cache.step(*batch(8))
 
 
 def test_a_budget_that_is_set_later_is_checked_as_well() -> None:
