@@ -4,7 +4,7 @@ This is one process's part; the command line starts the processes. `start/begin.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from clipscale.checkpoint import CopyThread
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
 from clipscale.common.run_folder import RESULT
 from clipscale.common.terminal import show_task
@@ -162,7 +163,7 @@ class TrainLoop:
         train_step.set_keep_budget_if_unknown(result.timer)
         return result.next_step
 
-    def make_before_chunk(self, local_batch: int) -> Callable[[], None]:
+    def make_before_chunk(self, local_batch: int) -> Poll:
         """The function that a step calls before each chunk. It never waits for the device.
 
         It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous

@@ -18,7 +18,8 @@ EFFECTS = (ast.For, ast.While, ast.With, ast.Try, ast.Delete)
 ON_ITSELF = {"self.register_buffer", "self.resize", "vars(self).update"}
 # Builtins that do more than compute a value.
 IMPURE = {"__import__", "breakpoint", "compile", "delattr", "eval", "exec", "exit", "input", "open", "print", "setattr"}
-# What constructors call of other packages, and of objects that they are given. None of them opens, starts or loads.
+# What constructors call of other packages, and of objects that they are given. None of them opens a
+# file, starts a process or loads. `Finalize` registers itself in multiprocessing's table of what runs at exit.
 PURE = {
     # containers, and objects that do nothing until another call
     *("Counter", "DefaultStager", "Event", "ExitStack", "Finalize", "SimpleQueue", "StagingOptions", "Thread"),

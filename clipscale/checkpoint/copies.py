@@ -118,7 +118,9 @@ def check_copy(run: Path, address: str) -> None:
 
 
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
-    """Fetch the store's newest complete checkpoint, with its records. Returns whether it did. Raises UserError.
+    """Fetch the store's newest complete checkpoint, with its records. Returns whether it fetched a checkpoint.
+
+    If it fetches none and the run's folder has no records, it fetches the records alone. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
     store; with `resume=PATH` it may be another run's. Only a checkpoint of a later step is fetched. If `newest_own` is

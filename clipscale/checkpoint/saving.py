@@ -111,7 +111,10 @@ class Saver:
             self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises UnwritableError if it failed."""
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises UnwritableError if a disk did not take it, and CheckpointException for any other failure.
+        """
         if self._pending is None:
             return
         step, result = self._pending

@@ -24,7 +24,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 # The uses of random numbers. The use is part of every key, so that no two uses share a sequence.
-SHARDS = 1
+SHARD_ORDER = 1
 WINDOW = 2
 DRAW = 3
 AUGMENT = 4
@@ -60,7 +60,7 @@ def permutation(n: int, *numbers: int) -> np.ndarray:
 
 
 class CounterRNG:
-    """A counter-based generator of uniform random numbers (SplitMix64), one for every sample."""
+    """A counter-based generator of uniform random numbers (SplitMix64). `numbers`: the key of its sequence."""
 
     def __init__(self, *numbers: int) -> None:
         self._state = rng_key(*numbers)
@@ -198,7 +198,7 @@ class Epochs:
 
 @lru_cache(maxsize=2)  # streams that have not drifted far apart read at most two epochs
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    shards = permutation(len(counts), seed, SHARDS, epoch)
+    shards = permutation(len(counts), seed, SHARD_ORDER, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])
 
 

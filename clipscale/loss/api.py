@@ -90,7 +90,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. It waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: for `clipscale plan`: its dry run replaces the hardware and the process group. Leave it out.
+        machine: internal. The dry run of `clipscale plan` passes simulated hardware and a process group here.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:

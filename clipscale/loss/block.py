@@ -20,7 +20,7 @@ class Side:
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
-    weight: Tensor | None = None  # (n,) this side's weights of log-sum-exps in the loss, times N; None: it has none
+    weight: Tensor | None = None  # (n,) N times each log-sum-exp's weight in the loss; None: this side has no softmax
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side

@@ -40,7 +40,8 @@ class Objective:
 
     @property
     def reads_hard_negatives(self) -> bool:
-        """Whether hard negatives change the loss: not if only texts have a softmax, since none is in another's."""
+        """Whether hard negatives change the loss. `softmax_text` compares each text with images only: there they do
+        not."""
         return self.weights != (None, 1.0)
 
     @property

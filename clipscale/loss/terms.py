@@ -1,4 +1,4 @@
-"""The terms of a call. Its result is the mean of their losses. The exchange decides how many terms there are.
+"""The terms of a call. The loss of a call is the mean of one or more terms; the exchange decides how many.
 
 Letters: P ranks; n rows (images) and m columns (texts) of this rank.
 """

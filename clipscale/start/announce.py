@@ -13,8 +13,10 @@ from clipscale.step.optim import Schedule
 
 
 def announce(settled: SettledRun, components: Components) -> None:
-    """Print what the user should know, and how the start differs from the run so far. Before the log is opened, which
-    writes the new settings into the run's folder."""
+    """Print what the user should know, and how the start differs from the run so far.
+
+    Call it before `open_run_log`: that replaces config.yaml, with which this compares.
+    """
     for notice in settled.notices:
         log_line(notice)
     epoch_samples = components.stream.samples_per_epoch

@@ -53,9 +53,11 @@ class RunParts:
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> RunParts:
-    """Begin or resume the run, or begin its next stage. A collective. If it raises UserError, no process is left.
+    """Begin or resume the run, or begin its next stage. A collective.
 
     `copies`: the run's, from its earlier stages; None in the first stage of this process.
+
+    If it raises UserError, it has ended the data workers that it had started.
     """
     # The sets first: a mistyped path is found in the first minute.
     evaluation = make_evaluation(config, world)

@@ -63,7 +63,7 @@ class Components:
 def build(settled: SettledRun, world: World) -> Components:
     """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
-    The caller closes the stream. If this raises UserError, no process is left.
+    The caller closes the stream. If this raises UserError, it has ended the data workers that it had started.
     """
     config = settled.config
     share = BatchShare(config.batch, world.rank, world.size)

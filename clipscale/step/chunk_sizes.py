@@ -190,7 +190,7 @@ def find_chunk(
 
 
 def norm_rows(tower: nn.Module, inputs: TowerInput) -> int:
-    """Rows (tokens) that most layer norms of a tower normalise in a pass; 0 if none of them trains."""
+    """Rows (tokens) that a tower's layer norm normalises in a pass: the median of those that train; 0 without any."""
     rows = list[int]()
 
     def count(norm: nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:

@@ -20,8 +20,8 @@ def measured_budget(world: World, timer: StepTimer, graph_bytes: int) -> KeepBud
 
     The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
     working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
-    a margin. The graph of a replayed chunk is not counted as working memory: a tower's kept graphs come first in
-    the replay, so their memory is free by then.
+    a margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
+    and freed before the first replay.
     """
     rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
     [negated_least] = world.all_reduce_max(-rest)  # a minimum

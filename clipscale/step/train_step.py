@@ -167,7 +167,7 @@ class TrainStep:
 
     @property
     def chunk_loss_weight(self) -> float:
-        """The weight of the chunks' own losses in the gradients. The chunks of a tower have no loss of their own."""
+        """The factor on losses that chunks return beside features. The chunks of two towers return none, so it is 0."""
         return 0.0
 
     def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
@@ -204,7 +204,8 @@ class TrainStep:
     def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
-        The host waits for the device here. It also waits in the loss's backward pass, which reads the logit scale.
+        The host waits for the device here. It also waits in the loss: the kernels read the logit scale in their
+        backward pass, and torch's tiles read bounds and sums in both passes.
         """
         if stream.failure:
             self.fail_on_all_ranks()

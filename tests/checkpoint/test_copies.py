@@ -117,22 +117,22 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     path_of(store, 3).mkdir()  # of a start that was killed while it copied
     for name in ("step_note.txt", "step_00000010.mine", "step_by_step/step_00000003"):
         (store / "checkpoints" / name).mkdir(parents=True)
-    save(tmp_path, [4, 5, 6, 7], newest=2, every=4)
+    save(tmp_path, [4, 5, 6, 7], keep_newest=2, every=4)
     shutil.rmtree(path_of(tmp_path / "run", 7))
-    save(tmp_path, [], newest=1, every=4)
+    save(tmp_path, [], keep_newest=1, every=4)
     assert steps(store) == [4, 6, 7], "what is later than the run stays"
     assert len([*store.rglob("step_*")]) == 7, "with four of somebody else's"
 
 
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
-    saver = save(tmp_path, [1], newest=1)
+    saver = save(tmp_path, [1], keep_newest=1)
     saver.copies.copying = checkpoints_of(tmp_path / "run")
     saver.save(checkpoint.CheckpointState(2), wait=True)
     assert steps(tmp_path / "run") == [1, 2]
 
 
 def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Capture) -> None:
-    save(tmp_path, [1, 2, 3], newest=0)
+    save(tmp_path, [1, 2, 3], keep_newest=0)
     run, store = tmp_path / "run", tmp_path / "store"
     shutil.rmtree(run)
     (path_of(store, 3) / "meta.json").unlink()
@@ -225,7 +225,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
 
     def copied(step: int) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
-        saver = copying(tmp_path / "run", store, newest=1)
+        saver = copying(tmp_path / "run", store, keep_newest=1)
         saver.save(checkpoint.CheckpointState(step, model={"w": torch.ones(1000)}), wait=True)
         saver.copies.close(60)
 

@@ -146,7 +146,9 @@ class Archive:
             found = self._contents.get(found)
         if not isinstance(found, Content):
             shown = target[:MAX_DETAIL_LENGTH]
-            return member._replace(link_error=f"{NO_LINKS} leads to {shown}, which this tar has not, or twice")
+            return member._replace(
+                link_error=f"{NO_LINKS} leads to {shown}, which is missing from this tar or in it twice"
+            )
         return member._replace(offset=found.offset, size=found.size)
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Casts weights once for all passes of a step in chunks. Autocast would cast them in every pass: models/linear.py."""
+"""Casts each weight to half precision once a step. Autocast would do it again for every chunk.
+
+The layers that take such weights are in models/linear.py.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -65,8 +65,9 @@ class GradCache:
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
                 a `KeepBudget`: one of these as an object, as clipscale's own runs pass it
-            A rank that runs out of memory for a graph keeps none from then on. Under FSDP2, or with synchronised batch
-            normalisation, all ranks then keep none. An encoder that trains other batch normalisation raises instead.
+            A rank that runs out of memory for a graph keeps none from then on. If any encoder is under FSDP2 or trains
+            batch normalisation, all ranks then keep none. Without FSDP2 a graph of an encoder that trains batch
+            normalisation must fit, or the step raises OutOfMemoryError: a repeated pass would update statistics twice.
             A wrapper with `no_sync` other than DDP decides in the forward pass whether to sum, so its last chunk is
             always replayed.
         autocast: makes the context in which encoders run, a new one for each chunk.

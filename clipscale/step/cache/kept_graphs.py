@@ -71,8 +71,8 @@ class OnShortMemory(Enum):
     # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
     # collective does this, because no rank may fail in it or repeat it.
     ASK_FIRST = "ask first"
-    # Try the pass. If it fails, drop all graphs and repeat the pass without a graph. DDP uses this and not ASK_FIRST:
-    # every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets together.
+    # Try the pass. If it fails, drop the tower's graphs and repeat the pass without a graph. DDP uses this and not
+    # ASK_FIRST: every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets together.
     RETRY = "retry"
     # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates statistics does this, because a repeated
     # one would update them twice.
@@ -100,7 +100,9 @@ class GraphPolicy(Enum):
 
 @dataclass
 class KeptGraphs:
-    """The graphs of a tower's first chunks, which it keeps in a step. All ranks plan to keep the same number.
+    """The graphs of a tower's first chunks, which it keeps in a step.
+
+    All ranks plan to keep the same number, unless one of them ran short of memory in an earlier tower of this step.
 
     first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
     later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
@@ -113,7 +115,7 @@ class KeptGraphs:
     outputs: list[ChunkOutput] = field(default_factory=list)
     # Number of chunks whose graphs this rank keeps in this step.
     num_kept: int = 0
-    # Number of chunks whose graphs all ranks meant to keep when the step began.
+    # Number of chunks whose graphs this rank meant to keep when the tower's first pass began.
     num_planned: int = 0
     meter: GraphMeter = field(default_factory=GraphMeter)
     on_short_memory: OnShortMemory = OnShortMemory.RAISE

@@ -86,7 +86,10 @@ def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> I
 
 
 def is_collective(encoder: Callable[..., object]) -> bool:
-    """Whether a forward pass communicates (FSDP2 gathers weights), so that all ranks must run equally many passes."""
+    """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
+
+    Synchronised batch normalisation communicates, too, but is not meant: `OnShortMemory.RAISE` is its answer.
+    """
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:
         return stated
