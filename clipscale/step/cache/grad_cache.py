@@ -110,7 +110,15 @@ class GradCache:
         self.chunks = [*chunks] if isinstance(chunks, Sequence) else [chunks] * len(encoders)
         if len(self.chunks) != len(encoders) or not all(isinstance(size, int) and size > 0 for size in self.chunks):
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
-        _check_options(autocast, scaler)
+        if not callable(autocast) or isinstance(
+            autocast, AbstractContextManager
+        ):  # one context cannot serve all chunks
+            raise ValueError(
+                f"autocast={autocast!r}: give a function that makes a new context at each call, such as "
+                'lambda: torch.autocast("cuda", torch.bfloat16)'
+            )
+        if scaler is not None and not hasattr(scaler, "scale"):
+            raise ValueError(f"scaler={scaler!r}: give a gradient scaler, torch.amp.GradScaler(), or None")
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
@@ -288,21 +296,6 @@ def to_keep_budget(keep_bytes: float | KeepBudget | None) -> KeepBudget:
     if not isinstance(keep_bytes, Real) or not keep_bytes >= 0:
         raise ValueError(f"keep_bytes={keep_bytes!r}: give a number of bytes, such as 8 * 2**30, math.inf or None")
     return KeepBudget.at_most(keep_bytes)
-
-
-def _check_options(autocast: Callable[[], object], scaler: object) -> None:
-    """Raise ValueError if `autocast` makes no context, or `scaler` scales nothing."""
-    try:
-        made, why = autocast(), "it makes no context"
-    except TypeError as error:
-        made, why = None, str(error)
-    if not isinstance(made, AbstractContextManager):
-        raise ValueError(
-            f"autocast={autocast!r}: {why}; give a function that makes a new context at each call, such as "
-            'lambda: torch.autocast("cuda", torch.bfloat16)'
-        )
-    if scaler is not None and not callable(getattr(scaler, "scale", None)):
-        raise ValueError(f"scaler={scaler!r}: give a gradient scaler, torch.amp.GradScaler(), or None")
 
 
 def _one_for_each(
