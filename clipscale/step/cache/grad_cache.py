@@ -110,9 +110,8 @@ class GradCache:
         self.chunks = [*chunks] if isinstance(chunks, Sequence) else [chunks] * len(encoders)
         if len(self.chunks) != len(encoders) or not all(isinstance(size, int) and size > 0 for size in self.chunks):
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
-        if not callable(autocast) or isinstance(
-            autocast, AbstractContextManager
-        ):  # one context cannot serve all chunks
+        is_context = isinstance(autocast, AbstractContextManager)  # one context cannot serve all chunks
+        if is_context or not callable(autocast):
             raise ValueError(
                 f"autocast={autocast!r}: give a function that makes a new context at each call, such as "
                 'lambda: torch.autocast("cuda", torch.bfloat16)'
