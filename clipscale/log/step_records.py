@@ -52,7 +52,7 @@ class StepRecords:
         numbers = result.numbers
         measured: StepRecord = {
             "loss": numbers.loss,
-            **numbers.loss_terms,
+            **numbers.captioner_losses,
             "grad_norm": None if numbers.overflows else numbers.grad_norm,
             "skipped": numbers.overflows,  # with fp16; otherwise such a step ends the run, without a record
             "time": round(time.time(), 3),

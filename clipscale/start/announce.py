@@ -25,7 +25,7 @@ def announce(settled: SettledRun, components: Components) -> None:
         if warning:
             log_warning(warning, error=True)
     model = components.train_step.model
-    if model.is_captioner and not components.train_step.inputs.sort_captions:
+    if model.is_captioner and not components.train_step.passes.inputs.sort_captions:
         log_line(
             f"captions are computed with the whole context of {model.context_length} tokens: the features of this "
             "captioner's text tower may depend on their padding"

@@ -15,6 +15,7 @@ from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory
+from clipscale.common.modules import is_frozen
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
@@ -35,8 +36,9 @@ from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
 from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
 from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.captioner_step import CaptionerStep
+from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
@@ -172,7 +174,6 @@ def build_loss(
         runtime=runtime,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
         distill_weights=config.distill.weights,
-        caption_weight=config.caption.weight,
     )
 
 
@@ -186,38 +187,58 @@ def build_step(
     *,
     sort_captions: bool,
 ) -> TrainStep:
-    """Build the step of a model with its initial weights: wrap, cache, optimizer, average. A collective.
+    """Build the step of a model with its initial weights: passes, optimizer, average. A collective.
 
     `sort_captions`: see StepInputs. Raises UserError.
     """
-    parallel = config.launch.parallel
-    make_cache = partial(
-        GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
-    )
-    if config.trains_captioner:
-        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
-        cache = make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image])
-    else:
-        towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
-        if model.decoder is not None:
-            model.decoder.requires_grad_(False)
-        cache = make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text])
-    # The optimizer comes after `wrap`, because FSDP2 replaces parameters by sharded ones.
-    optimizer = build_optimizer(
-        model, config.optim, is_sharded=parallel != "ddp", scales=model.rate_factors(config.model)
-    )
-    kind = CaptionerStep if config.trains_captioner else TrainStep
-    return kind(
+    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sort_captions=sort_captions)
+    # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
+    is_sharded = config.launch.parallel != "ddp"
+    optimizer = build_optimizer(model, config.optim, is_sharded=is_sharded, scales=model.rate_factors(config.model))
+    return TrainStep(
         world=world,
         model=model,
-        cache=cache,
-        inputs=StepInputs(world, config.offload == "none", sort_captions, trains_captioner=config.trains_captioner),
-        batch_loss=loss,
+        passes=passes,
         precision=precision,
         optimizer=optimizer,
         ema=WeightEma(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
         chunk_device=chunk_sizes.device,
+    )
+
+
+def build_passes(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    chunk_sizes: ChunkSizes,
+    loss: BatchLoss,
+    *,
+    sort_captions: bool,
+) -> BatchPasses:
+    """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
+    parallel = config.launch.parallel
+    make_cache = partial(
+        GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
+    )
+    inputs = StepInputs(world, config.offload == "none", sort_captions, has_pairs=config.trains_captioner)
+    if config.trains_captioner:
+        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
+        return CaptionerPasses(
+            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
+            inputs=inputs,
+            caption_weight=config.caption.weight,
+            frozen_images=model.image if is_frozen(model.image) else None,
+            autocast=precision.autocast,
+        )
+    towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+    if model.decoder is not None:
+        model.decoder.requires_grad_(False)
+    return TwoTowerPasses(
+        cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
+        inputs=inputs,
+        captions_per_image=loss.captions_per_image,
     )
 
 
@@ -312,7 +333,7 @@ def compile_if_worth(
     if not worth_compiling(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
-    towers = compile_towers(train_step.model, lengths_vary=train_step.inputs.sort_captions)
+    towers = compile_towers(train_step.model, lengths_vary=train_step.passes.inputs.sort_captions)
     problem = try_compiled(
         train_step.model,
         towers,

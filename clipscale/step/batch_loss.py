@@ -1,9 +1,9 @@
-"""The loss of a run's batch: the contrast, the distillation, and the weight of a captioner's caption loss."""
+"""The loss of a run's features: the contrast and the distillation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -15,13 +15,6 @@ from clipscale.models.towers import ClipModel, unit_rows
 
 # A part of a feature is divided by its length, and by no less than this: its gradient grows at most 1,000 times.
 MIN_LENGTH = 1e-3
-
-
-class LossTerms(TypedDict, total=False):
-    """A captioner's two losses, unweighted. The keys are their names in metrics.jsonl."""
-
-    contrastive_loss: float
-    caption_loss: float
 
 
 @dataclass(frozen=True)
@@ -59,8 +52,6 @@ class BatchLoss:
     teacher_scales: tuple[float, ...] = ()
     # The weights of the contrastive loss and of the distillation.
     distill_weights: tuple[float, float] = (0.0, 1.0)
-    # The weight of a captioner's caption loss, which its chunks compute (`CaptionerStep`).
-    caption_weight: float = 0.0
 
     def __call__(
         self,
@@ -92,16 +83,6 @@ class BatchLoss:
         """The loss of features of images and captions side by side, (N, 2, D). `loss_options`: the other arguments."""
         images, texts = features.unbind(1)
         return self(images.contiguous(), texts.contiguous(), **loss_options)
-
-    def total(self, contrastive: float, caption: float | None = None) -> tuple[float, LossTerms]:
-        """A step's loss from the values of its terms, and the terms by name if there are two.
-
-        `contrastive`: the loss of the features. `caption`: a captioner's caption loss.
-        """
-        if caption is None:
-            return contrastive, {}
-        total = contrastive + self.caption_weight * caption
-        return total, {"contrastive_loss": contrastive, "caption_loss": caption}
 
     def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
         """The loss of features of one size, by the table above."""

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from clipscale.data.loader.captions import SortedCaptions, SortedPairs
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.to_device import ChunkLoader, PairLoader
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.models.captioner import count_caption_labels
 
 # Indices into the message. The entries from CAPTION_LABELS on are one for each rank.
 TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_LABELS = range(4)
@@ -67,8 +66,8 @@ class StepInputs:
     # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. The
     # features of such a text tower must not depend on the padding.
     sort_captions: bool
-    # Whether a captioner's decoder is trained; then pairs are the only input.
-    trains_captioner: bool = False
+    # Whether captions are sorted as those of a captioner's pairs; see `SortedCaptions`.
+    has_pairs: bool = False
     # What the last step's all-reduce says of this step; None in the first one.
     agreement: StepAgreement | None = None
     # This step's captions, if they had arrived in the last step.
@@ -103,35 +102,29 @@ class StepInputs:
             batch.num_texts,
             device,
             is_resident=self.is_resident,
-            has_images=self.trains_captioner,
+            has_images=self.has_pairs,
         )
         caption_loader.make_chunks(chunk_size)
         return caption_loader
 
-    def pairs(self, batch: HostBatch, chunk_size: int) -> tuple[PairLoader, ChunkLoader]:
-        """The input of a captioner's encoder, and the captions in it. `chunk_size`: pairs of a chunk."""
-        caption_loader = self.captions(batch, chunk_size)
-        if isinstance(caption_loader, SortedCaptions):
-            return SortedPairs(batch.pixels, caption_loader), caption_loader
-        return PairLoader(self.images(batch), caption_loader), caption_loader
+    def num_caption_labels(self, own: int) -> int:
+        """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it.
 
-    def num_caption_labels(self, batch: HostBatch) -> int:
-        """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it."""
+        `own`: the labels in this rank's captions.
+        """
         known = self.agreement.num_caption_labels if self.agreement else 0
-        if known:
-            return known
-        return sum(self.world.all_reduce_max(*self.world.one_hot(own_caption_labels(batch))))
+        return known or sum(self.world.all_reduce_max(*self.world.one_hot(own)))
 
-    def begin_agreement(self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool) -> StepAgreement:
+    def begin_agreement(
+        self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
+    ) -> StepAgreement:
         """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
 
-        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk.
+        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: see
+        `StepAgreement.begin`.
         """
-        caption_loader = self.own_captions(upcoming, chunk_size) if upcoming else None
-        self.sorted_ahead = caption_loader if isinstance(caption_loader, SortedCaptions) else None
-        caption_labels = None
-        if self.trains_captioner:
-            caption_labels = own_caption_labels(upcoming) if upcoming else 0
+        captions = self.own_captions(upcoming, chunk_size) if upcoming else None
+        self.sorted_ahead = captions if isinstance(captions, SortedCaptions) else None
         self.agreement = StepAgreement.begin(
             self.world,
             text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
@@ -140,8 +133,3 @@ class StepInputs:
             caption_labels=caption_labels,
         )
         return self.agreement
-
-
-def own_caption_labels(batch: HostBatch) -> int:
-    """The labels in this rank's captions. Waits for all samples."""
-    return int(count_caption_labels(batch.tokens(0, batch.num_texts)))

@@ -20,14 +20,14 @@ from clipscale.distributed.agreement import raise_on_all_ranks, raise_together
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.batch_loss import BatchLoss, LossTerms
+from clipscale.step.batch_passes import BatchPasses, CaptionerLosses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.graph_memory import measured_budget
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback
-from clipscale.step.step_inputs import StepAgreement, StepInputs
+from clipscale.step.step_inputs import StepAgreement
 from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.
@@ -49,7 +49,7 @@ class StepNumbers:
 
     loss: float
     # Empty if the loss has only one term.
-    loss_terms: LossTerms
+    captioner_losses: CaptionerLosses
     # The norm of all parameters' gradients, before clipping.
     grad_norm: float
 
@@ -84,17 +84,12 @@ class StepResult:
 
 @dataclass
 class TrainStep:
-    """Turns a batch into new weights, on one rank. A captioner has a `CaptionerStep`.
-
-    N: samples of this rank, D: feature width.
-    """
+    """Turns a batch into new weights, on one rank."""
 
     world: World
     model: ClipModel
-    # Its encoders are the two towers, or a captioner's one encoder of pairs. Its loss calls `batch_loss`.
-    cache: GradCache
-    inputs: StepInputs
-    batch_loss: BatchLoss
+    # The two passes of the towers, or of a captioner's one encoder of pairs.
+    passes: BatchPasses
     precision: Precision
     optimizer: torch.optim.Optimizer
     # The moving average of the weights; None if the run keeps none.
@@ -124,60 +119,33 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, caption_loader = self.encode(batch, before_chunk)
+            features, captions = self.passes.encode(batch, before_chunk)
         statistics = self.begin_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        next_step = self.inputs.begin_agreement(stream.upcoming(), self.cache.chunks[-1], wants_save=wants_save)
+        next_step = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
-            self.cache.replay(before_chunk, chunk_loss_weight=self.chunk_loss_weight)
+            self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            numbers = self.check_and_update(self.loss_terms(value), stream, step)
+            numbers = self.check_and_update(self.passes.losses(value), stream, step)
         return StepResult(
             numbers=numbers,
             next_step=next_step,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
-            widths=self.widths(caption_loader),
+            widths=self.widths(captions),
             statistics=statistics,
         )
 
-    # ---- two towers: `CaptionerStep` overrides these methods ----
-
-    def encode(self, batch: HostBatch, before_chunk: Poll) -> tuple[list[Tensor], ChunkLoader]:
-        """First pass, tower by tower. Returns the features, as the cache's loss takes them, and the captions' input.
-
-        A collective if the ranks must agree on a count (`StepInputs`). `before_chunk`: called before each chunk.
-        """
-        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
-        caption_loader = self.inputs.captions(batch, self.cache.chunks[1])
-        return [image_features, self.cache.encode_tower(1, caption_loader, before_chunk)], caption_loader
-
-    def images_and_texts(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The features of images and of each image's first caption, (N, D) each, given what `encode` returned.
-
-        The texts are (N k + M, D): the k captions of the first image, of the second, ..., then M hard negatives.
-        """
-        images, texts = features
-        captions = self.batch_loss.captions_per_image
-        return images, texts[: len(images) * captions : captions]
+    # ---- around the passes ----
 
     @property
-    def chunk_loss_weight(self) -> float:
-        """The factor on losses that chunks return beside features. The chunks of two towers return none, so it is 0."""
-        return 0.0
-
-    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
-        """The terms of the global batch's loss, 0-d, as `BatchLoss.total` takes their values. A collective.
-
-        `contrastive`: the loss of the features. Call it after the replay.
-        """
-        return [contrastive]
-
-    # ---- around the passes ----
+    def cache(self) -> GradCache:
+        """The gradient cache of the passes. Its loss is a `BatchLoss`."""
+        return self.passes.cache
 
     def loss_options(self, batch: HostBatch) -> LossOptions:
         """The keywords of the loss, on the device. Waits for all samples."""
@@ -191,17 +159,17 @@ class TrainStep:
         """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
             return None
-        return begin_statistics(*self.images_and_texts(features))
+        return begin_statistics(*self.passes.first_pairs(features))
 
-    def widths(self, caption_loader: ChunkLoader) -> dict[int, int]:
+    def widths(self, captions: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> captions that the text tower computed at it."""
-        if isinstance(caption_loader, SortedCaptions):
-            return dict(caption_loader.widths())
-        return {self.model.context_length: len(caption_loader)}
+        if isinstance(captions, SortedCaptions):
+            return dict(captions.widths())
+        return {self.model.context_length: len(captions)}
 
     # ---- update ----
 
-    def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
+    def check_and_update(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
         The host waits for the device here. It also waits in the loss: the kernels read the logit scale in their
@@ -211,7 +179,7 @@ class TrainStep:
             self.fail_on_all_ranks()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
-        numbers = self.read_numbers(loss_terms, norm)
+        numbers = self.read_numbers(losses, norm)
         if not numbers.is_finite:
             self.raise_failure_or_divergence(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
@@ -228,11 +196,11 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def read_numbers(self, loss_terms: list[Tensor], norm: Tensor) -> StepNumbers:
+    def read_numbers(self, losses: list[Tensor], norm: Tensor) -> StepNumbers:
         """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *values = Readback.start(norm, *loss_terms).read()
-        loss, terms_by_name = self.batch_loss.total(*values)
-        return StepNumbers(loss, terms_by_name, grad_norm)
+        grad_norm, *values = Readback.start(norm, *losses).read()
+        loss, captioner_losses = self.passes.total(*values)
+        return StepNumbers(loss, captioner_losses, grad_norm)
 
     def raise_failure_or_divergence(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise the error that made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.

@@ -27,13 +27,6 @@ def rows(seed: int) -> Tensor:
     return F.normalize(features, dim=-1).requires_grad_()
 
 
-def test_the_total_adds_the_caption_loss_by_its_weight() -> None:
-    model: Any = SimpleNamespace()
-    loss = BatchLoss(model, nullcontext, caption_weight=3.0)
-    assert loss.total(2.0) == (2.0, {})
-    assert loss.total(2.0, 2.5) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
-
-
 @pytest.mark.parametrize("length", [0.0, 1e-30, 1e-6])
 def test_a_part_without_length_has_a_bounded_gradient(length: float) -> None:
     """The bound, for either tower, is 1,000 times the gradient of a unit row, which is at most the scale."""

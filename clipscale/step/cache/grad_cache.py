@@ -10,15 +10,16 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
 
     TrainLoop.run_step                               train.py: rate, batch, rollback, record
     └ TrainStep.run                                  step/train_step.py: the step on one page, and the update
-      ├ TrainStep.encode                             which input goes to which tower
+      ├ TwoTowerPasses.encode                        step/batch_passes.py: which input goes to which tower
       │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
       │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
       │       └ TowerPasses.forward_chunk            calls the encoder
       ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
-      └ GradCache.replay                             3. here
-        └ TowerPasses.replay                         the loop over chunks, backward pass included
-          └ TowerPasses.forward_chunk                unless the chunk's graph is kept
+      └ TwoTowerPasses.replay
+        └ GradCache.replay                           3. here
+          └ TowerPasses.replay                       the loop over chunks, backward pass included
+            └ TowerPasses.forward_chunk              unless the chunk's graph is kept
 """
 
 import logging

@@ -2,7 +2,6 @@
 
 import gc
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipscale.config.parse import dataclass_from
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
@@ -90,49 +88,37 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
 
 
 class EqualRows:
-    """`StepInputs` of batches whose pixels and tokens are all 1."""
+    """A `HostBatch` whose pixels and tokens are all 1."""
 
-    def __init__(self, step: TrainStep) -> None:
-        side = step.model.image_size
-        self.shapes = {torch.uint8: (3, side, side), torch.int32: (step.model.context_length,)}
-        self.is_resident = step.inputs.is_resident
+    def __init__(self, step: TrainStep, count: int) -> None:
+        self.count = self.num_texts = count
+        self.side = step.model.image_size
+        self.context_length = step.model.context_length
 
-    def _rows(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        return torch.ones(stop - start, *self.shapes[dtype], dtype=dtype)
+    def __len__(self) -> int:
+        return self.count
 
-    def _loader(self, dtype: torch.dtype, batch: range) -> ChunkLoader:
-        return ChunkLoader(partial(self._rows, dtype), len(batch), CPU, is_resident=self.is_resident)
+    def pixels(self, start: int, stop: int) -> Tensor:
+        return torch.ones(stop - start, 3, self.side, self.side, dtype=torch.uint8)
 
-    def images(self, batch: range) -> ChunkLoader:
-        return self._loader(torch.uint8, batch)
-
-    def captions(self, batch: range, chunk: int) -> ChunkLoader:
-        return self._loader(torch.int32, batch)
-
-    def pairs(self, batch: range, chunk: int) -> tuple[PairLoader, ChunkLoader]:
-        texts = self.captions(batch, chunk)
-        return PairLoader(self.images(batch), texts), texts
-
-    def num_caption_labels(self, batch: range) -> int:
-        return len(batch)
+    def tokens(self, start: int, stop: int) -> Tensor:
+        return torch.ones(stop - start, self.context_length, dtype=torch.int32)
 
 
 def one_step(step: TrainStep, local: int) -> None:
     """A step as in clipscale.train. Garbage is collected before each phase."""
     step.optimizer.zero_grad()
-    inputs: Any = EqualRows(step)
-    step.inputs = inputs
-    batch: Any = range(local)
+    batch: Any = EqualRows(step, local)
     gc.collect()
     with record_function("encode"):
-        features, _ = step.encode(batch, lambda: None)
+        features, _ = step.passes.encode(batch, lambda: None)
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))
         del features
     gc.collect()
     with record_function("replay"):
-        step.cache.replay()
+        step.passes.replay(lambda: None)
     gc.collect()
     with record_function("optim"):
         step.sum_and_unscale_gradients()

@@ -1,6 +1,7 @@
 """A captioner's step is open_clip's CoCa and CoCaLoss in one graph over the whole batch, whatever it is cut into."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
@@ -36,8 +37,9 @@ from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import KeptGraphs
-from clipscale.step.captioner_step import CaptionerStep
+from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
+from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
@@ -153,34 +155,35 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
         result = last_of(step, rank, ranks, range(2, 3), case.teachers)
-        losses = {"loss": result.numbers.loss, **result.numbers.loss_terms}
+        losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
         answers.append(Answer(losses, gradients(step.model), *step.cache.kept, sum(encoded)))
     return answers
 
 
-def captioner_step(chunk_loss: Tensor | None, labels: int = 4) -> CaptionerStep:
-    """A step after a replay whose captions have so many labels, with a caption loss of weight 3."""
-    parts: Any = SimpleNamespace(chunk_loss=chunk_loss, caption_weight=3.0)
-    return CaptionerStep(
-        ONE_RANK, model=parts, cache=parts, inputs=parts, batch_loss=parts, precision=parts, optimizer=parts, ema=None,
-        clip_norm=None, chunk_device="cpu", num_labels=labels,
-    )  # fmt: skip
+def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float = 3.0) -> CaptionerPasses:
+    """Passes after a replay of captions with so many labels."""
+    cache: Any = SimpleNamespace(chunk_loss=chunk_loss)
+    inputs = StepInputs(ONE_RANK, is_resident=False, sort_captions=False)
+    return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 
 def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
-    step = captioner_step(torch.tensor(10.0), labels=4)
-    assert [float(term) for term in step.loss_terms(torch.tensor(2.0))] == [2.0, 2.5]
-    assert step.chunk_loss_weight == pytest.approx(3 / 4)
+    passes = captioner_passes(torch.tensor(10.0), labels=4, weight=3.0)
+    losses = [float(value) for value in passes.losses(torch.tensor(2.0))]
+    assert losses == [2.0, 2.5]
+    assert passes.total(*losses) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
 def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     value = torch.tensor(2.0)
-    assert captioner_step(None).loss_terms(value) == [value]
+    passes = captioner_passes(None)
+    assert passes.losses(value) == [value]
+    assert passes.total(2.0) == (2.0, {})
 
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:
     features_N2D = torch.randn(5, 2, 3)
-    images, texts = captioner_step(None).images_and_texts([features_N2D])
+    images, texts = captioner_passes(None).first_pairs([features_N2D])
     assert torch.equal(images, features_N2D[:, 0]) and torch.equal(texts, features_N2D[:, 1])
 
 

@@ -1,0 +1,134 @@
+"""A captioner's passes: one encoder of pairs in the place of two towers, and a caption loss beside the contrast.
+
+N: samples of this rank, in `FrozenImages` images of a chunk; D: feature width, P: tokens of an image, W: width of the
+decoder.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from clipscale.common.poll import Poll
+from clipscale.data.loader.captions import SortedCaptions, SortedPairs
+from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.to_device import Images, PairLoader
+from clipscale.models.captioner import count_caption_labels
+from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.step_inputs import StepAgreement, StepInputs
+
+
+@dataclass
+class CaptionerPasses:
+    """The passes of a `PairEncoder`. The features are an image and its caption side by side, (N, 2, D).
+
+    A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy over the
+    labels in the captions of the global batch. The chunks compute the cross entropies in their second pass.
+    """
+
+    cache: GradCache
+    inputs: StepInputs
+    caption_weight: float
+    # The image tower if it is frozen: then it runs once for each image, as far as memory allows.
+    frozen_images: nn.Module | None
+    # Makes the context in which the frozen tower runs.
+    autocast: Callable[[], AbstractContextManager[object]]
+    # Bytes of the frozen tower's output for one image, measured in an earlier step; 0 before.
+    image_bytes: int = 0
+    # Labels in the captions of this step's global batch; 0 before the first one is encoded.
+    num_labels: int = 0
+
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
+        pairs = self.load_pairs(batch)
+        captions = pairs.captions
+        reserved = 0.0
+        if self.frozen_images is not None:
+            reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
+            pairs.images = FrozenImages(pairs.images, self.frozen_images, self.autocast, reserved)
+        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
+        if isinstance(pairs.images, FrozenImages):
+            self.image_bytes = pairs.images.bytes_each
+        self.num_labels = self.inputs.num_caption_labels(own_caption_labels(batch))
+        return EncodedBatch([features], captions)
+
+    def load_pairs(self, batch: HostBatch) -> PairLoader:
+        """The encoder's input: images and captions of the same samples."""
+        captions = self.inputs.captions(batch, self.cache.chunks[0])
+        if isinstance(captions, SortedCaptions):
+            return SortedPairs(batch.pixels, captions)
+        return PairLoader(self.inputs.images(batch), captions)
+
+    def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        [pairs] = features
+        return pairs[:, 0], pairs[:, 1]
+
+    def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
+        labels = own_caption_labels(upcoming) if upcoming else 0
+        return self.inputs.begin_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
+
+    def replay(self, before_chunk: Poll) -> None:
+        self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)
+
+    def losses(self, contrastive: Tensor) -> list[Tensor]:
+        """The contrastive loss and the mean cross entropy; the first alone if nothing was trained."""
+        caption_loss_sum = self.cache.chunk_loss
+        if caption_loss_sum is None:  # no chunk had a second pass
+            return [contrastive]
+        self.inputs.world.sum_(caption_loss_sum)
+        return [contrastive, caption_loss_sum / self.num_labels]
+
+    def total(self, *losses: float) -> tuple[float, CaptionerLosses]:
+        contrastive, *caption_losses = losses
+        if not caption_losses:
+            return contrastive, {}
+        [caption] = caption_losses
+        return contrastive + self.caption_weight * caption, {"contrastive_loss": contrastive, "caption_loss": caption}
+
+
+def own_caption_labels(batch: HostBatch) -> int:
+    """The labels in this rank's captions. Waits for all samples."""
+    return int(count_caption_labels(batch.tokens(0, batch.num_texts)))
+
+
+class FrozenImages:
+    """Gives a captioner the outputs of a frozen image tower in the place of pixels: features (N, D) and tokens
+    (N, P, W).
+
+    Each image is encoded once, as far as memory for its tokens allows: a chunk's first pass without a graph keeps them
+    for its second pass, up to `most_bytes` in all. The other chunks are encoded again.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        tower: nn.Module,
+        autocast: Callable[[], AbstractContextManager[object]],
+        most_bytes: float,
+    ) -> None:
+        """`autocast`: makes the context in which the tower runs."""
+        self.images = images
+        self.tower = tower
+        self.autocast = autocast
+        self.free_bytes = most_bytes
+        # Bytes of the outputs of one image; 0 before the first chunk.
+        self.bytes_each = 0
+        # The outputs of chunks whose second pass is still to come.
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if (start, stop) in self.kept:
+            return self.kept.pop((start, stop))
+        with torch.no_grad(), self.autocast():
+            outputs: tuple[Tensor, Tensor] = self.tower(self.images.chunk(start, stop), with_tokens=True)
+        size = sum(rows.nbytes for rows in outputs)
+        self.bytes_each = size // (stop - start)
+        if not torch.is_grad_enabled() and size <= self.free_bytes:
+            self.kept[start, stop] = outputs
+            self.free_bytes -= size
+        return outputs
