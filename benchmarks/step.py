@@ -290,7 +290,7 @@ def measure(**job: Any) -> list[Row]:
     row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}
     row["parts"] |= {f"mem_{part}_bytes": first.peak[part] - first.before[part] for part in first.peak}
     row["chunk"] = step.chunk
-    row["kept_graphs"] = step.cache.kept
+    row["kept_graphs"] = step.cache.num_kept_graphs
     if job["profile"]:
         row["profile"] = profile(step, batch, job["profile"], 1e3 * seconds["median"])
     row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
+from clipscale.common.text_layout import TextLayout
 from clipscale.config.conditions import parse_caption_sources, parse_conditions
 from clipscale.config.setting import setting
 
@@ -93,9 +94,9 @@ class DataConfig:
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property
-    def texts_per_step(self) -> int:
-        """Captions and hard negatives of each sample in a step."""
-        return self.captions_per_step + (self.negatives_per_step if self.negatives else 0)
+    def text_layout(self) -> TextLayout:
+        """The captions and hard negatives of a batch."""
+        return TextLayout(self.captions_per_step, self.negatives_per_step if self.negatives else 0)
 
     def check(self) -> None:
         """Raises UserError for captions and conditions that cannot be read, and for weights."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from clipscale.common.text_layout import ONE_CAPTION, TextLayout
 from clipscale.config.conditions import (
     CAPTION,
     SAMPLE,
@@ -34,12 +35,10 @@ class Selection:
     conditions: tuple[Condition, ...]
     # What makes samples equal: the `caption`, or a field of the json; None if nothing does.
     same: str | None = None
-    # Captions of an image in a step.
-    captions_per_image: int = 1
+    # How many captions and hard negatives of a sample a step takes.
+    texts: TextLayout = ONE_CAPTION
     # The source of hard negatives; empty without any.
     negatives: str = ""
-    # Hard negatives of a sample in a step.
-    negatives_count: int = 0
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
     takes_first: bool = False
 
@@ -68,7 +67,7 @@ class Selection:
                     pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
             pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
-        return draw_by_weight(pool, self.captions_per_image, rng)
+        return draw_by_weight(pool, self.texts.captions, rng)
 
     def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
         """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
@@ -78,7 +77,7 @@ class Selection:
             pool = [(1.0, text, "") for text in captions_in(members, self.negatives)]
         except BrokenSampleError as error:
             raise BrokenSampleError("no_negative", str(error)) from error
-        return [text for text, _ in draw_by_weight(pool, self.negatives_count, rng)]
+        return [text for text, _ in draw_by_weight(pool, self.texts.negatives, rng)]
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -168,8 +167,7 @@ def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selecti
         parse_caption_sources(config.captions),
         parse_conditions(config.filter),
         config.same,
-        config.captions_per_step,
+        config.text_layout,
         config.negatives or "",
-        config.negatives_per_step if config.negatives else 0,
         takes_first,
     )

@@ -118,7 +118,7 @@ def build(settled: SettledRun, world: World) -> Components:
         check_streams(settled, stream, world)
         restore_random(settled, world)
 
-        flops = Flops.of(config.model, model, world.device, config.data.texts_per_step)
+        flops = Flops.of(config.model, model, world.device, config.data.text_layout.per_image)
         steps = schedule.end - settled.step
         is_compiled = compile_if_worth(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
@@ -138,7 +138,7 @@ def choose_chunk_sizes(
             world,
             settled.checkpoint_values.chunks if settled.checkpoint_values and not settled.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
-            texts_per_sample=config.data.texts_per_step,
+            texts_per_sample=config.data.text_layout.per_image,
             pairs=pair_encoder(model) if config.trains_captioner else None,
         )
 
@@ -169,7 +169,7 @@ def build_loss(
         exchange=config.loss.exchange,
         backend=config.loss.backend,
         feature_sizes=tuple(config.loss.sizes),
-        captions_per_image=config.data.captions_per_step,
+        captions_per_image=config.data.text_layout.captions,
         uses_keys=config.data.same is not None or repeats,
         runtime=runtime,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
@@ -238,7 +238,7 @@ def build_passes(
     return TwoTowerPasses(
         cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
         inputs=inputs,
-        captions_per_image=loss.captions_per_image,
+        texts=config.data.text_layout,
     )
 
 
@@ -341,7 +341,7 @@ def compile_if_worth(
         local_batch,
         train_step.precision,
         world,
-        config.data.texts_per_step,
+        config.data.text_layout.per_image,
     )
     if problem and world.is_rank0:
         log_warning(f"model.compile={setting}: the towers run without compiled code ({problem})")

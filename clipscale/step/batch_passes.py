@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypedDict
 from torch import Tensor
 
 from clipscale.common.poll import Poll
+from clipscale.common.text_layout import TextLayout
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.step.cache.grad_cache import GradCache
@@ -72,8 +73,7 @@ class TwoTowerPasses:
 
     cache: GradCache
     inputs: StepInputs
-    # How many texts of each image are its positives; see `BatchLoss`.
-    captions_per_image: int = 1
+    texts: TextLayout
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
@@ -81,9 +81,8 @@ class TwoTowerPasses:
         return EncodedBatch([image_features, self.cache.encode_tower(1, captions, before_chunk)], captions)
 
     def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-        # Texts are the k captions of the first image, of the second, ..., then hard negatives.
         images, texts = features
-        return images, texts[: len(images) * self.captions_per_image : self.captions_per_image]
+        return images, texts[self.texts.first_captions(len(images))]
 
     def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         return self.inputs.begin_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)

@@ -18,9 +18,9 @@ HOST_RESERVE = 4 << 30
 def measured_budget(world: World, timer: StepTimer, graph_bytes: int) -> KeepBudget:
     """A collective: the memory for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
 
-    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GradCache.graph_bytes`) and its own
-    working memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and
-    a margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
+    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GraphBudget`) and its own working
+    memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a
+    margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
     and freed before the first replay.
     """
     rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))

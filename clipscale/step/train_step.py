@@ -263,7 +263,7 @@ class TrainStep:
         """
         if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # the timer's peaks have them already
-            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_bytes)
+            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_budget.graph_bytes)
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
@@ -273,7 +273,7 @@ class TrainStep:
                 yield
         except torch.OutOfMemoryError as error:
             chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
-            graphs = sum(self.cache.kept)
+            graphs = sum(self.cache.num_kept_graphs)
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
                 f"step {step}: out of memory in {name}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "

@@ -95,7 +95,7 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
         batch = run.stream.next_batch()
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.run_step()
-    assert all(run.train_step.cache.kept) == (config.cache.keep != "none")
+    assert all(run.train_step.cache.num_kept_graphs) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
     rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.num_texts), batch.keys()]
     rows += batch.teachers()
@@ -166,7 +166,7 @@ def dense_value(
     """The loss of a global batch in one graph: of the whole features, and of their first numbers for each size."""
     images = model.image(pixels)
     texts = model.text(tokens)
-    assert len(texts) == config.batch * config.data.texts_per_step
+    assert len(texts) == config.batch * config.data.text_layout.per_image
     scale = model.logit_scale.exp()
     scales = config.distill.scales or [SCALE] * len(taught)
     teachers = [

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.common.text_layout import ONE_CAPTION, TextLayout
 from clipscale.common.units import format_bytes
 from clipscale.data.shards.features import TeacherFeatures
 
@@ -48,23 +49,17 @@ class Layout:
     samples: int  # of the local batch
     side: int  # of the pictures
     context_length: int
-    captions_per_image: int = 1
-    negatives: int = 0  # hard negatives of a sample
+    texts: TextLayout = ONE_CAPTION  # captions and hard negatives of a sample
     teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
 
     @property
     def num_texts(self) -> int:
         """Captions and hard negatives of the local batch."""
-        return self.samples * (self.captions_per_image + self.negatives)
+        return self.samples * self.texts.per_image
 
     def text_rows(self, sample: int) -> list[int]:
-        """The rows of a sample's captions, then those of its hard negatives. All hard negatives follow all captions."""
-        first_caption = sample * self.captions_per_image
-        first_negative = self.samples * self.captions_per_image + sample * self.negatives
-        return [
-            *range(first_caption, first_caption + self.captions_per_image),
-            *range(first_negative, first_negative + self.negatives),
-        ]
+        """The rows of a sample's captions, and then those of its hard negatives."""
+        return self.texts.rows_of(sample, self.samples)
 
     def slot_arrays(self) -> dict[str, ArraySpec]:
         """The arrays of one slot in shared memory."""
@@ -167,7 +162,7 @@ class HostBatch:
     def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
-        self._captions_per_image = layout.captions_per_image
+        self._texts = layout.texts
         self._teachers = layout.teachers
         self._wait = wait
 
@@ -176,8 +171,7 @@ class HostBatch:
 
     @property
     def num_texts(self) -> int:
-        """The number of texts. Captions come first; caption j belongs to image j // captions_per_image. Hard negatives
-        follow."""
+        """The number of texts: captions and hard negatives in the order of `TextLayout`."""
         return len(self._slot["tokens"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
@@ -187,7 +181,7 @@ class HostBatch:
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
-        self._wait(min(len(self), -(-stop // self._captions_per_image)))
+        self._wait(min(len(self), -(-stop // self._texts.captions)))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:

@@ -355,7 +355,6 @@ def layout_of(
         samples=samples,
         side=side,
         context_length=context_length,
-        captions_per_image=config.captions_per_step,
-        negatives=config.negatives_per_step if config.negatives else 0,
+        texts=config.text_layout,
         teachers=teachers,
     )

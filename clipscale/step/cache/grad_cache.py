@@ -22,10 +22,8 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
             └ TowerPasses.forward_chunk              unless the chunk's graph is kept
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from numbers import Real
 
 import torch
@@ -35,10 +33,8 @@ from clipscale.common.chunks import equal_spans
 from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
-from clipscale.step.cache.kept_graphs import OnShortMemory, largest_of_ranks
+from clipscale.step.cache.graph_budget import GraphBudget
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
-
-log = logging.getLogger(__name__)
 
 
 class GradCache:
@@ -122,13 +118,12 @@ class GradCache:
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
-        self._keep_budget = to_keep_budget(keep_bytes)
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
             TowerPasses(encoder, function, autocast, is_last_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
-        self._keeps_none = False
+        self.graph_budget = GraphBudget(to_keep_budget(keep_bytes), [tower.graphs for tower in self.towers])
         # The sum of the chunks' own losses in the last step, detached and not scaled; None if chunks had none.
         self.chunk_loss: Tensor | None = None
 
@@ -160,11 +155,7 @@ class GradCache:
 
         `reserved`: bytes of `keep_bytes` that the input takes for itself.
         """
-        keep_budget = self._keep_budget.minus(reserved)
-        for tower in self.towers[:i]:
-            keep_budget = keep_budget.after_tower(tower.graphs.num_kept, tower.graphs.meter.bytes_each)
-        if self._keeps_none:
-            keep_budget = replace(keep_budget, bytes=0)
+        keep_budget = self.graph_budget.of_tower(i, reserved)
         return self.towers[i].encode(tower_input, self.chunks[i], keep_budget, before_chunk)
 
     def backward(self, value: Tensor) -> None:
@@ -189,7 +180,7 @@ class GradCache:
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:
                 raise ValueError(f"encoder {i} has no gradient to replay: encode and backward come before")
-        self._keep_none_after_out_of_memory()
+        self.graph_budget.give_up_if_short(self.towers[0].representations.device)
 
         def loss_gradient(loss: Tensor) -> Tensor:
             self._refuse_scaled(loss)
@@ -209,31 +200,15 @@ class GradCache:
                 "the loss ends in scaler.scale(...), and with scaler= GradCache scales it: return it as it is"
             )
 
-    def _keep_none_after_out_of_memory(self) -> None:
-        """If a graph did not fit, keep none from now on: on this rank, or on all ranks if their passes are collectives.
-
-        Passes are collectives under FSDP2, which gathers weights, and with synchronised batch normalisation. This call
-        is then one, too, as long as graphs are kept.
-        """
-        out_of_memory = any(tower.graphs.is_out_of_memory for tower in self.towers)
-        keeps_graphs = self._keep_budget.bytes and not self._keeps_none
-        may_repeat_alone = all(tower.graphs.on_short_memory is OnShortMemory.RETRY for tower in self.towers)
-        if keeps_graphs and not may_repeat_alone:
-            out_of_memory = bool(largest_of_ranks(out_of_memory, self.towers[0].representations.device))
-        if out_of_memory:
-            log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
-            self._keeps_none = True
-            for tower in self.towers:
-                tower.graphs.drop()
-
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        return None if self._keep_budget.is_unknown else self._keep_budget.bytes
+        total = self.graph_budget.total
+        return None if total.is_unknown else total.bytes
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | KeepBudget | None) -> None:
-        self._keep_budget = to_keep_budget(value)
+        self.graph_budget.total = to_keep_budget(value)
 
     @property
     def has_second_pass(self) -> list[bool]:
@@ -241,14 +216,9 @@ class GradCache:
         return [tower.has_second_pass for tower in self.towers]
 
     @property
-    def kept(self) -> list[int]:
+    def num_kept_graphs(self) -> list[int]:
         """The number of each tower's chunks whose graphs this step keeps."""
         return [tower.graphs.num_kept for tower in self.towers]
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
-        return next((tower.graphs.meter.bytes_each for tower in self.towers if tower.graphs.meter.bytes_each), 0)
 
     def num_passes(self, samples: int) -> int:
         """The passes of chunks in a step of so many samples, each with a call of `before_chunk`.

@@ -126,7 +126,7 @@ class DryRun:
     @property
     def texts_per_sample(self) -> int:
         """Captions and hard negatives of a sample."""
-        return self.config.data.texts_per_step
+        return self.config.data.text_layout.per_image
 
     @cached_property
     def caption_share(self) -> float:
@@ -298,7 +298,7 @@ def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
     """The exchange that `auto` stands for with the whole batch, of which a dry run computes only parts."""
     itemsize = 4 if config.precision == "fp32" else 2
-    num_texts = config.batch * config.data.texts_per_step
+    num_texts = config.batch * config.data.text_layout.per_image
     return auto_exchange(nodes, num_texts * width, itemsize, on_gpu)
 
 

@@ -216,7 +216,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 def open_dry_run(config: PlanConfig, gpu: Hardware | None) -> AbstractContextManager[DryRun]:
     """A dry run of the plan. Raises UserError."""
-    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
+    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
     show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     return dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes)
 
@@ -225,7 +225,7 @@ def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: Dry
     """The first remedy with which the run fits; None if there is none. `dry_run`: without it, each has its own."""
     for remedy in remedies:
         config = remedy.config
-        check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.texts_per_step)
+        check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
         with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
             if Prediction(config, gpu, known).fits(config.batch // config.ranks):
                 return remedy

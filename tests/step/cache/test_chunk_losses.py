@@ -105,7 +105,7 @@ def test_gradient_and_value_are_those_of_one_graph(keep: float, chunk: int, drop
     calls.clear()
     torch.manual_seed(5)
     value = cached.step(batch())
-    (kept,) = cached.kept
+    (kept,) = cached.num_kept_graphs
     assert keep != 20e3 or chunk != 4 or 0 < kept < 4, "some graphs"
     required = model_of(dropout)
     torch.manual_seed(5)
@@ -127,7 +127,7 @@ def test_the_chunks_losses_have_a_weight_that_may_be_known_late() -> None:
         cached.backward(contrast(*cached.encode(batch())))
         cached.replay(chunk_loss_weight=0.25)
         torch.manual_seed(5)
-        _, total = one_graph(required, 4, cached.kept[0], 0.25)
+        _, total = one_graph(required, 4, cached.num_kept_graphs[0], 0.25)
         assert cached.chunk_loss is not None and torch.allclose(cached.chunk_loss, total, rtol=1e-12)
         assert_same(gradients(actual), gradients(required), 1e-10)
 

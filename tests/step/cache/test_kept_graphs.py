@@ -42,15 +42,17 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     cache = cached(model, 2.5 * size)
     pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
-    assert cache.kept == [0, 0]
+    assert cache.num_kept_graphs == [0, 0]
     assert cache.towers[0].graphs.meter.bytes_each == size
     cache.step(pixels[:11], tokens[:11])
-    assert cache.kept[0] == 2
+    assert cache.num_kept_graphs[0] == 2
     cache.keep_bytes = size - 1
     cache.step(pixels[:11], tokens[:11])
-    assert cache.kept == [0, 0], "the second tower's budget is below 0"
+    assert cache.num_kept_graphs == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
-    assert cache.kept[0] == 0 and cache.towers[0].graphs.meter.bytes_each < size, "another batch, measured anew"
+    assert cache.num_kept_graphs[0] == 0 and cache.towers[0].graphs.meter.bytes_each < size, (
+        "another batch, measured anew"
+    )
 
 
 def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch
     monkeypatch.setattr(RandomState, "now", lambda device=None: RandomState(torch.get_rng_state(), None))
     cache = cached(model, 2.5 * size)
     cache.step(*samples(N))
-    assert cache.graph_bytes == size
+    assert cache.graph_budget.graph_bytes == size
 
 
 def test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them() -> None:
@@ -139,7 +141,7 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
             replaying = keep == 0
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert cache.kept == [0, 0], "no tower takes the room of another's graphs"
+    assert cache.num_kept_graphs == [0, 0], "no tower takes the room of another's graphs"
     assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1
 
 

@@ -1,0 +1,38 @@
+"""Which texts go with the images of a batch, and in which order."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """The texts of a batch of N images: the k captions of the first image, of the second, ..., then all hard negatives.
+
+    Text j < N k is a caption of image j // k. A hard negative is a negative of every image.
+    """
+
+    # Captions of each image: k.
+    captions: int = 1
+    # Hard negatives that come with each image.
+    negatives: int = 0
+
+    @property
+    def per_image(self) -> int:
+        """Texts that come with each image."""
+        return self.captions + self.negatives
+
+    def rows_of(self, image: int, num_images: int) -> list[int]:
+        """The rows of an image's captions, and then those of its hard negatives."""
+        first_caption = image * self.captions
+        first_negative = num_images * self.captions + image * self.negatives
+        return [
+            *range(first_caption, first_caption + self.captions),
+            *range(first_negative, first_negative + self.negatives),
+        ]
+
+    def first_captions(self, num_images: int) -> slice:
+        """The rows of each image's first caption."""
+        return slice(0, num_images * self.captions, self.captions)
+
+
+# One caption of each image, and no hard negatives.
+ONE_CAPTION = TextLayout()
