@@ -116,13 +116,13 @@ class TrainLoop:
             if self.step == 0 < self.end_step and parts.evaluates_start:
                 self.evaluate()
             while self.step < self.end_step:
-                next_step = self.run_step()
+                agreement = self.run_step()
                 is_last = self.step == self.end_step
                 is_best = False
                 if parts.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
                     is_best = parts.saver.announce_if_best(self.step)
-                if is_best or is_last or next_step.wants_save or parts.intervals.saves_after(self.step):
+                if is_best or is_last or agreement.wants_save or parts.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if parts.evaluation.sets:
                 results = self.evaluate()
@@ -161,7 +161,7 @@ class TrainLoop:
         }
         parts.records.add(record, result, train_step.model.logit_scale.exp())
         train_step.set_keep_budget_if_unknown(result.timer)
-        return result.next_step
+        return result.agreement
 
     def make_before_chunk(self, local_batch: int) -> Poll:
         """The function that a step calls before each chunk. It never waits for the device.
@@ -216,7 +216,7 @@ class TrainLoop:
     def save_at_once(self) -> None:
         """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
         saver = self.parts.saver
-        if self.step != saver.newest_step:
+        if self.step != saver.last_begun_step:
             self.save(wait=True)
         saver.wait_for_copy(COPY_S)
 

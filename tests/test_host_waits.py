@@ -65,9 +65,9 @@ def test_a_step_waits_for_two_values_of_the_device(
 
         with CountWaits() as counter, monkeypatch.context() as patch:
             patch.setattr(Tensor, "tolist", tolist)
-            next_step = run_step(run)
+            agreement = run_step(run)
         steps.append(counter.places)
-        return next_step
+        return agreement
 
     monkeypatch.setattr(TrainLoop, "run_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)

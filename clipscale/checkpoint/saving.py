@@ -54,15 +54,15 @@ class Saver:
     write changes no earlier one.
     """
 
-    def __init__(self, run_dir: Path, world: World, copies: CopyThread, newest_step: int | None = None) -> None:
-        """`copies`: copies each checkpoint; its retention holds in the run's folder, too. `newest_step`: see below."""
+    def __init__(self, run_dir: Path, world: World, copies: CopyThread, last_begun_step: int | None = None) -> None:
+        """`copies`: copies each checkpoint; its retention holds in the run's folder, too. `last_begun_step`: see below."""
         self.run_dir = run_dir
         self.world = world
         self.copies = copies
         self.retention = copies.retention
         # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
         # new run: its start is not saved. None for a state from another folder, so that even its first step is saved.
-        self.newest_step = newest_step
+        self.last_begun_step = last_begun_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
         self._stager = self._new_stager()
@@ -106,7 +106,7 @@ class Saver:
         )
         assert isinstance(result, Future)
         self._pending = step, result
-        self.newest_step = step
+        self.last_begun_step = step
         if wait:
             self.wait_for_save()
 

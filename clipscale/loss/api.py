@@ -45,7 +45,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     captions: int = 1,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     check: bool = True,
-    machine: LossRuntime | None = None,
+    runtime: LossRuntime | None = None,
     **unknown: Never,
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
@@ -90,7 +90,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. It waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: internal. The dry run of `clipscale plan` passes simulated hardware and a process group here.
+        runtime: internal. The dry run of `clipscale plan` passes simulated hardware and a process group here.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:
@@ -110,7 +110,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     _check_words(objective=objective, exchange=exchange, backend=backend)
     formula = OBJECTIVES[objective]
     module = _module_of(similarity)
-    runtime = machine or LossRuntime()
+    runtime = runtime or LossRuntime()
     inputs = make_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
         captions_per_image=captions, has_module=module is not None, check=check,
@@ -134,7 +134,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     captions: int = 1,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     check: bool = True,
-    machine: LossRuntime | None = None,
+    runtime: LossRuntime | None = None,
     **unknown: Never,
 ) -> Tensor:
     """Cross-entropy to teachers, beside or instead of the contrastive loss, without a batch x batch matrix.
@@ -152,7 +152,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teachers: (a (n, D_k), b (n, D_k), t) for each: its features of the same images and texts, usually of unit
             length, and its logit scale, the multiplier itself. They get no gradient.
         weights: the contrastive loss's, and the distillation's.
-        exchange, backend, keys, similarity, group, check, machine, unknown: as for `contrastive_loss`, but there is no
+        exchange, backend, keys, similarity, group, check, runtime, unknown: as for `contrastive_loss`, but there is no
             triton backend.
         captions: only 1.
 
@@ -180,7 +180,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teacher_share=weights[1] / sum(weights),
     )
     chosen = "dense" if backend == "dense" else "tiled"
-    mean = _mean(formula, inputs, exchange, chosen, module, group, check, machine or LossRuntime())
+    mean = _mean(formula, inputs, exchange, chosen, module, group, check, runtime or LossRuntime())
     return sum(weights) * mean
 
 

@@ -88,8 +88,8 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         if copies is None:
             copies = begin_copies(settled, world)
         is_in_folder = settled.checkpoint_path is None or settled.continues_own_folder
-        newest_step = settled.step if is_in_folder else None
-        saver = checkpoint.Saver(settled.folder, world, copies, newest_step)
+        last_begun_step = settled.step if is_in_folder else None
+        saver = checkpoint.Saver(settled.folder, world, copies, last_begun_step)
         undo.pop_all()
 
     save_steps, save_seconds = config.checkpoint.interval

@@ -115,7 +115,7 @@ class BatchLoss:
             exchange=self.exchange,
             backend="auto" if self.backend == "triton" else self.backend,
             keys=keys,
-            machine=self.runtime,
+            runtime=self.runtime,
             check=False,
         )
 
@@ -130,6 +130,6 @@ class BatchLoss:
             backend=self.backend,
             keys=keys,
             captions=self.captions_per_image,
-            machine=self.runtime,
+            runtime=self.runtime,
             check=False,
         )

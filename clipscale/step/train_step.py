@@ -72,7 +72,7 @@ class StepResult:
     """The result of a step, for the run's loop."""
 
     numbers: StepNumbers
-    next_step: StepAgreement
+    agreement: StepAgreement
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
@@ -126,14 +126,14 @@ class TrainStep:
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        next_step = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
+        agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
             numbers = self.check_and_update(self.passes.losses(value), stream, step)
         return StepResult(
             numbers=numbers,
-            next_step=next_step,
+            agreement=agreement,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
             widths=self.widths(captions),

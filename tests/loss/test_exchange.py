@@ -98,8 +98,8 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
     torch.manual_seed(0)
     phi = Phi(6).double()
     for here in (1, 2, 4):
-        machine = LossRuntime(ranks_of_node=here)
-        options = {"objective": objective, "exchange": "nodes", "machine": machine}
+        runtime = LossRuntime(ranks_of_node=here)
+        options = {"objective": objective, "exchange": "nodes", "runtime": runtime}
         for scale in (1.0, 100.0):
             check(ranks, 4, *stacked(4, 7, 9, 12), scale, options | {"tile": 4})
         check(ranks, 4, *stacked(4, 3, 4, 6), 9.0, options | {"tile": 2, "similarity": phi})
@@ -126,7 +126,7 @@ def test_ranks_on_nodes_of_different_sizes_take_one_exchange() -> None:
 def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
     """The bits show it, since the order of additions is the gather's. Features may have any shape."""
     u, v = torch.randn(2, 3, 5, 4, 3).double()
-    options = {"backend": "tiled", "similarity": Phi(12).double(), "machine": Gpu()}
+    options = {"backend": "tiled", "similarity": Phi(12).double(), "runtime": Gpu()}
     auto, gather = (
         ranks.run(local_results, 3, u, v, 3.0, None, options | {"exchange": name}) for name in ("auto", "gather")
     )

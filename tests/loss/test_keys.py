@@ -26,7 +26,7 @@ def test_distinct_keys_change_no_bit(objective: str) -> None:
 def test_a_gpu_takes_keys_in_the_tiles_of_torch() -> None:
     u, v, options = keyed(6, 4, 0)
     tiled, auto = (
-        results(contrastive_loss, u.float(), v.float(), 14.3, backend=backend, machine=Gpu(), **options)
+        results(contrastive_loss, u.float(), v.float(), 14.3, backend=backend, runtime=Gpu(), **options)
         for backend in ("tiled", "auto")
     )
     assert all(map(torch.equal, tiled, auto))
@@ -38,14 +38,14 @@ def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.Monke
 
     def stand_in(objective: Softmax) -> Any:
         asked.append(objective)
-        return lambda machine, shape: TorchBackend(objective.make_tile_ops(), DotProduct(), machine, is_dense=False)
+        return lambda runtime, shape: TorchBackend(objective.make_tile_ops(), DotProduct(), runtime, is_dense=False)
 
     monkeypatch.setattr(Softmax, "kernels", stand_in)
     u, v = (x.float() for x in features(6, 6, 16))
-    results(contrastive_loss, u, v, 14.3, machine=Gpu())
+    results(contrastive_loss, u, v, 14.3, runtime=Gpu())
     assert asked == [OBJECTIVES["softmax"]]
-    results(contrastive_loss, u, v, 14.3, machine=Gpu(), backend="tiled")
-    results(contrastive_loss, u.double(), v.double(), 14.3, machine=Gpu())
+    results(contrastive_loss, u, v, 14.3, runtime=Gpu(), backend="tiled")
+    results(contrastive_loss, u.double(), v.double(), 14.3, runtime=Gpu())
     results(contrastive_loss, u, v, 14.3)
     assert len(asked) == 1
 

@@ -72,7 +72,7 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
         memory.take_peak()
         before, grads = memory.live, 2 * n * width * dtype.itemsize
         contrastive_loss(
-            u, v, scale, logit_bias=bias, objective=objective, check=False, machine=DryRunRuntime(90)
+            u, v, scale, logit_bias=bias, objective=objective, check=False, runtime=DryRunRuntime(90)
         ).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"

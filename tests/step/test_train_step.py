@@ -25,8 +25,8 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
 ) -> None:
     """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save. Then come
     the ranks' tokens."""
-    next_step = StepAgreement(AsyncReduction(torch.tensor(message)))
-    assert (next_step.num_text_chunks, next_step.num_caption_labels, next_step.wants_save) == (chunks, tokens, save)
+    agreement = StepAgreement(AsyncReduction(torch.tensor(message)))
+    assert (agreement.num_text_chunks, agreement.num_caption_labels, agreement.wants_save) == (chunks, tokens, save)
 
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:

@@ -118,11 +118,11 @@ SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, t in ((8, FLOAT32),
 @pytest.mark.skipif(DEVICE == "cuda", reason="each GPU has one")
 @pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
 def test_every_shape_of_tiles_is_exact(shape: tuple[int, int, int, bool]) -> None:
-    machine = Tiled(TileShape(*shape[:3], warps=1, stages=1), tma=shape[3])
+    runtime = Tiled(TileShape(*shape[:3], warps=1, stages=1), tma=shape[3])
     for n, m, width, kind, scale in ((1, 257, 40, "random", 14.3), (130, 300, 70, "low", 100.0)):
         u, v = features(n, m, width, kind)
         for objective in ("softmax", "sigmoid"):
-            actual = triton(u.float(), v.float(), scale, objective=objective, machine=machine)
+            actual = triton(u.float(), v.float(), scale, objective=objective, runtime=runtime)
             assert_exact(actual, oracle(u, v, scale, objective=objective), scale, 1e-5, (n, m, kind, objective))
 
 
@@ -136,9 +136,9 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     tiles = LossRuntime().tile_shape(torch.device(DEVICE), torch.float32)
     small = Tiled(replace(tiles, panel_bytes=2048))
     small.max_partial_bytes = 2048
-    for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
-        actual = triton(u, v, 14.3, machine=machine, objective=objective)
-        assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(machine))
+    for runtime in (small, Tiled(tiles, tma=DEVICE == "cpu")):
+        actual = triton(u, v, 14.3, runtime=runtime, objective=objective)
+        assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(runtime))
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)
     actual = triton(u, v, 14.3, objective=objective)
     assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, "stripes")
