@@ -125,6 +125,7 @@ def test_the_settings_end_where_a_run_begins() -> None:
 
 # Words with one meaning in the whole package -> the type of what they name; perhaps `| None`. See glossary.md.
 TYPE_OF_WORD = {
+    "agreement": "StepAgreement",
     "before_chunk": "Poll",
     "chunk_sizes": "ChunkSizes",
     "epoch": "int",
@@ -136,6 +137,7 @@ TYPE_OF_WORD = {
     "poll": "Poll",
     "runtime": "LossRuntime",
     "stage": "Stage",
+    "text_layout": "TextLayout",
     "texts_per_sample": "int",
     "timer": "StepTimer",
     "tower_input": "object",

@@ -55,7 +55,10 @@ class Saver:
     """
 
     def __init__(self, run_dir: Path, world: World, copies: CopyThread, last_begun_step: int | None = None) -> None:
-        """`copies`: copies each checkpoint; its retention holds in the run's folder, too. `last_begun_step`: see below."""
+        """`copies`: copies each checkpoint; its retention holds in the run's folder, too.
+
+        `last_begun_step`: see below.
+        """
         self.run_dir = run_dir
         self.world = world
         self.copies = copies

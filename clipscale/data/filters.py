@@ -36,7 +36,7 @@ class Selection:
     # What makes samples equal: the `caption`, or a field of the json; None if nothing does.
     same: str | None = None
     # How many captions and hard negatives of a sample a step takes.
-    texts: TextLayout = ONE_CAPTION
+    text_layout: TextLayout = ONE_CAPTION
     # The source of hard negatives; empty without any.
     negatives: str = ""
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
@@ -67,7 +67,7 @@ class Selection:
                     pool += [(source.weight / len(texts), text, source.part) for text in texts]
         if not pool:
             pool = [(1.0, first_caption(members, [source.name for source in self.captions]), "")]
-        return draw_by_weight(pool, self.texts.captions, rng)
+        return draw_by_weight(pool, self.text_layout.captions, rng)
 
     def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
         """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
@@ -77,7 +77,7 @@ class Selection:
             pool = [(1.0, text, "") for text in captions_in(members, self.negatives)]
         except BrokenSampleError as error:
             raise BrokenSampleError("no_negative", str(error)) from error
-        return [text for text, _ in draw_by_weight(pool, self.texts.negatives, rng)]
+        return [text for text, _ in draw_by_weight(pool, self.text_layout.negatives, rng)]
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""

@@ -19,7 +19,7 @@ from clipscale.loss.distillation.objective import Distillation, Teacher, add_tea
 from clipscale.loss.distillation.tile import TeacherSpec
 from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
-from clipscale.loss.runtime import LossRuntime
+from clipscale.loss.runtime import LossRuntime, current_runtime
 from clipscale.loss.similarity import DotProduct, ModuleSimilarity, Similarity
 from clipscale.loss.terms import LossTerm, make_terms
 from clipscale.loss.torch_backend import TorchBackend
@@ -45,7 +45,6 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     captions: int = 1,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     check: bool = True,
-    runtime: LossRuntime | None = None,
     **unknown: Never,
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
@@ -90,7 +89,6 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. It waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        runtime: internal. The dry run of `clipscale plan` passes simulated hardware and a process group here.
         unknown: no keyword is taken here. A wrong one is refused with a hint.
 
     Returns:
@@ -110,7 +108,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     _check_words(objective=objective, exchange=exchange, backend=backend)
     formula = OBJECTIVES[objective]
     module = _module_of(similarity)
-    runtime = runtime or LossRuntime()
+    runtime = current_runtime()
     inputs = make_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
         captions_per_image=captions, has_module=module is not None, check=check,
@@ -134,7 +132,6 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     captions: int = 1,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     check: bool = True,
-    runtime: LossRuntime | None = None,
     **unknown: Never,
 ) -> Tensor:
     """Cross-entropy to teachers, beside or instead of the contrastive loss, without a batch x batch matrix.
@@ -152,7 +149,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teachers: (a (n, D_k), b (n, D_k), t) for each: its features of the same images and texts, usually of unit
             length, and its logit scale, the multiplier itself. They get no gradient.
         weights: the contrastive loss's, and the distillation's.
-        exchange, backend, keys, similarity, group, check, runtime, unknown: as for `contrastive_loss`, but there is no
+        exchange, backend, keys, similarity, group, check, unknown: as for `contrastive_loss`, but there is no
             triton backend.
         captions: only 1.
 
@@ -180,7 +177,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teacher_share=weights[1] / sum(weights),
     )
     chosen = "dense" if backend == "dense" else "tiled"
-    mean = _mean(formula, inputs, exchange, chosen, module, group, check, runtime or LossRuntime())
+    mean = _mean(formula, inputs, exchange, chosen, module, group, check, current_runtime())
     return sum(weights) * mean
 
 

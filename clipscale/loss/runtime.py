@@ -1,10 +1,11 @@
 """Hardware hooks of the loss: GPU or not, tile shapes, kernel launches, the process group.
 
-`clipscale plan` substitutes a fake that computes nothing (DryRunRuntime).
+The loss takes them from `current_runtime()`. `clipscale plan` sets a fake that computes nothing (`DryRunRuntime`).
 """
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
 
@@ -69,6 +70,24 @@ class LossRuntime:
             add_half_product(out, a, b, factor)
         else:
             product(a, b, out, factor, beta=1)
+
+
+_current: ContextVar[LossRuntime | None] = ContextVar("current_runtime", default=None)
+
+
+def current_runtime() -> LossRuntime:
+    """Where a loss that is called now runs: this machine, or the runtime of `running_on`."""
+    return _current.get() or LossRuntime()
+
+
+@contextlib.contextmanager
+def running_on(runtime: LossRuntime) -> Iterator[None]:
+    """Inside, losses are computed by this runtime, their backward passes included."""
+    token = _current.set(runtime)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 @cache

@@ -28,7 +28,6 @@ from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
-from clipscale.loss.runtime import LossRuntime
 from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
@@ -150,12 +149,10 @@ def build_loss(
     teachers: Sequence[TeacherFeatures] = (),
     *,
     repeats: bool = False,
-    runtime: LossRuntime | None = None,
 ) -> BatchLoss:
     """The loss of the run's batches.
 
-    `repeats`: whether a sample may be in a batch twice. `runtime`: where it runs; None for this machine. Raises
-    UserError for kernels that do not take such samples.
+    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples.
     """
     if repeats and config.loss.backend == "triton":
         raise UserError(
@@ -171,7 +168,6 @@ def build_loss(
         feature_sizes=tuple(config.loss.sizes),
         captions_per_image=config.data.text_layout.captions,
         uses_keys=config.data.same is not None or repeats,
-        runtime=runtime,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
         distill_weights=config.distill.weights,
     )
@@ -238,7 +234,7 @@ def build_passes(
     return TwoTowerPasses(
         cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
         inputs=inputs,
-        texts=config.data.text_layout,
+        text_layout=config.data.text_layout,
     )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.distillation.objective import Teacher
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.loss.runtime import LossRuntime
 from clipscale.models.towers import ClipModel, unit_rows
 
 # A part of a feature is divided by its length, and by no less than this: its gradient grows at most 1,000 times.
@@ -46,8 +45,6 @@ class BatchLoss:
     captions_per_image: int = 1
     # Whether samples with equal keys are not negatives of each other.
     uses_keys: bool = False
-    # Where the loss runs; None for this machine.
-    runtime: LossRuntime | None = None
     # The logit scale of each teacher. Without teachers the loss is the contrastive loss alone.
     teacher_scales: tuple[float, ...] = ()
     # The weights of the contrastive loss and of the distillation.
@@ -115,7 +112,6 @@ class BatchLoss:
             exchange=self.exchange,
             backend="auto" if self.backend == "triton" else self.backend,
             keys=keys,
-            runtime=self.runtime,
             check=False,
         )
 
@@ -130,6 +126,5 @@ class BatchLoss:
             backend=self.backend,
             keys=keys,
             captions=self.captions_per_image,
-            runtime=self.runtime,
             check=False,
         )

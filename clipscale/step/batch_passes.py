@@ -73,7 +73,7 @@ class TwoTowerPasses:
 
     cache: GradCache
     inputs: StepInputs
-    texts: TextLayout
+    text_layout: TextLayout
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
@@ -82,7 +82,7 @@ class TwoTowerPasses:
 
     def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         images, texts = features
-        return images, texts[self.texts.first_captions(len(images))]
+        return images, texts[self.text_layout.first_captions(len(images))]
 
     def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         return self.inputs.begin_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)

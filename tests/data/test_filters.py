@@ -76,7 +76,7 @@ def test_a_source_without_text_gives_way_to_the_others() -> None:
 def test_captions_are_drawn_without_replacement_and_then_again() -> None:
     selected, sample = chosen(captions=["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
     for i in range(50):
-        drawn = [text for text, _ in replace(selected, texts=TextLayout(7)).draw(sample.members, CounterRNG(i))]
+        drawn = [text for text, _ in replace(selected, text_layout=TextLayout(7)).draw(sample.members, CounterRNG(i))]
         assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "t"] and drawn[6] in "abt"
         assert [drawn[0]] == [text for text, _ in selected.draw(sample.members, CounterRNG(i))], "whatever their number"
 

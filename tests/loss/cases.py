@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.loss.runtime import LossRuntime
+from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.loss.similarity import DotProduct, ModuleSimilarity
 from clipscale.loss.triton.tuning import TileShape
 
@@ -94,7 +94,14 @@ def tiles_of(side: int | None) -> Iterator[None]:
 
 
 def results(
-    loss: LossFunction, u: Tensor, v: Tensor, scale: float, bias: float = -2.0, tile: int | None = None, **options: Any
+    loss: LossFunction,
+    u: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: float = -2.0,
+    tile: int | None = None,
+    runtime: LossRuntime | None = None,
+    **options: Any,
 ) -> list[Tensor]:
     """The loss's value and its gradients: images, texts, scale, bias, then the parameters of a similarity module."""
     number_type = u.dtype if u.dtype == torch.float64 else torch.float32
@@ -103,7 +110,7 @@ def results(
     module = options.get("similarity")
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     inputs = [u, v, *numbers, *parameters]
-    with tiles_of(tile):
+    with tiles_of(tile), running_on(runtime or LossRuntime()):
         value = loss(u, v, numbers[0], logit_bias=numbers[1], **options)
         grads = torch.autograd.grad(value, inputs, allow_unused=True)
     return [value.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads))]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from clipscale.loss.api import contrastive_loss
+from clipscale.loss.runtime import running_on
 from clipscale.tools.plan.memory_tracker import DryRunRuntime, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
@@ -71,9 +72,8 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
         scale, bias = (torch.tensor(x).requires_grad_() for x in (10.0, -10.0))
         memory.take_peak()
         before, grads = memory.live, 2 * n * width * dtype.itemsize
-        contrastive_loss(
-            u, v, scale, logit_bias=bias, objective=objective, check=False, runtime=DryRunRuntime(90)
-        ).backward()
+        with running_on(DryRunRuntime(90)):
+            contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, check=False).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"

@@ -49,17 +49,17 @@ class Layout:
     samples: int  # of the local batch
     side: int  # of the pictures
     context_length: int
-    texts: TextLayout = ONE_CAPTION  # captions and hard negatives of a sample
+    text_layout: TextLayout = ONE_CAPTION  # captions and hard negatives of a sample
     teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
 
     @property
     def num_texts(self) -> int:
         """Captions and hard negatives of the local batch."""
-        return self.samples * self.texts.per_image
+        return self.samples * self.text_layout.per_image
 
     def text_rows(self, sample: int) -> list[int]:
         """The rows of a sample's captions, and then those of its hard negatives."""
-        return self.texts.rows_of(sample, self.samples)
+        return self.text_layout.rows_of(sample, self.samples)
 
     def slot_arrays(self) -> dict[str, ArraySpec]:
         """The arrays of one slot in shared memory."""
@@ -162,7 +162,7 @@ class HostBatch:
     def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
-        self._texts = layout.texts
+        self._text_layout = layout.text_layout
         self._teachers = layout.teachers
         self._wait = wait
 
@@ -181,7 +181,7 @@ class HostBatch:
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
-        self._wait(min(len(self), -(-stop // self._texts.captions)))
+        self._wait(min(len(self), -(-stop // self._text_layout.captions)))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:

@@ -355,6 +355,6 @@ def layout_of(
         samples=samples,
         side=side,
         context_length=context_length,
-        texts=config.text_layout,
+        text_layout=config.text_layout,
         teachers=teachers,
     )

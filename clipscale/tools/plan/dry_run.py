@@ -21,6 +21,7 @@ from clipscale.data.loader.captions import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
+from clipscale.loss.runtime import running_on
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.lean import LeanDecoder
@@ -240,8 +241,8 @@ class DryRun:
         return self.tracker.take_peak() - before
 
 
-def build_dry_step(config: TrainConfig, model: ClipModel, dry_runtime: DryRunRuntime) -> TrainStep:
-    """Build the step of a run with the model on the meta device, and with the loss on the planned machine.
+def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> TrainStep:
+    """Build the step of a run with the model on the meta device. `on_gpu`: whether the planned machine has GPUs.
 
     It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
     """
@@ -255,9 +256,9 @@ def build_dry_step(config: TrainConfig, model: ClipModel, dry_runtime: DryRunRun
     with suppress(UserError):  # a plan needs no file of sample weights
         repeats = samples_repeat(config)
     teachers = assumed_teachers(config, model)
-    loss = build_loss(config, model, precision, teachers, repeats=repeats, runtime=dry_runtime)
+    loss = build_loss(config, model, precision, teachers, repeats=repeats)
     step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
-    if dry_runtime.capability:
+    if on_gpu:
         choose_foreach(step.optimizer)
     return step
 
@@ -322,9 +323,10 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     if config.trains_captioner:
         assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
-    with without_memory() as tracker, cuda_autocast() if capability else nullcontext():
+    runtime = DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node)
+    with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
-        step = build_dry_step(config, model, DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node))
+        step = build_dry_step(config, model, on_gpu=capability is not None)
         parameters = ParameterCounts.of(model)
         towers = tower_modules(config, model)
         memory = state_memory(step, towers, tracker, before)
