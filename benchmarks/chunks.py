@@ -73,9 +73,9 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
         counter.moved["add"] += 2 * total.nbytes
 
     with patch("clipscale.models.linear.add_weight_grad", add_weight_grad), counter, cuda_autocast():
-        with torch.no_grad(), precision.autocast(), cast_weights.used(builds_graph=False, is_last_backward=False):
+        with torch.no_grad(), precision.autocast(), cast_weights.in_pass(builds_graph=False, is_last_backward=False):
             tower(inputs)
-        with precision.autocast(), cast_weights.used(builds_graph=True, is_last_backward=False):
+        with precision.autocast(), cast_weights.in_pass(builds_graph=True, is_last_backward=False):
             features = tower(inputs)
         features.backward(torch.empty_like(features))
     tower.zero_grad()

@@ -42,9 +42,9 @@ def both_passes(calls: list[Call], cast_weights: CastWeights, precision: Precisi
     """A pass of the blocks without a graph, and one with a graph and its backward pass."""
     for call in calls:
         with cuda_autocast(), precision.autocast():
-            with torch.no_grad(), cast_weights.used(builds_graph=False, is_last_backward=False):
+            with torch.no_grad(), cast_weights.in_pass(builds_graph=False, is_last_backward=False):
                 call(call.first)
-            with cast_weights.used(builds_graph=True, is_last_backward=False):
+            with cast_weights.in_pass(builds_graph=True, is_last_backward=False):
                 out = call(call.first)
         out.backward(torch.empty_like(out))
 

@@ -33,7 +33,7 @@ from clipscale.log.records import StepRecord
 from clipscale.start.begin import RunParts, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
-from clipscale.step.compiled import no_compilation
+from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.rollback import rollback_on_error
 from clipscale.step.step_inputs import StepAgreement
 
@@ -186,7 +186,7 @@ class TrainLoop:
         records = self.parts.records
         records.flush()
         ema = train_step.ema if evaluation.uses_ema else None
-        with ema.swapped_in() if ema else nullcontext(), no_compilation(self.parts.is_compiled):
+        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.parts.is_compiled):
             results = evaluate(
                 train_step.model,
                 evaluation,

@@ -243,8 +243,8 @@ class CopyThread:
         """Copy the present state, after any copy that is being made."""
         self._tasks.put(CopyTask.COPY)
 
-    def close(self, limit: float, results: RunResult | None = None) -> bool:
-        """Copy the present state and end. Waits at most `limit` seconds; a warning says if the store then lacks the
+    def close(self, limit_s: float, results: RunResult | None = None) -> bool:
+        """Copy the present state and end. Waits at most `limit_s` seconds; a warning says if the store then lacks the
         state. Returns whether it has the state; true if nothing is copied.
 
         `results`: what a complete run returns. They are copied last, as result.json. The caller writes them into the
@@ -260,7 +260,7 @@ class CopyThread:
                     "the last checkpoint is being copied; if that is stopped, the run's next start goes on with it"
                 )
                 try:
-                    self.thread.join(limit)
+                    self.thread.join(limit_s)
                 finally:
                     self.is_abandoned = self.thread.is_alive()
         if self.problem:

@@ -250,7 +250,7 @@ def refuse_unknown(function: Callable[..., Tensor], unknown: Iterable[str]) -> N
 def _make_backend(name: str, term: LossTerm, similarity: Similarity, runtime: LossRuntime) -> Backend:
     if name == "triton":
         tiles = runtime.tile_shape(term.inputs.scale.device, term.inputs.dtype)
-        return term.objective.kernels()(runtime, tiles)
+        return term.objective.triton_backend()(runtime, tiles)
     return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, is_dense=name == "dense")
 
 

@@ -69,7 +69,7 @@ class Objective:
         """The objective's two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
-    def kernels(self) -> "type[TritonBackend]":
+    def triton_backend(self) -> "type[TritonBackend]":
         """The backend with its Triton kernels. Imports Triton."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Softmax(Objective):
 
         return SoftmaxTileOps()
 
-    def kernels(self) -> "type[TritonBackend]":
+    def triton_backend(self) -> "type[TritonBackend]":
         from clipscale.loss.softmax.kernel import TritonSoftmax
 
         return TritonSoftmax
@@ -129,7 +129,7 @@ class Sigmoid(Objective):
 
         return SigmoidTileOps()
 
-    def kernels(self) -> "type[TritonBackend]":
+    def triton_backend(self) -> "type[TritonBackend]":
         from clipscale.loss.sigmoid.kernel import TritonSigmoid
 
         return TritonSigmoid

@@ -19,7 +19,7 @@ def announce(settled: SettledRun, components: Components) -> None:
     """
     for notice in settled.notices:
         log_line(notice)
-    epoch_samples = components.stream.samples_per_epoch
+    epoch_samples = components.stream.epoch_samples
     samples = None if len(settled.stages) > 1 else samples_of(settled.config, epoch_samples)
     for warning in (batch_exceeds_data(settled.config, epoch_samples), beyond_published(settled.config.batch, samples)):
         if warning:
@@ -62,7 +62,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
 
 def changes_at_resume(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = difference_lines(settled.folder / CONFIG, settled.yaml)
+    changes = difference_lines(settled.folder / CONFIG, settled.config_yaml)
     before = rate_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
     if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):

@@ -78,7 +78,7 @@ def build(settled: SettledRun, world: World) -> Components:
         stream = undo.enter_context(open_data(settled, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
-        epoch_samples = stream.samples_per_epoch
+        epoch_samples = stream.epoch_samples
         schedule = Schedule.build(
             config.schedule,
             config.optim,

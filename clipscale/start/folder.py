@@ -38,7 +38,7 @@ def move_unused_aside(settled: SettledRun) -> None:
     """
     move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
     if settled.step:
-        read_or_move_aside(settled.folder / CONFIG, partial(difference_lines, settings=settled.yaml))
+        read_or_move_aside(settled.folder / CONFIG, partial(difference_lines, settings=settled.config_yaml))
 
 
 def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> MetricLog:
@@ -49,7 +49,7 @@ def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> Metri
         wandb=sinks.wandb_mode,
         tensorboard=sinks.tensorboard,
         every=sinks.every,
-        settings=settled.yaml,
+        settings=settled.config_yaml,
         resume_step=settled.step,
         world_size=world.size,
         total=schedule.end,

@@ -56,7 +56,7 @@ class SettledRun:
     # Whether the checkpoint is the end of the previous stage.
     is_stage_start: bool
     # The settings of the whole run, as config.yaml has them.
-    yaml: str
+    config_yaml: str
     # Lines for the user about the settings.
     notices: tuple[str, ...] = ()
 
@@ -124,7 +124,7 @@ def settle(config: TrainConfig, path: Path | None, world: World) -> SettledRun:
         checkpoint_path=path,
         checkpoint_values=values,
         is_stage_start=is_stage_start,
-        yaml=to_yaml(config if config.stages else completed),
+        config_yaml=to_yaml(config if config.stages else completed),
         notices=(*pixel_notices(settings.model, model), *precision_notices(completed, world.device.type)),
     )
 

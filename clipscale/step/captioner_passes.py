@@ -116,19 +116,19 @@ class FrozenImages:
         # Bytes of the outputs of one image; 0 before the first chunk.
         self.bytes_each = 0
         # The outputs of chunks whose second pass is still to come.
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.kept_outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.images)
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if (start, stop) in self.kept:
-            return self.kept.pop((start, stop))
+        if (start, stop) in self.kept_outputs:
+            return self.kept_outputs.pop((start, stop))
         with torch.no_grad(), self.autocast():
             outputs: tuple[Tensor, Tensor] = self.tower(self.images.chunk(start, stop), with_tokens=True)
         size = sum(rows.nbytes for rows in outputs)
         self.bytes_each = size // (stop - start)
         if not torch.is_grad_enabled() and size <= self.free_bytes:
-            self.kept[start, stop] = outputs
+            self.kept_outputs[start, stop] = outputs
             self.free_bytes -= size
         return outputs

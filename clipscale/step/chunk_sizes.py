@@ -119,13 +119,13 @@ def measured_chunk(
 ) -> int:
     """A collective: the smallest chunk size that `find_chunk` finds on any rank. `draw(n)` draws n samples."""
 
-    def rate(size: int) -> float:
+    def speed(size: int) -> float:
         return samples_per_second(tower, draw(size))
 
     def norms() -> int:
         return norm_rows(tower, draw(1))
 
-    return min(world.all_gather_object(find_chunk(rate, norms, rows, world.device, keeps_graphs=keeps_graphs)))
+    return min(world.all_gather_object(find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs)))
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
 
 
 def find_chunk(
-    rate: Callable[[int], float],
+    speed: Callable[[int], float],
     rows_of_sample: Callable[[], int],
     local_batch: int,
     device: torch.device,
@@ -162,30 +162,30 @@ def find_chunk(
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 
-    `rate(n)`: samples per second in chunks of n. `rows_of_sample()`: rows of a layer norm, see `norm_rows`.
+    `speed(n)`: samples per second in chunks of n. `rows_of_sample()`: rows of a layer norm, see `norm_rows`.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
-    rates: dict[int, float] = {}
+    speeds: dict[int, float] = {}
     size = min(MIN_CHUNK, local_batch)
     with RandomState.now().preserved():
         while True:
             try:
-                rates[size] = rate(size)
+                speeds[size] = speed(size)
             except torch.OutOfMemoryError:
                 break
-            if size in (local_batch, MAX_CHUNK) or rates[size] < GOOD_ENOUGH * max(rates.values()):
+            if size in (local_batch, MAX_CHUNK) or speeds[size] < GOOD_ENOUGH * max(speeds.values()):
                 break
             size = min(2 * size, local_batch, MAX_CHUNK)
-        rows = rows_of_sample() if rates else 0
+        rows = rows_of_sample() if speeds else 0
     torch.cuda.empty_cache()
-    if not rates:
+    if not speeds:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    whole_batch_fits = local_batch in rates
-    if len(rates) > 1:  # features, loss and the other tower's gradients need memory, too
-        del rates[max(rates)]
+    whole_batch_fits = local_batch in speeds
+    if len(speeds) > 1:  # features, loss and the other tower's gradients need memory, too
+        del speeds[max(speeds)]
     share = GOOD_ENOUGH if keeps_graphs and not whole_batch_fits else 1.0
-    fast = [n for n, speed in rates.items() if speed >= share * max(rates.values())]
+    fast = [n for n, measured in speeds.items() if measured >= share * max(speeds.values())]
     return min([n for n in fast if n * rows > MAX_SLOW_NORM_ROWS] or fast)
 
 

@@ -116,13 +116,13 @@ def run_every_pass(
     for size in {min(chunk, rows), rows % chunk or chunk}:
         inputs = draw(model, precision.device, size)
         for is_last_backward in (False, True):
-            casts: AbstractContextManager[object] = cast_weights.used(builds_graph=True, is_last_backward=False)
+            casts: AbstractContextManager[object] = cast_weights.in_pass(builds_graph=True, is_last_backward=False)
             if has_other_ranks and is_last_backward:
                 casts = nullcontext()
             with batch_norm_preserved(tower), precision.autocast(), casts:
                 both_passes(tower, inputs)
 
 
-def no_compilation(is_compiled: bool) -> AbstractContextManager[object]:
+def eager_for_new_shapes(is_compiled: bool) -> AbstractContextManager[object]:
     """Around an evaluation: batch sizes that are not compiled yet run without compiled code, now and later."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

@@ -20,26 +20,26 @@ class WeightEma:
     def __init__(self, decay: float, model: nn.Module) -> None:
         """The average starts at the model's trained parameters. Sharded parameters have sharded averages."""
         self.decay = decay
-        self.updates = 0
+        self.num_updates = 0
         self.model = model
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = self._copy()
 
     def update(self) -> None:
         """Average in the weights of this step."""
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         values = [local_shard(value) for value in self.values.values()]
         weights = [local_shard(w.detach()) for w in self.weights.values()]
-        get_ema_multi_avg_fn(decay)(values, weights, self.updates)
+        get_ema_multi_avg_fn(decay)(values, weights, self.num_updates)
 
     def state_dict(self) -> EmaState:
         """The state for a checkpoint."""
-        return {"updates": self.updates, "weights": dict(self.values)}
+        return {"updates": self.num_updates, "weights": dict(self.values)}
 
     def load(self, state: EmaState | None) -> None:
         """Continue a checkpoint's average; with None start again at the current weights."""
-        self.updates = state["updates"] if state else 0
+        self.num_updates = state["updates"] if state else 0
         for name, value in self.values.items():
             local_shard(value).copy_(local_shard(state["weights"][name] if state else self.weights[name].detach()))
 

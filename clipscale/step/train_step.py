@@ -207,7 +207,7 @@ class TrainStep:
 
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
-        raise_together(self.world, stream.check)
+        raise_together(self.world, stream.raise_failure)
         if not self.precision.can_lower_loss_scale:
             raise_on_all_ranks(
                 UserError(

@@ -40,7 +40,7 @@ def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.Monke
         asked.append(objective)
         return lambda runtime, shape: TorchBackend(objective.make_tile_ops(), DotProduct(), runtime, is_dense=False)
 
-    monkeypatch.setattr(Softmax, "kernels", stand_in)
+    monkeypatch.setattr(Softmax, "triton_backend", stand_in)
     u, v = (x.float() for x in features(6, 6, 16))
     results(contrastive_loss, u, v, 14.3, runtime=Gpu())
     assert asked == [OBJECTIVES["softmax"]]

@@ -12,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.common.chunks import ChunkSizes
 from clipscale.step import compiled as compiled_module
 from clipscale.step.cache.kept_graphs import measured_graph
-from clipscale.step.compiled import compile_towers, innermost_blocks, no_compilation, try_compiled, worth_compiling
+from clipscale.step.compiled import (
+    compile_towers,
+    eager_for_new_shapes,
+    innermost_blocks,
+    try_compiled,
+    worth_compiling,
+)
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
@@ -78,7 +84,7 @@ def compiled(rank: int, world_size: int, fails_at: int, lora: int) -> None:
     with measured_graph() as now:
         torch.testing.assert_close(model.image(pixels), required)
     assert now() == pytest.approx(eager(), rel=0.02)
-    with no_compilation(not problem):
+    with eager_for_new_shapes(not problem):
         model.image(pixels[:1])
     assert 1 not in sizes
 

@@ -57,7 +57,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     run.run_step()
     run.stream.close()
     average = run.train_step.ema
-    assert average and average.updates == averaged
+    assert average and average.num_updates == averaged
 
 
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(

@@ -95,7 +95,7 @@ class TrainStream:
         # have no samples in them. So the caller discards the batch with `discard_last_batch`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
-        self.samples_per_epoch = self._shards.samples
+        self.epoch_samples = self._shards.samples
 
     def request_first(self) -> None:
         """Let the workers fill the first batches, one for each slot of the memory."""
@@ -120,7 +120,7 @@ class TrainStream:
         """Call `poll` a few times a second while samples are waited for. What it raises is a failure."""
         self._poll = poll
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the `failure`, if there is one."""
         if self.failure:
             raise self.failure

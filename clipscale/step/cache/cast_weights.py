@@ -65,7 +65,7 @@ class CastWeights:
         self.gradients.clear()
 
     @contextmanager
-    def used(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
+    def in_pass(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
         """Around a pass of one chunk: the layers use their cast weights.
 
         `builds_graph`: the pass builds a graph, whose backward pass, now or later, adds to the weights' `.grad`.

@@ -47,7 +47,7 @@ class GraphBudget:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self.is_given_up = True
             for graphs in self.towers:
-                graphs.drop()
+                graphs.give_up()
 
     @property
     def graph_bytes(self) -> int:

@@ -181,7 +181,7 @@ class KeptGraphs:
                 with torch.no_grad():
                     yield
 
-    def drop(self) -> None:
+    def give_up(self) -> None:
         """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""
         self.outputs.clear()
         self.num_kept = 0

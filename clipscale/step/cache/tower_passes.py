@@ -113,7 +113,9 @@ class TowerPasses:
             # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast weights
             # need to know of that pass.
             sync_context(self.encoder, is_last_backward=False),
-            self.cast_weights.used(builds_graph=policy.builds_whole_graph, is_last_backward=self.has_last_backward(i)),
+            self.cast_weights.in_pass(
+                builds_graph=policy.builds_whole_graph, is_last_backward=self.has_last_backward(i)
+            ),
         ):
             try:
                 return self.forward_with_policy(policy, i)
@@ -121,7 +123,7 @@ class TowerPasses:
                 if policy is not GraphPolicy.KEEP or self.graphs.on_short_memory is not OnShortMemory.RETRY:
                     raise
             # After the handler, because until it ends the error holds the tensors of the failed pass.
-            self.graphs.drop()
+            self.graphs.give_up()
             self.random_states[i].restore()
             return self.forward_with_policy(self.graphs.planned_policy(i), i)
 
@@ -161,7 +163,7 @@ class TowerPasses:
                 is_last_backward = self.has_last_backward(i)
                 with (
                     sync_context(self.encoder, is_last_backward=is_last_backward),
-                    self.cast_weights.used(builds_graph=True, is_last_backward=is_last_backward),
+                    self.cast_weights.in_pass(builds_graph=True, is_last_backward=is_last_backward),
                 ):
                     out = self.output_with_graph(i, is_last_backward=is_last_backward)
                     backward_chunk(out, gradient[self.rows(i)], loss_gradient)

@@ -191,7 +191,7 @@ class DryRun:
             meter.start()
             with (
                 self.step.precision.autocast(),
-                cast_weights.used(builds_graph=torch.is_grad_enabled(), is_last_backward=False),
+                cast_weights.in_pass(builds_graph=torch.is_grad_enabled(), is_last_backward=False),
             ):
                 out = encoder(*(torch.empty(size, *row.shape, dtype=row.dtype) for row in rows))
             parts = out if isinstance(out, ChunkOutput) else (out,)
@@ -208,7 +208,7 @@ class DryRun:
         outputs = encoded()
         graph = meter.live()
         meter.is_backward = True
-        with cast_weights.used(builds_graph=True, is_last_backward=False):  # checkpointing runs the layers again
+        with cast_weights.in_pass(builds_graph=True, is_last_backward=False):  # checkpointing runs the layers again
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         replay = meter.end()
         operations = meter.operations

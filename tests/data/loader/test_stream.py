@@ -190,9 +190,9 @@ def test_uncounted_local_shards_are_scanned_when_few(
     write_shards(tmp_path, [3, 4, 5])
     with monkeypatch.context() as patch:
         patch.setattr("clipscale.data.shards.counts.SCAN_AT_MOST", 2)
-        assert open_stream(tmp_path, batch=4).samples_per_epoch is None
+        assert open_stream(tmp_path, batch=4).epoch_samples is None
     assert "drawn with replacement" in caplog.text
-    assert open_stream(tmp_path, batch=4).samples_per_epoch == 12
+    assert open_stream(tmp_path, batch=4).epoch_samples == 12
 
 
 # -- dirty data --------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, w
         expected = contents(stream, 10)
         position = stream.position()
         expected += contents(stream, 10)
-        assert stream.samples_per_epoch == 42, "counts are remembered under both names"
+        assert stream.epoch_samples == 42, "counts are remembered under both names"
         assert set(stream.broken) == {"caption_not_utf8", "filter_sample"}
     with open_stream(folder, position=position, **options) as stream:
         assert contents(stream, 10) == expected[10:]
@@ -148,7 +148,7 @@ def test_a_bug_in_a_worker_arrives_with_its_traceback(
         assert (contents(stream, 1), stream.position()) == expected
         contents(stream, 1)
         with pytest.raises(LoaderError, match=error.__name__):
-            stream.check()
+            stream.raise_failure()
     printed = capsys.readouterr().err
     assert "Traceback" in printed and f"raise error({chr(34)}not in the vocabulary" in printed
 

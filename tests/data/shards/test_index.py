@@ -89,7 +89,7 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     assert count_samples(urls[:1]) == [2]
     assert count_samples(urls, scan=False) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
-    assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
+    assert open_stream(tmp_path, batch=4).epoch_samples == 7
 
 
 def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_what_lies_beside_a_folders_shards_is_left_out_and_counted_once(
     for name in beside.split():
         (tmp_path / name).write_bytes(shards[0].read_bytes()[:1000])
     with open_stream(tmp_path, batch=3) as stream:
-        assert stream.samples_per_epoch == 9
+        assert stream.epoch_samples == 9
     (line,) = caplog.messages
     assert "9 files beside" in line and "2 .idx" in line, line
 
@@ -71,7 +71,7 @@ def test_what_a_folder_holds_is_local_whatever_its_name(
         (found,) = expand(source)
         assert is_local(found) and Path(found).samefile(name), source
         with open_stream(source, batch=3) as stream:
-            assert stream.samples_per_epoch == 3
+            assert stream.epoch_samples == 3
 
 
 @pytest.mark.parametrize("form", ["file:{}", "file://{}", "file://localhost{}", "{}::file:{}"])

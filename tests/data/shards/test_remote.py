@@ -300,7 +300,7 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     assert expand("s3://bucket/set/*.tar") == urls == [f"s3://bucket/set/{path.name}" for path in paths]
     dict(index.update_indexes(urls))
     with open_stream("s3://bucket/set/", batch=20) as stream:
-        assert stream.samples_per_epoch == 47
+        assert stream.epoch_samples == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
         assert not stream.broken and not stream.faults
     problem = ReadFailure()

@@ -110,12 +110,12 @@ def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, ord
         make_index([str(full)], IndexSettings(**given))
         actual = contents(opened(full, **given, position=position), 4)
         assert actual == (contents(opened(full, **given), 4) if shift else expected[5:])
-    assert order != "epochs" or stream.samples_per_epoch == sum(map(len, PART.values()))
+    assert order != "epochs" or stream.epoch_samples == sum(map(len, PART.values()))
 
 
 def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, file = write(tmp_path / "full", FULL), listed(tmp_path / "keys.txt")
-    count = lambda: open_stream(full, batch=4, only_keys=str(file)).samples_per_epoch  # noqa: E731
+    count = lambda: open_stream(full, batch=4, only_keys=str(file)).epoch_samples  # noqa: E731
     assert count() == 32
     with monkeypatch.context() as patch:
         patch.setattr(index, "scan_shard", lambda *_: pytest.fail("scanned again"))
@@ -164,7 +164,7 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
     write(tmp_path / "shards", {0: [i for _, i in WEIGHTS]})
     options: dict = {"batch": 8, "shard_streams": 4, "sample_weights": str(file), "shuffle": 10}
     alone = open_stream(tmp_path / "shards", **options | {"shard_streams": 1})  # several drift apart in long runs
-    assert alone.samples_per_epoch == EPOCH
+    assert alone.epoch_samples == EPOCH
     epochs = 40
     counts = Counter(flat(ids(alone, epochs * EPOCH // 8)))
     assert not alone.broken
@@ -252,10 +252,10 @@ def test_an_epoch_is_as_long_as_the_weights_of_the_samples_that_are_there(tmp_pa
     config = DataConfig(train=[str(full)], sample_weights=file)
     urls = [str(full / f"{number}.tar") for number in range(2)]
     assert count_if_quick(config, urls) == 22
-    assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
+    assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     make_index([str(full)], IndexSettings(sample_weights=file))
     assert [entry.expected for entry in index.lookup(urls, subset_of(config)).entries.values()] == [16, 6]
-    assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
+    assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     assert count_if_quick(config, urls) == 22
 
 
