@@ -18,7 +18,7 @@ from clipscale.step.cache.pass_contexts import is_collective, is_ddp, sums_by_ho
 class CastWeights:
     """An encoder's layers with their cast weights, from a step's first chunk to its last.
 
-    pass of a chunk (see `used`)            weights   their gradient
+    pass of a chunk (see `in_pass`)         weights   their gradient
     first pass, no graph                    cast      none
     first pass, graph kept or measured      cast      a kept graph adds it to `.grad` in its backward pass, later
     replay                                  cast      the backward pass adds it to `.grad`
