@@ -207,13 +207,25 @@ BREAKS = [
         "tests/models/test_flops.py::test_forward_flops_are_the_published_ones",
     ),
     Break(
+        "Muon",
+        "clipscale/step/optim.py",
+        {'group["lr"] * group["fallback_lr_scale"]': 'group["lr"]'},
+        "tests/step/test_optim.py::test_muon_takes_the_steps_of_timms",
+    ),
+    Break(
+        "Muon",
+        "clipscale/step/optim.py",
+        {"if func is torch.Tensor.to and": "if func is torch.Tensor.type and"},
+        "tests/step/test_optim.py::test_muon_iterates_in_float32_on_a_cpu",
+    ),
+    Break(
         "hydra.core.override_parser",
         "clipscale/cli/compose.py",
         {"if override.is_discrete_sweep()": "if False"},
         "tests/cli/test_sweep.py::test_all_combinations_run_in_hydras_order_and_failures_are_named",
     ),
     Break(
-        "Ambiguous value for argument",
+        "hydra.core.override_parser",
         "clipscale/cli/compose.py",
         {"Ambiguous value for argument": "Several values of argument"},
         "tests/cli/test_mistakes.py::test_a_mistake_is_answered_in_one_line_that_names_the_remedy",

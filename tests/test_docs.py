@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,10 @@ from clipscale.config.setting import setting
 from clipscale.config.train import MAX_SAMPLES, check
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
+from tests.loss.cases import assert_exact, oracle
+from tests.loss.workers import local_results, positives_first, stacked, whole
 from tests.support.docs_machine import SHELLS, lay, programs, within
+from tests.support.ranks import workers
 
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -275,6 +279,40 @@ def test_the_pages_objective_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(*values)
     for _ in range(2):  # a second backward pass through the same graph is possible, too
         torch.testing.assert_close(*[torch.autograd.grad(value, [u, v], retain_graph=True) for value in values])
+
+
+def results_by_broadcast(group: Any, rank: int, *args: Any, code: str) -> list[Any]:
+    """This rank's `local_results` with the exchange of the page."""
+    from torch import distributed as dist
+
+    from clipscale.loss import terms
+    from clipscale.loss.exchange import Communicator
+
+    def broadcast(self: Communicator, x: Any, owner: int) -> Any:
+        received = x.clone()
+        dist.broadcast(received, group=self.group, group_src=owner)
+        return received
+
+    names: dict[str, Any] = {}
+    exec(code, names)
+    Communicator.broadcast = broadcast  # type: ignore[attr-defined]
+    terms.make_exchange = lambda name, inputs, comm, runtime: names["Broadcast"](comm)
+    return local_results(group, rank, *args)
+
+
+def test_the_pages_exchange_is_exact() -> None:
+    [code] = [b.code for b in BLOCKS if "class Broadcast(" in b.code]
+    images, texts = stacked(3, 4, 6, 5)  # with two hard negatives on each rank
+    with workers(3) as started:
+        for objective in ("softmax", "sigmoid"):
+            answers = started.run(
+                partial(results_by_broadcast, code=code), 3, images, texts, 9.0, None, {"objective": objective}
+            )
+            actual = whole(answers)
+            actual[1] = actual[1].flatten(0, 1)
+            actual[2] = positives_first(actual[2], 4)
+            expected = oracle(images.flatten(0, 1), positives_first(texts, 4), 9.0, objective=objective)
+            assert_exact(actual, expected, 9.0, 1e-10, objective)
 
 
 # Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.

@@ -113,7 +113,7 @@ class TrainStream:
         }
 
     def defer_failures(self) -> None:
-        """From now on only `raise_failure` raises a failure of the workers, so that the ranks end their step together."""
+        """From now on only `raise_failure` raises a failure of the workers: the ranks end their step together."""
         self._defers_failures = True
 
     def set_poll(self, poll: Poll) -> None:
