@@ -30,6 +30,7 @@ from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
+from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.start.begin import RunParts, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
@@ -51,24 +52,30 @@ def train(config: TrainConfig) -> RunResult:
     """
     world = init_world(config.device, config.launch.timeout_s)
     lock = RunLock(Path(config.run))
-    copies = None
     try:
         run_on_rank0(world, lock.acquire)
         check_shared(lock.folder, world)
-        while True:
-            with copied_if_failed(copies, world):
-                parts = begin(config, world, copies)
-            results = TrainLoop(parts, world, lock).run()
-            copies = parts.saver.copies
-            if parts.stage.is_last:
-                if world.is_rank0 and copies.close(config.launch.timeout_s, results):
-                    mark_complete(parts.folder, results)
-                return results
-            del parts  # frees its model before the next stage's is built
-            config = replace(config, resume="auto")
+        with running_on(LossRuntime(timeout=world.timeout)):
+            return train_stages(config, world, lock)
     finally:
         lock.release()
         destroy_world()
+
+
+def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
+    """Train one stage after another; a run without stages has one. Returns the last one's result."""
+    copies = None
+    while True:
+        with copied_if_failed(copies, world):
+            parts = begin(config, world, copies)
+        result = TrainLoop(parts, world, lock).run()
+        copies = parts.saver.copies
+        if parts.stage.is_last:
+            if world.is_rank0 and copies.close(config.launch.timeout_s, result):
+                mark_complete(parts.folder, result)
+            return result
+        del parts  # frees its model before the next stage's is built
+        config = replace(config, resume="auto")
 
 
 @contextmanager
@@ -127,14 +134,14 @@ class TrainLoop:
             if parts.evaluation.sets:
                 results = self.evaluate()
         result: RunResult = {"run": str(parts.folder), "step": self.step, "loss": self.loss, "eval": results}
-        if self.world.is_rank0:
+        if self.world.is_rank0 and parts.stage.is_last:
             log_end(result, parts.evaluation.facts["precision"], parts.expected, parts.saver.retention.best)
         return result
 
     def run_step(self) -> StepAgreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
 
-        Returns what the ranks say of the next step, and whether any of them wishes to save before it.
+        Returns the ranks' agreement on the next step. It also says whether any rank wants a checkpoint now.
         """
         step = self.step + 1
         train_step = self.train_step
@@ -150,7 +157,7 @@ class TrainLoop:
             result = train_step.run(
                 batch, self.stream, step, wants_save=is_overdue, before_chunk=self.make_before_chunk(len(batch))
             )
-        self.step = step  # what fails from here on undoes nothing
+        self.step = step  # the step is complete: an error from here on does not roll it back
         self.loss = result.numbers.loss
         stage = parts.stage
         record: StepRecord = {
@@ -160,7 +167,8 @@ class TrainLoop:
             "lr": lr,
         }
         parts.records.add(record, result, train_step.model.logit_scale.exp())
-        train_step.set_keep_budget_if_unknown(result.timer)
+        if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
+            train_step.set_keep_budget_if_unknown(result.timer)
         return result.agreement
 
     def make_before_chunk(self, local_batch: int) -> Poll:

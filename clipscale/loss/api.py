@@ -97,8 +97,9 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         logit_bias and a module's parameters get this rank's part.
 
     If the features have two types, both are cast to the narrower one (float16 with bfloat16: to float32). Under
-    autocast, float32 features are cast to autocast's type, as matmul would do. Sums are float32 at least. Products of
-    float32 are in IEEE precision. Every gradient has its input's type.
+    autocast, float32 features are cast to autocast's type, as matmul would do. Sums are float32 at least. The dot
+    product of float32 features is in IEEE precision; a similarity module keeps the caller's setting. Every gradient has
+    its input's type.
 
     Raises:
         ValueError: if inputs do not fit each other or the options.

@@ -184,8 +184,8 @@ def gradients(
         scale          the backend's sum, if it makes one; else `_scale_grad`, from the gradient of the features
         bias, module   the backend's sums, in `parameters`
 
-    Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
-    float32: the backward pass scales them later, which float16 could not hold.
+    Gradients of features have the features' type. A pairwise objective computes them in the forward pass, and the
+    backward pass scales them later. float16 lacks the range for that, so those of float16 features are float32.
     """
     images, texts, *shared = inputs
     parameters = parameters_with_sums(shared, needs)
@@ -288,12 +288,18 @@ def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
 def matmul_precision(call: LossCall, device: torch.device) -> Iterator[None]:
     """Inside, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on CUDA."""
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    # A module keeps the caller's setting. A product of two half-precision numbers that were widened to float32 is exact
-    # in TF32, too.
+    # A module keeps the caller's setting.
     if device.type == "cuda" and call.similarity.is_dot_product:
-        matmuls = float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee")
+        matmuls = float32_matmuls("tf32" if takes_half_precision(call.inputs) else "ieee")
     with torch.autocast(device.type, enabled=False), matmuls:
         yield
+
+
+def takes_half_precision(inputs: Inputs) -> bool:
+    """Whether all features, the teachers' too, are in half precision. Their products are then exact in TF32."""
+    teacher_features = inputs.rows.teacher_features
+    has_float32_teacher = teacher_features is not None and teacher_features.itemsize > 2
+    return inputs.dtype.itemsize == 2 and not has_float32_teacher
 
 
 @contextlib.contextmanager

@@ -20,12 +20,12 @@ class Side:
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
-    weight: Tensor | None = None  # (n,) N times each log-sum-exp's weight in the loss; None: this side has no softmax
+    weight: Tensor | None = None  # (n,) weight of each log-sum-exp in the loss, times N; None if the loss has none
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
-    value: Tensor | None = None  # (n,) float64, rows only: the loss's terms that are no log-sum-exps, times N
+    value: Tensor | None = None  # (n,) float64, rows only: minus the targets' scores, or pairwise terms, times N
     positive_weight: Tensor | None = None  # (n,) for the softmax's kernel alone: the weights of the positives
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Side:
 
 @dataclass
 class SharedParameters:
-    """The tensors that every rank has a copy of. The backward pass adds this rank's part of their gradients here."""
+    """The tensors that every rank has a copy of. A backend adds this rank's part of their gradients here."""
 
     scale: Tensor  # 0-d, the multiplier, in sum_dtype
     bias: Tensor  # 0-d, for the sigmoid objective

@@ -8,6 +8,7 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -79,7 +80,7 @@ class Communicator:
         return mine
 
     def reduce_scatter_lse(self, x: Tensor) -> Tensor:
-        """Two collectives, the maximum and the sums: this rank's (n,) of the ranks' log-sum-exps (P n,), joined.
+        """Join the ranks' log-sum-exps (P n,) by logaddexp; returns this rank's part, (n,). Two collectives.
 
         The maximum is finite: every column has pairs that count, if not on this rank.
         """
@@ -92,13 +93,13 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
-    def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
+    def grid(self, nodes: int, timeout: timedelta | None = None) -> "tuple[Communicator, Communicator]":
         """A collective: two subgroups, the ranks with this local rank in all nodes, and the ranks of this node.
 
-        The group's ranks must be numbered node by node.
+        The group's ranks must be numbered node by node. `timeout`: of the subgroups' collectives; None for torch's.
         """
         assert self.group is not None
-        return _subgroups(self.group, nodes)
+        return _subgroups(self.group, nodes, timeout)
 
     def check_same_on_all_ranks(self, facts: dict[str, int], device: torch.device, function: str) -> None:
         """A collective. Raises ValueError if the ranks differ in one of the facts: their transfers would hang.
@@ -125,17 +126,17 @@ class AllRows(torch.autograd.Function):
 
 
 @cache
-def _subgroups(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
+def _subgroups(group: dist.ProcessGroup, nodes: int, timeout: timedelta | None) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
     node_size = len(ranks) // nodes
     by_local_rank = [ranks[i::node_size] for i in range(node_size)]
     by_node = [ranks[i : i + node_size] for i in range(0, len(ranks), node_size)]
-    return _make_subgroups(by_local_rank), _make_subgroups(by_node)
+    return _make_subgroups(by_local_rank, timeout), _make_subgroups(by_node, timeout)
 
 
-def _make_subgroups(ranks_of_groups: list[list[int]]) -> Communicator:
+def _make_subgroups(ranks_of_groups: list[list[int]], timeout: timedelta | None) -> Communicator:
     """A collective: makes these groups. Returns this rank's."""
-    mine, _ = dist.new_subgroups_by_enumeration(ranks_of_groups)
+    mine, _ = dist.new_subgroups_by_enumeration(ranks_of_groups, timeout=timeout)
     assert isinstance(mine, dist.ProcessGroup)
     return Communicator(mine)
 
@@ -225,10 +226,10 @@ class Ring(GroupExchange):
         self.inner = inner or Exchange()
 
     @classmethod
-    def between_nodes(cls, communicator: Communicator, nodes: int) -> "Ring":
+    def between_nodes(cls, communicator: Communicator, nodes: int, timeout: timedelta | None = None) -> "Ring":
         """A collective of the group. Columns travel between ranks of equal local number, and each node gathers its
-        ranks' columns."""
-        ring, node = communicator.grid(nodes)
+        ranks' columns. `timeout`: see `Communicator.grid`."""
+        ring, node = communicator.grid(nodes, timeout)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
     def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:

@@ -6,6 +6,7 @@ The loss takes them from `current_runtime()`. `clipscale plan` sets a fake that 
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
@@ -29,9 +30,13 @@ class LossRuntime:
     # Most bytes of partial sums: as many as a 32k x 32k panel of 128 x 128 tiles has.
     max_partial_bytes = 128 << 20
 
-    def __init__(self, ranks_of_node: int | None = None) -> None:
-        """`ranks_of_node`: ranks on each node; None to take it from torchrun or Slurm."""
+    def __init__(self, ranks_of_node: int | None = None, timeout: timedelta | None = None) -> None:
+        """`ranks_of_node`: ranks on each node; None to take it from torchrun or Slurm.
+
+        `timeout`: of the groups that an exchange makes; None for torch's.
+        """
         self.ranks_of_node = ranks_of_node
+        self.timeout = timeout
 
     def nodes(self, group_size: int) -> int:
         """The number of nodes that a group of this size spans; 1 if unknown, as for a subgroup."""

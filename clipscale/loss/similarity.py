@@ -18,12 +18,16 @@ Accumulate = Callable[[Tensor], None]
 GPU_TILE = 4096, 8192  # rows and columns of the dot product's tiles
 CPU_TILE = 1024, 2048
 MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for each pair
+# A GPU rounds the scores' gradients to the features' type before their product. They are about 1/N, which float16 holds
+# with few digits or as 0, and at most 1. So they are multiplied by this before, as the Triton kernels do.
+FLOAT16_GRAD_SCALE = 2.0**13
 
 
 class DotProduct:
     """<u_i, v_j>, with its gradient written out: dU = scale G V, dV = scale G'U."""
 
-    # No random state, any order of tiles, and degree one in each side, hence scale * dL/dscale = sum_i <u_i, dU_i>.
+    # It draws no random numbers, takes tiles in any order, and is linear in each side. So
+    # scale * dL/dscale = sum_i <u_i, dU_i>.
     is_dot_product = True
     parameters: tuple[Tensor, ...] = ()
 
@@ -47,10 +51,14 @@ class DotProduct:
         scale = tile.parameters.scale_number
 
         def accumulate(g_nm: Tensor) -> None:
+            factor = scale
+            if rows.features.dtype == torch.float16:
+                g_nm.mul_(FLOAT16_GRAD_SCALE)
+                factor = scale / FLOAT16_GRAD_SCALE
             if rows.grad is not None:
-                product(g_nm, cols.features, rows.grad, scale, beta=1)
+                product(g_nm, cols.features, rows.grad, factor, beta=1)
             if cols.grad is not None:
-                product(g_nm.T, rows.features, cols.grad, scale, beta=1)
+                product(g_nm.T, rows.features, cols.grad, factor, beta=1)
 
         return self.scores(tile, out), accumulate
 

@@ -74,5 +74,5 @@ def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime:
         entries = comm.size * inputs.cols.features.numel()
         name = auto_exchange(nodes, entries, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
     if name == "nodes" and nodes > 1:
-        return Ring.between_nodes(comm, nodes)
+        return Ring.between_nodes(comm, nodes, runtime.timeout)
     return Ring(comm) if name == "ring" else Gather(comm)

@@ -13,6 +13,9 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import distillation_loss
+from clipscale.loss.autograd import takes_half_precision
+from clipscale.loss.distillation.objective import add_teachers
+from clipscale.loss.inputs import make_inputs
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.tools.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, Phi, assert_exact, features, keys, results, tiles_of
@@ -170,3 +173,14 @@ def test_its_memory_is_linear_in_the_batch() -> None:
             taught(teachers)(u, v, torch.tensor(14.3, requires_grad=True), None).backward()
         peaks.append(memory.peak)
     assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]), f"{peaks} bytes at N = 64, 128, 256"
+
+
+@pytest.mark.parametrize("student", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("teacher", [torch.float16, torch.float32])
+def test_products_may_round_to_tf32_only_if_no_features_are_float32(student: torch.dtype, teacher: torch.dtype) -> None:
+    """Products of two numbers in half precision are exact in TF32."""
+    u, v = (x.to(student) for x in features(4, 4, 8))
+    inputs = make_inputs(u, v, 1.0, None, None, captions_per_image=1, has_module=False, check=False)
+    taught = add_teachers(inputs, [(u.to(teacher), v.to(teacher), 1.0)])
+    assert takes_half_precision(inputs) == (student == torch.bfloat16)
+    assert takes_half_precision(taught) == (student == torch.bfloat16 and teacher == torch.float16)

@@ -2,6 +2,9 @@
 
 import math
 import os
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 
 from clipscale import contrastive_loss, distillation_loss
 from clipscale.loss.objective import OBJECTIVES, auto_exchange
-from clipscale.loss.runtime import LossRuntime
+from clipscale.loss.runtime import LossRuntime, running_on
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.ranks import workers
@@ -159,3 +162,24 @@ def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
 def test_ranks_that_differ_are_refused_on_all_of_them(ranks: Workers, kind: str, others: str, one: str) -> None:
     for rank, message in enumerate(ranks.run(refusal, 3, kind)):
         assert (one if rank == 1 else others) in message, f"rank {rank}: {message}"
+
+
+def timeouts_of_nodes(group: dist.ProcessGroup, rank: int) -> list[timedelta | None]:
+    """The timeouts of the groups that the exchange makes."""
+    seen: list[timedelta | None] = []
+    make = dist.new_subgroups_by_enumeration
+
+    def seeing(ranks: list[list[int]], timeout: timedelta | None = None, **options: Any) -> Any:
+        seen.append(timeout)
+        return make(ranks, timeout=timeout, **options)
+
+    u = torch.ones(2, 3)
+    runtime = LossRuntime(ranks_of_node=2, timeout=timedelta(minutes=7))
+    with mock.patch.object(dist, "new_subgroups_by_enumeration", seeing), running_on(runtime):
+        contrastive_loss(u, u, 1.0, group=group, exchange="nodes")
+    return seen
+
+
+def test_the_groups_of_nodes_wait_as_long_as_the_run() -> None:
+    with workers(4) as started:
+        assert started.run(timeouts_of_nodes, 4) == [[timedelta(minutes=7)] * 2] * 4

@@ -211,3 +211,10 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
     run_ranks(runs.train_on_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
     # Adam divides by the size of small gradients: rounding grew to 0.3 % on one kind of processor.
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-2)
+
+
+def test_a_run_says_that_it_is_done_after_its_last_stage_alone(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(staged(shards, tmp_path / "run", [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]))
+    assert capsys.readouterr().out.count("done: ") == 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from clipscale.loss.autograd import LossCall, forward_sweep
+from clipscale.loss.autograd import LossCall, forward_sweep, matmul_precision
 from clipscale.loss.block import SharedParameters, Side, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTileOps, TeacherSpec
 from clipscale.loss.exchange import Exchange
@@ -103,7 +103,8 @@ def add_teacher_lses(
         call = LossCall(exchange, backend, DotProduct(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_sides(images, texts)
         teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
-        forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
+        with matmul_precision(call, images.device):
+            forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
         row_lses.append(rows.lse)
         col_lses.append(cols.lse)

@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -164,7 +165,7 @@ class DryCommunicator(Communicator):
     def all_reduce_(self, x: Tensor, op: object = None) -> Tensor:
         return x
 
-    def grid(self, nodes: int) -> tuple[Communicator, Communicator]:
+    def grid(self, nodes: int, timeout: timedelta | None = None) -> tuple[Communicator, Communicator]:
         return DryCommunicator(nodes), DryCommunicator(self.size // nodes)
 
 
