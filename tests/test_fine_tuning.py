@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.config.model import ModelConfig
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.tools.report.page import charts_of, points, write_report
@@ -16,7 +16,9 @@ from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.eval.sets import pair_set
-from tests.support.runs import ARCHITECTURE, curve, four_step_config
+from tests.support.checkpoints import ONE_RANK
+from tests.support.runs import ARCHITECTURE, curve, four_step_config, train_loop
+from tests.support.user_errors import refused
 
 
 def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_path: Path, capsys: Capture) -> None:
@@ -46,3 +48,16 @@ def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_
     assert points(run, chart)[:, 0].tolist() == [0, 4]
     train(replace(config, samples=72, resume="auto"))
     assert not json.loads((tuned / "eval/step_00000006.json").read_text())["results"]["pairs"]["broken"]
+
+
+def test_weights_without_a_bias_do_not_train_with_the_sigmoid_loss_alone(shards: str, tmp_path: Path) -> None:
+    """Without a bias its first steps push all pairs apart."""
+    start = tmp_path / "start"
+    train(four_step_config(shards, start, samples=12))
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, weights=f"run:{start}")
+    config = four_step_config(shards, tmp_path / "run", model=model, loss=LossConfig(objective="sigmoid"))
+    with refused("loss.objective=sigmoid: .* no logit bias; give model.init_bias=-10"):
+        train(config)
+    run = train_loop(replace(config, model=replace(model, init_bias=-10.0)), ONE_RANK)
+    run.stream.close()
+    assert run.train_step.model.logit_bias == -10.0

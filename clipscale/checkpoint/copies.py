@@ -244,8 +244,9 @@ class CopyThread:
         self._tasks.put(CopyTask.COPY)
 
     def close(self, limit_s: float, results: RunResult | None = None) -> bool:
-        """Copy the present state and end. Waits at most `limit_s` seconds; a warning says if the store then lacks the
-        state. Returns whether it has the state; true if nothing is copied.
+        """Copy the present state and end. Waits at most SILENT_S + `limit_s` seconds.
+
+        Returns whether the store has the state; true if nothing is copied. A warning says if it lacks the state.
 
         `results`: what a complete run returns. They are copied last, as result.json. The caller writes them into the
         run's folder if this returns true. Without them, the same command starts again and copies again.

@@ -202,7 +202,7 @@ def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def disk_error_in(error: BaseException) -> OSError | None:
-    """The disk's error in the context of another one, where torch.save hides it; None if there is none."""
+    """The first OSError in an error's chain of contexts; None without one. torch.save hides a disk's error there."""
     cause: BaseException | None = error
     while cause and not isinstance(cause, OSError):
         cause = cause.__context__

@@ -13,7 +13,7 @@ from clipscale.distributed.world import World
 
 T = TypeVar("T")
 
-# Errors that every rank raises, at the same place. Weak references: an error holds the frames that it has left.
+# Errors that every rank raises at the same place. Weak references, because an error's traceback keeps tensors alive.
 _shared_errors: WeakSet[UserError] = WeakSet()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clipscale.common import ranks
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.memory import keep_freed_memory
 from clipscale.distributed.rank_signals import RankSignals
@@ -63,14 +63,20 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
     own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
     picks a random prefix, and the other ranks ask for it. Without torchrun rank 0 opens the store. Raises UserError if
-    a rank does not ask in time.
+    a rank does not ask, or rank 0 does not answer, in time.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     rank0_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(address, port, is_master=rank0_hosts_store and rank == 0, timeout=timeout)
-    prefix = agree_on_prefix(store, rank, size, timeout)
-    signal_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    try:
+        store = dist.TCPStore(address, port, is_master=rank0_hosts_store and rank == 0, timeout=timeout)
+        prefix = agree_on_prefix(store, rank, size, timeout)
+        signal_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise UserError(
+            f"launch.timeout_s={timeout.total_seconds():g}: rank {rank} reached no rank 0 at {address}:{port} "
+            f"({one_line(error)}); see whether rank 0 has started, and raise the limit if it only needs longer"
+        ) from error
     signal_store.set_timeout(timedelta(seconds=SIGNAL_S))
     return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signal_store)
 

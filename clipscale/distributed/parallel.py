@@ -15,7 +15,8 @@ from clipscale.common.modules import trains
 from clipscale.distributed.fsdp import ZERO_STAGES, shard_tower
 from clipscale.distributed.world import World
 
-# DDP's switch to broadcast buffers in every forward pass, which torch has renamed. The towers' buffers are constants.
+# DDP's switch to broadcast buffers in every forward pass, which torch has renamed. The towers' buffers need none: they
+# are constants, or running statistics of synchronised batch normalisation, which are equal on all ranks.
 _BROADCASTS_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")

@@ -13,8 +13,8 @@ SIGNAL = "signal"
 class RankSignals:
     """The last signal that a rank has left for the others."""
 
-    # None with one process, or where another program made the process group: then a rank that waits hears no other
-    # rank. It has a connection of its own, since a rank that waits may be using the others.
+    # A connection for signals alone, because a waiting rank may be using the others. None with one process, or if
+    # another program made the process group: a waiting rank then learns of no other rank's signal.
     store: dist.Store | None = None
 
     def leave(self, signal_number: int) -> None:

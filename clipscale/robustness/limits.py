@@ -23,14 +23,22 @@ def as_user_error(error: E) -> "E | UserError":
     """
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return UserError(f"no memory is left ({one_line(error)}); raise the limit (ulimit -v, -u, the container's)")
-    problem = "" if os.access(SHARED_MEMORY, os.W_OK) else "cannot be written"
-    if (
-        not problem
-        and getattr(error, "errno", 0) == errno.ENOSPC
-        and shutil.disk_usage(SHARED_MEMORY).free < MIN_SHARED_BYTES
-    ):
-        problem = "is full"
-    if not problem or not isinstance(error, OSError):
+    problem = problem_of_shared_memory(error) if isinstance(error, OSError) else ""
+    if not problem:
         return error
     remedy = "mount it, or a larger one (docker run --ipc=host)"
     return UserError(f"{SHARED_MEMORY} {problem}, and processes share memory there ({error}); {remedy}")
+
+
+def problem_of_shared_memory(error: OSError) -> str:
+    """Why shared memory may have caused the error; empty if it has not.
+
+    The error names no file then, or one in SHARED_MEMORY.
+    """
+    if error.filename is not None and not str(error.filename).startswith(SHARED_MEMORY):
+        return ""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT) and not os.access(SHARED_MEMORY, os.W_OK):
+        return "cannot be written"
+    if error.errno == errno.ENOSPC and shutil.disk_usage(SHARED_MEMORY).free < MIN_SHARED_BYTES:
+        return "is full"
+    return ""

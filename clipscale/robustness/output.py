@@ -1,4 +1,4 @@
-"""Output that cannot end a run: its disk is full, its reader is gone, or it is closed."""
+"""Keeps a run alive when its output fails: the disk is full, the reader is gone, or the stream is closed."""
 
 import io
 import os

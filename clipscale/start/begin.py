@@ -32,7 +32,7 @@ class RunParts:
 
     folder: Path
     stage: Stage
-    # The step after which the loop goes on, and its loss; see SettledRun.
+    # Completed steps, and the loss of the last one; see SettledRun.
     step: int
     loss: float
     train_step: TrainStep
@@ -55,11 +55,11 @@ class RunParts:
 def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> RunParts:
     """Begin or resume the run, or begin its next stage. A collective.
 
-    `copies`: the run's, from its earlier stages; None in the first stage of this process.
+    `copies`: the thread that has copied the checkpoints of earlier stages; None in this process's first stage.
 
     If it raises UserError, it has ended the data workers that it had started.
     """
-    # The sets first: a mistyped path is found in the first minute.
+    # Load the evaluation sets first, so that a mistyped path ends the start in its first minute.
     evaluation = make_evaluation(config, world)
     for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
         if goal:
@@ -75,7 +75,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         components = build(settled, world)
         undo.callback(components.stream.close)
 
-        # The run's folder: only now, because a start that fails in `build` leaves the records as they are.
+        # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
         log = None
         if world.is_rank0:
             move_unused_aside(settled)

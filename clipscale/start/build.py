@@ -28,6 +28,7 @@ from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.families import family_of
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
@@ -96,7 +97,8 @@ def build(settled: SettledRun, world: World) -> Components:
         precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
-        # Before `build_step` wraps the towers: sharded ones gather weights, so all ranks would have to try equal sizes.
+        # Measured before `build_step` wraps the towers. Under FSDP2 each pass gathers weights, so a rank that tries one
+        # size more than the others would wait for them.
         chunk_sizes = choose_chunk_sizes(settled, model, precision, share.local_batch, world)
         train_step = build_step(
             config,
@@ -152,12 +154,18 @@ def build_loss(
 ) -> BatchLoss:
     """The loss of the run's batches.
 
-    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples.
+    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples,
+    and for a model without the bias that the objective needs.
     """
     if repeats and config.loss.backend == "triton":
         raise UserError(
             f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
             f"data.sample_weights={config.data.sample_weights} asks for; take loss.backend=auto"
+        )
+    if OBJECTIVES[config.loss.objective].needs_bias and model.logit_bias is None:
+        raise UserError(
+            f"loss.objective={config.loss.objective}: the model of these weights has no logit bias; give "
+            "model.init_bias=-10, or take loss=clip"
         )
     return BatchLoss(
         model,

@@ -43,9 +43,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class SettledRun:
-    """A run with final settings, and with its checkpoint if it has one, before anything is built."""
+    """The final settings of a run, and the checkpoint that it resumes, if any. Nothing is built yet."""
 
-    # The settings of this stage. The weights have completed what they say of architecture and pictures.
+    # The settings of this stage. Architecture and image preprocessing are completed from the weights.
     config: TrainConfig
     stages: tuple[Stage, ...]
     stage: Stage

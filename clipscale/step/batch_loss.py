@@ -12,7 +12,7 @@ from clipscale.loss.distillation.objective import Teacher
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 
-# A part of a feature is divided by its length, and by no less than this: its gradient grows at most 1,000 times.
+# Least divisor when the first numbers of a feature are normalised. It bounds the growth of the gradient to 1,000.
 MIN_LENGTH = 1e-3
 
 

@@ -22,7 +22,7 @@ class EncodedBatch(NamedTuple):
 
     # The arguments of the cache's loss: images (N, D) and texts, or a captioner's pairs (N, 2, D).
     features: list[Tensor]
-    # The captions' input, which knows their widths.
+    # The text tower's input. If the captions are sorted, it has the width of each chunk.
     captions: ChunkLoader
 
 
@@ -64,7 +64,7 @@ class BatchPasses(Protocol):
         """
 
     def total(self, *losses: float) -> tuple[float, CaptionerLosses]:
-        """A step's loss from the values of its `losses`, and these by name if there are two."""
+        """The step's loss from the host values of `losses`; and the two terms by name, or {} if there is one term."""
 
 
 @dataclass

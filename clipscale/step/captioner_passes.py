@@ -26,13 +26,14 @@ class CaptionerPasses:
     """The passes of a `PairEncoder`. The features are an image and its caption side by side, (N, 2, D).
 
     A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy over the
-    labels in the captions of the global batch. The chunks compute the cross entropies in their second pass.
+    labels in the captions of the global batch. A chunk computes its cross entropies in its pass with a graph: the
+    second pass, or the first pass if its graph is kept.
     """
 
     cache: GradCache
     inputs: StepInputs
     caption_weight: float
-    # The image tower if it is frozen: then it runs once for each image, as far as memory allows.
+    # The frozen image tower; None if it trains. Its outputs are kept between the passes as far as memory allows.
     frozen_images: nn.Module | None
     # Makes the context in which the frozen tower runs.
     autocast: Callable[[], AbstractContextManager[object]]
@@ -51,7 +52,8 @@ class CaptionerPasses:
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
-        self.num_labels = self.inputs.num_caption_labels(own_caption_labels(batch))
+        # No label at all: no sample has arrived, and the step ends with the loader's error.
+        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
         return EncodedBatch([features], captions)
 
     def load_pairs(self, batch: HostBatch) -> PairLoader:
@@ -97,8 +99,8 @@ class FrozenImages:
     """Gives a captioner the outputs of a frozen image tower in the place of pixels: features (N, D) and tokens
     (N, P, W).
 
-    Each image is encoded once, as far as memory for its tokens allows: a chunk's first pass without a graph keeps them
-    for its second pass, up to `most_bytes` in all. The other chunks are encoded again.
+    Each image is encoded once, as far as memory for its tokens allows. A chunk that has a second pass keeps them from
+    its first pass, up to `most_bytes` in all; beyond that it encodes its images again.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
+from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.pass_contexts import batch_norms
@@ -125,7 +126,8 @@ def measured_chunk(
     def norms() -> int:
         return norm_rows(tower, draw(1))
 
-    return min(world.all_gather_object(find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs)))
+    size = raise_together(world, lambda: find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs))
+    return min(world.all_gather_object(size))
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -155,10 +157,10 @@ def find_chunk(
     """A chunk size that fits the device and is fast, forward and backward. On a CPU nothing is measured.
 
     1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
-       for the memory, or much slower than another, ends the list. The largest measured size is then left out, because
-       features, loss and the other tower's gradients need memory, too.
-    2. Of the candidates, those stay that reach GOOD_ENOUGH of the best speed. Without `keeps_graphs` only the fastest
-       stays, and also where the whole batch fits in one chunk: all graphs can be kept at any size.
+       for the memory, or much slower than another, ends the list. If several sizes were measured, the largest is
+       then left out, because features, loss and the other tower's gradients need memory, too.
+    2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Otherwise only the
+       fastest stays: no graph is kept without `keeps_graphs`, and all are if the whole batch fits in one chunk.
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 

@@ -36,8 +36,8 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
     """Compile the towers in place: block by block, and a tower without blocks as a whole. Returns the compiled ones.
 
-    `lengths_vary`: chunks of captions have many widths, and each would be compiled anew. The text tower, a small part
-    of a step, then stays as it is.
+    `lengths_vary`: the captions are sorted, so their chunks have many widths, each with a compilation of its own. The
+    text tower, a small part of a step, is then not compiled.
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
@@ -68,13 +68,13 @@ def try_compiled(
     world: World,
     texts_per_sample: int = 1,
 ) -> str:
-    """Run the compiled towers once on chunks of random inputs, so that no step compiles. Returns why they do not run;
-    empty if they do.
+    """Run every kind of pass of the compiled towers on random inputs, so that no step compiles. Returns why they do not
+    run; empty if they do.
 
     `local_batch`: samples of this process, with `texts_per_sample` captions and hard negatives each. The last chunk of
-    images, or of texts, may be shorter. If a rank fails, all ranks run without
-    compiled code from then on. But FSDP2 gathers weights in these passes: if the compiler fails on some ranks alone,
-    the others wait for them until `World.timeout`, and the run ends.
+    images, or of texts, may be shorter. If a rank fails, all ranks run without compiled code from then on. But FSDP2
+    gathers weights in these passes: if the compiler fails on some ranks alone, the others wait for them until
+    `World.timeout`, and the run ends.
     """
     problem = ""
     try:
@@ -124,5 +124,5 @@ def run_every_pass(
 
 
 def eager_for_new_shapes(is_compiled: bool) -> AbstractContextManager[object]:
-    """Around an evaluation: batch sizes that are not compiled yet run without compiled code, now and later."""
+    """Around an evaluation: shapes without compiled code run eagerly, and are not compiled in a later evaluation."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

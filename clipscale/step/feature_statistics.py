@@ -41,7 +41,7 @@ def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
       Vetterli 2007): 1 if all are equal, D if they use every direction equally. NaN for features that are not finite.
     - `nearest`: the share of images whose nearest text is their own.
 
-    The device computes only sums and products, and nobody waits for them here. A thread computes the eigenvalues, which
+    The device computes sums and products, and the host does not wait for them. A thread computes the eigenvalues, which
     take tenths of a second for each tower.
     """
     u = images[:MAX_PAIRS].float()

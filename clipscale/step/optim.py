@@ -82,9 +82,9 @@ class FastMuon(torch.optim.Optimizer):
 
 
 def fast_muon(muon: timm.optim.Muon) -> FastMuon:
-    """timm's Muon as a `FastMuon`. Marks the groups that AdamW updates.
+    """timm's Muon as a `FastMuon`. Marks with `fused` the groups that torch's fused AdamW updates.
 
-    With Nesterov's momentum timm updates them by NAdamW, which torch does not fuse.
+    With Nesterov momentum none is marked: timm updates these groups by NAdamW, for which torch has no fused kernel.
     """
     for group in muon.param_groups:
         if group.get("use_fallback") and not group["nesterov"]:
@@ -129,8 +129,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     A group is split further by the factors of the learning rate in `scales`.
 
     All but matrices are marked because Muon updates them by AdamW: its orthogonal steps suit matrices that multiply
-    activations, and embeddings do not. Scalars (logit scale and bias) are a group because FSDP2 shards all other
-    parameters, and fused optimizers do not mix sharded with whole tensors.
+    activations, and token embeddings do not. Position embeddings count as matrices. Scalars (logit scale and bias) are
+    a group because FSDP2 shards all other parameters, and fused optimizers do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     split: dict[tuple[int, float], ParameterGroup] = {}
@@ -229,7 +229,7 @@ class Schedule:
         if self.is_cosine:
             progress = (position - self.warmup) / max(1, self.total - self.warmup)
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        remaining = self.total - position
+        remaining = max(0, self.total - position)  # a run that is given fewer samples may be past its end
         if remaining >= self.cooldown:
             return self.peak
         return low + (self.peak - low) * remaining / self.cooldown

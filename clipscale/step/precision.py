@@ -33,7 +33,11 @@ class Precision:
         return cls(DTYPES[name], device, torch.amp.GradScaler(device.type) if name == "fp16" else None)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """A new autocast context for one chunk: a later pass must not use weights that were cast without a graph."""
+        """A new autocast context for each pass.
+
+        Autocast caches casts until its context ends. So a shared one would give the second pass the casts of the first,
+        which have no graph.
+        """
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)

@@ -18,7 +18,7 @@ class StepAgreement:
 
     step n:    replay begins -> `begin` starts the all-reduce, with this rank's counts of step n + 1
                replay, update
-    step n+1:  reads `num_text_chunks` and `num_caption_labels`; a count of 0 is not known, so the step asks the ranks
+    step n+1:  reads `num_text_chunks` and `num_caption_labels`; 0 means unknown: the step makes its own all-reduce
     """
 
     # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
@@ -58,7 +58,8 @@ class StepAgreement:
 
 @dataclass
 class StepInputs:
-    """Builds the encoders' inputs of a batch. The last step's message says how many text chunks all ranks make."""
+    """Builds the encoders' inputs of a batch. All ranks make equally many text chunks; the last step's all-reduce has
+    the number."""
 
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.

@@ -16,7 +16,7 @@ CLOCK_STEP_S = 1e-6
 
 
 class StepTimer:
-    """`with timer("encode"): ...` around each part. Memory is None on a CPU, which has no allocator statistics.
+    """Times the parts of a step: `with timer("encode"): ...`. On a CPU memory is None: torch keeps no statistics there.
 
     On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.
     """

@@ -55,7 +55,7 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the step updates no weights.
+        """Whether loss and norm are finite. If not, the step updates no weights, and the run ends.
 
         With fp16 the norm alone decides; see `overflows`.
         """
@@ -108,7 +108,7 @@ class TrainStep:
 
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
-            step: the step's number, from 1, for messages.
+            step: the step's number, from 1. Messages name it, and it decides whether statistics are computed.
             wants_save: whether this rank wishes to save a checkpoint; see `StepAgreement`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
@@ -172,15 +172,16 @@ class TrainStep:
     def check_and_update(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
 
-        The host waits for the device here. It also waits in the loss: the kernels read the logit scale in their
-        backward pass, and torch's tiles read bounds and sums in both passes.
+        The host waits for the device here. It also waits in the loss: the Triton kernels read the logit scale where
+        they compute gradients (softmax: backward pass, sigmoid: forward pass), and torch's tiles read bounds and sums
+        in both passes.
         """
         if stream.failure:
             self.fail_on_all_ranks()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
         numbers = self.read_numbers(losses, norm)
-        if not numbers.is_finite:
+        if numbers.overflows or not (numbers.is_finite or self.precision.scaler):
             self.raise_failure_or_divergence(numbers, stream, step)
         if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
             self.is_updating = True
@@ -257,12 +258,12 @@ class TrainStep:
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
     def set_keep_budget_if_unknown(self, timer: StepTimer) -> None:
-        """Set the memory for kept graphs if it is unknown, as after the first step with `cache.keep=auto`.
+        """After the first step with `cache.keep=auto`, set the memory for kept graphs to what this step left free.
 
-        It becomes the memory that this step left free; finding that is a collective.
+        A collective in that step. Later calls do nothing.
         """
         if self.cache.keep_bytes is None:
-            self.optimizer.zero_grad()  # the timer's peaks have them already
+            self.optimizer.zero_grad()  # free memory is measured without gradients; the timer's peaks include them
             self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_budget.graph_bytes)
 
     @contextmanager

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from clipscale.common.errors import UserError
 from clipscale.distributed.join import attempt_store
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
@@ -121,3 +122,16 @@ def test_a_restarted_run_has_the_undisturbed_curve(
         ends = [agent.wait(timeout=180) for agent in started]
     assert ends == [0] * nodes, (tmp_path / "output.txt").read_text()[-3000:]
     assert curve(run) == curve(tmp_path / "runs/whole")
+
+
+def test_a_rank_that_reaches_no_rank_0_says_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's machine is down, or it has started and does not answer."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    limit = timedelta(seconds=1)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(UserError, match="rank 1 reached no rank 0"):
+        attempt_store(1, 2, limit)
+    silent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(silent.port))
+    with pytest.raises(UserError, match="rank 1 reached no rank 0"):
+        attempt_store(1, 2, limit)

@@ -1,10 +1,29 @@
 """A limit of the machine is one line that names it."""
 
+import errno
+import os
+
 import pytest
 
-from clipscale.robustness.limits import as_user_error
+from clipscale.robustness.limits import SHARED_MEMORY, as_user_error
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_no_memory_is_one_line_that_names_the_limit(error: Exception) -> None:
     assert "ulimit" in str(as_user_error(error))
+
+
+def system_error(number: int, file: str | None = None) -> OSError:
+    return OSError(number, os.strerror(number), file)
+
+
+def test_an_error_is_of_shared_memory_only_if_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names no file of shared memory, or one there. Another file's error stays as it is."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != SHARED_MEMORY)
+    for number in (errno.EACCES, errno.EROFS, errno.ENOENT):
+        for file in (None, f"{SHARED_MEMORY}/torch_1"):
+            assert f"{SHARED_MEMORY} cannot be written" in str(as_user_error(system_error(number, file)))
+        other = system_error(number, "runs/a/checkpoints/step_00000004/meta.json")
+        assert as_user_error(other) is other
+    other = system_error(errno.ECONNRESET)
+    assert as_user_error(other) is other

@@ -16,6 +16,7 @@ from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor
 
 from clipscale.common.chunks import ChunkSizes
+from clipscale.common.errors import DataError
 from clipscale.common.modules import is_frozen
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
@@ -325,3 +326,18 @@ def test_a_rank_without_room_for_a_graph_gathers_what_the_others_gather() -> Non
     for (plain, kept), (dropped, none) in zip(run_ranks(crowded, 2, False), run_ranks(crowded, 2, True), strict=True):
         assert kept > 1 and none == 0
         assert all(torch.equal(plain[name], dropped[name]) for name in plain)
+
+
+def test_a_step_without_any_sample_ends_with_the_loaders_error() -> None:
+    """On several ranks reading does not wait after a failure, and the memory has no captions."""
+    step = step_of(Case(), ONE_RANK)
+    pixels, tokens = captioned(BATCH)
+    batch = host_batch(pixels, torch.zeros_like(tokens), taught_features(), KEYS, ())
+    failure = DataError("no usable sample")
+
+    def raise_failure() -> None:
+        raise failure
+
+    stream: Any = SimpleNamespace(upcoming=lambda: None, failure=failure, raise_failure=raise_failure, waited_s=0.0)
+    with pytest.raises(DataError, match="no usable sample"):
+        step.run(batch, stream, 1, wants_save=False, before_chunk=lambda: None)

@@ -3,14 +3,17 @@ graphs.
 """
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
 from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
 from tests.support.checkpoints import ONE_RANK
+from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model
 
 GPU = torch.device("cuda")
@@ -76,3 +79,22 @@ def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_devi
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
         sizes = agreed_chunk_sizes((None, None), model, 100, ONE_RANK, ChunkSizes(17, 100, device), keeps_graphs=True)
         assert sizes == ChunkSizes(image, 100, "cpu")
+
+
+def sizes_on_a_rank(rank: int, world_size: int) -> str:
+    """Rank 1's device has no room for a chunk."""
+
+    def find(*_: object, **__: object) -> int:
+        if rank == 1:
+            raise UserError("not even 16 samples fit the device")
+        return 16
+
+    with mock.patch("clipscale.step.chunk_sizes.find_chunk", find), pytest.raises(UserError) as refusal:
+        agreed_chunk_sizes(
+            [None, None], small_model(), 8, World(rank, world_size, torch.device("cpu")), None, keeps_graphs=True
+        )
+    return str(refusal.value)
+
+
+def test_all_ranks_end_where_a_chunk_does_not_fit_the_device_of_one() -> None:
+    assert run_ranks(sizes_on_a_rank, 2) == ["not even 16 samples fit the device"] * 2

@@ -1,16 +1,21 @@
 """The memory for kept graphs with `cache.keep=auto`: what the first step leaves free."""
 
+from functools import partial
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
 
 from clipscale.common.keep_budget import KeepBudget
+from clipscale.config.sections import CacheConfig, OptimConfig
 from clipscale.distributed.world import World
 from clipscale.step import graph_memory
 from clipscale.step.graph_memory import measured_budget
 from clipscale.step.timer import StepTimer
 from tests.step.cache.test_kept_graphs import N, cached
 from tests.support.checkpoints import ONE_RANK
+from tests.support.runs import four_step_config, train_loop
 from tests.support.towers import samples, small_model
 
 
@@ -56,3 +61,18 @@ def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, 
     for ranks in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert max(0, graph_memory.usable_bytes(cpu)) == (usable << 30) // ranks
+
+
+def test_graphs_are_kept_only_when_the_optimizer_has_its_state(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps with fp16 overflow, and are skipped. The memory that they leave free is not free for graphs."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**127, backoff_factor=2.0**-120)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    settings = {"cache": CacheConfig(chunk=["4", "6"], keep="auto"), "optim": OptimConfig(name="lion", lr=1e-3)}
+    run = train_loop(four_step_config(shards, tmp_path / "run", precision="fp16", **settings), ONE_RANK)
+    run.run_step()
+    assert not run.train_step.optimizer.state and run.train_step.cache.keep_bytes is None
+    run.run_step()
+    run.stream.close()
+    assert run.train_step.optimizer.state and run.train_step.cache.keep_bytes is not None

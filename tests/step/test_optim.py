@@ -160,3 +160,10 @@ def test_constant_stays_and_cools_down_linearly() -> None:
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), 1.0, 100)
     assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]
     assert s.lr(90) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("cooldown", "rate"), [("0", 1.0), ("20%", 0.0)])
+def test_a_run_past_its_end_has_the_rate_of_its_end(cooldown: str, rate: float) -> None:
+    """A run that is given fewer samples than it has trained asks for it."""
+    s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown=cooldown), 1.0, 50)
+    assert s.lr(50) == s.lr(99) == rate

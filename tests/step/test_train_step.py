@@ -1,6 +1,9 @@
 """What the ranks of a step agree on before they know each other's next batch."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +14,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.train_step import StepNumbers, TrainStep
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches
@@ -60,3 +64,18 @@ def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number(s
     )
     (loss, chunks), (other, same) = run_ranks(second_step_with_a_late_rank, 2, config)
     assert loss == other and chunks == same == 6
+
+
+def test_with_fp16_an_infinite_loss_with_finite_gradients_ends_no_run() -> None:
+    """Also where the loss scale cannot become lower: its gradients decide alone."""
+    numbers = StepNumbers(loss=math.inf, captioner_losses={}, grad_norm=1.0)
+    step: Any = SimpleNamespace(
+        trainable_parameters=[], precision=SimpleNamespace(scaler=object(), can_lower_loss_scale=False), updates=[]
+    )
+    step.sum_and_unscale_gradients = lambda: None
+    step.read_numbers = lambda losses, norm: numbers
+    step.raise_failure_or_divergence = TrainStep.raise_failure_or_divergence
+    step.update = lambda norm, overflows: step.updates.append(overflows)
+    stream: Any = SimpleNamespace(failure=None)
+    assert TrainStep.check_and_update(step, [], stream, 3) is numbers
+    assert step.updates == [False]

@@ -48,7 +48,7 @@ class CastWeights:
         """Cast the weights that autocast would cast in every chunk. Casts nothing in three cases:
 
         - There is only one chunk.
-        - FSDP2 gathers the weights, and casts them then.
+        - FSDP2 gathers the weights. From torch 2.15 on it casts them then; before, autocast casts them in every chunk.
         - DDP looks for unused parameters, which its hooks must see.
         """
         self.end_step()

@@ -65,8 +65,8 @@ class GradCache:
             A rank that runs out of memory for a graph keeps none from then on. If any encoder is under FSDP2 or trains
             batch normalisation, all ranks then keep none. Without FSDP2 a graph of an encoder that trains batch
             normalisation must fit, or the step raises OutOfMemoryError: a repeated pass would update statistics twice.
-            A wrapper with `no_sync` other than DDP decides in the forward pass whether to sum, so its last chunk is
-            always replayed.
+            Another wrapper with `no_sync` may decide in the forward pass whether the backward pass sums. So its last
+            chunk is always replayed.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
@@ -153,7 +153,7 @@ class GradCache:
     def encode_tower(self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved: float = 0) -> Tensor:
         """The first pass of tower i, after all earlier towers have had theirs; see `encode`.
 
-        `reserved`: bytes of `keep_bytes` that the input takes for itself.
+        `reserved`: bytes of `keep_bytes` that the input uses between the passes, such as a frozen tower's outputs.
         """
         keep_budget = self.graph_budget.of_tower(i, reserved)
         return self.towers[i].encode(tower_input, self.chunks[i], keep_budget, before_chunk)
@@ -223,7 +223,7 @@ class GradCache:
     def num_passes(self, samples: int) -> int:
         """The passes of chunks in a step of so many samples, each with a call of `before_chunk`.
 
-        An estimate for a `ReorderedInput`, until its first pass has begun.
+        An estimate for a tower whose first pass has not begun, unless its input has a row for each sample, in order.
         """
         total = 0
         for tower, size in zip(self.towers, self.chunks):

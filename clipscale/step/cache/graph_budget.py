@@ -24,7 +24,7 @@ class GraphBudget:
     def of_tower(self, i: int, reserved: float) -> KeepBudget:
         """The memory for tower i's graphs, after the first passes of all earlier towers.
 
-        `reserved`: bytes of it that are taken otherwise.
+        `reserved`: bytes of `total` that hold other tensors, such as the outputs of a frozen image tower.
         """
         left = self.total.minus(reserved)
         for graphs in self.towers[:i]:
@@ -34,8 +34,8 @@ class GraphBudget:
     def give_up_if_short(self, device: torch.device) -> None:
         """After all first passes: if a graph did not fit, drop this step's graphs and keep none from now on.
 
-        On this rank, or on all ranks if any tower's passes are collectives. They are under FSDP2, which gathers
-        weights, and with synchronised batch normalisation. This call is then one, too, as long as graphs are kept.
+        Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
+        synchronised batch normalisation all ranks decide together: while graphs are kept, this call is a collective.
         `device`: of the ranks' message.
         """
         is_short = any(graphs.is_out_of_memory for graphs in self.towers)

@@ -191,7 +191,7 @@ class KeptGraphs:
 def largest_of_ranks(value: int, device: torch.device) -> int:
     """A collective: the largest value of all ranks; this process's own without a process group.
 
-    On the default group. `World.all_reduce_max` uses a CPU group of a run, which a library does not have.
+    Uses the default group: this folder is a library, and has no `World` with a CPU group.
     """
     largest = torch.tensor(int(value), device=device)
     if dist.is_initialized():

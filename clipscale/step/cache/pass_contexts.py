@@ -1,4 +1,4 @@
-"""Contexts around a pass of an encoder, and what they ask of it: DDP or FSDP2, batch normalisation."""
+"""Context managers around an encoder's pass, and checks of the encoder: DDP or FSDP2, batch normalisation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -88,7 +88,7 @@ def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> I
 def is_collective(encoder: Callable[..., object]) -> bool:
     """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
 
-    Synchronised batch normalisation communicates, too, but is not meant: `OnShortMemory.RAISE` is its answer.
+    False for synchronised batch normalisation, although it communicates: `on_short_memory` gives it `RAISE`.
     """
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:
