@@ -1,9 +1,10 @@
 """The state of a step that a checkpoint holds: weights, optimizer, moving average (EMA), loss scale."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     OptimizerStateType,
     StateDictOptions,
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from clipscale.checkpoint.state import CheckpointState, OptimizerState
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
+from clipscale.common.terminal import log_warning
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
@@ -79,8 +81,22 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     if policy is not OptimizerPolicy.TAKE_NONE:
         set_optimizer_state_dict(model, optimizer, cast(OptimizerStateType, state.optimizer), options=options)
         replicate_state(optimizer)
+    if train_step.world.is_rank0:
+        warn_of_rounded_weights(model, state.model)
     set_model_state_dict(model, {**state.model})
     if scaler and state.scaler:
         scaler.load_state_dict(state.scaler)
     if train_step.ema:
         train_step.ema.load(state.ema)
+
+
+def warn_of_rounded_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Print a line if the checkpoint has weights of frozen towers in half precision, and this run would use float32."""
+    dtypes = {
+        saved[name].dtype for name, p in model.named_parameters() if name in saved and saved[name].itemsize < p.itemsize
+    }
+    if dtypes:
+        log_warning(
+            f"precision: the checkpoint holds weights of its frozen towers in {dtypes.pop()}, as its run computed "
+            "with them; they stay rounded in this precision, too"
+        )

@@ -18,6 +18,7 @@ from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
 from clipscale.step.rollback import rollback_on_error
 from clipscale.train import train
+from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK
 from tests.support.runs import ARCHITECTURE, four_step_config, train_loop
 from tests.support.towers import RESNET
@@ -81,3 +82,12 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     run.stream.close()
     for name, value in run.train_step.model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_frozen_tower_that_a_checkpoint_has_rounded_is_said(shards: str, tmp_path: Path, capsys: Capture) -> None:
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none"))
+    config = four_step_config(shards, tmp_path / "run", model=model, samples=24)
+    train(config)
+    for precision, is_said in (("bf16", False), ("fp32", True)):
+        train_loop(replace(config, precision=precision, samples=48), ONE_RANK).stream.close()
+        assert ("frozen towers in torch.bfloat16" in capsys.readouterr().out) == is_said
