@@ -67,7 +67,7 @@ def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number(s
 
 
 def test_with_fp16_an_infinite_loss_with_finite_gradients_ends_no_run() -> None:
-    """Also where the loss scale cannot become lower: its gradients decide alone."""
+    """Its gradients decide alone, even where the loss scale cannot become lower."""
     numbers = StepNumbers(loss=math.inf, captioner_losses={}, grad_norm=1.0)
     step: Any = SimpleNamespace(
         trainable_parameters=[], precision=SimpleNamespace(scaler=object(), can_lower_loss_scale=False), updates=[]
