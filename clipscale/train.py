@@ -215,9 +215,9 @@ class TrainLoop:
         if wait:
             show_task(f"saving step {self.step}")
         samples = self.parts.stage.samples_before(self.step)
-        description = replace(self.parts.description, step=self.step, samples=samples, loss=self.loss)
+        description = replace(self.parts.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
         saver = self.parts.saver
-        with ending_if_removed(self.lock, self.world, saver, self.step):
+        with ending_if_removed(self.lock, self.world, saver.wait_for_save, self.step):
             saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 

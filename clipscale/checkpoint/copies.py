@@ -6,7 +6,6 @@ is whole. An empty file run=NAME names the run.
 
 import json
 import re
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -201,13 +200,6 @@ def remove_parts(store: DirFileSystem) -> None:
         store.rm_file(COPYING)
 
 
-class CopyTask(Enum):
-    """A task for a `CopyThread`."""
-
-    COPY = "copy"
-    END = "end"
-
-
 class CopyThread:
     """A thread that copies a run's newest checkpoint and its records, one copy at a time.
 
@@ -231,7 +223,8 @@ class CopyThread:
         self.results: RunResult | None = None
         # Whether the run has ended without its last copy.
         self.is_abandoned = False
-        self._tasks: SimpleQueue[CopyTask] = SimpleQueue()
+        # True: copy the present state. False: end.
+        self._tasks: SimpleQueue[bool] = SimpleQueue()
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
@@ -241,7 +234,7 @@ class CopyThread:
 
     def request(self) -> None:
         """Copy the present state, after any copy that is being made."""
-        self._tasks.put(CopyTask.COPY)
+        self._tasks.put(True)
 
     def close(self, limit_s: float, results: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most SILENT_S + `limit_s` seconds.
@@ -253,7 +246,7 @@ class CopyThread:
         """
         self.results = results
         self.request()
-        self._tasks.put(CopyTask.END)
+        self._tasks.put(False)
         if self.thread.ident:
             self.thread.join(SILENT_S)
             if self.thread.is_alive():
@@ -274,7 +267,7 @@ class CopyThread:
 
     def _work(self) -> None:
         reported: type | None = None
-        while self._tasks.get() is CopyTask.COPY:
+        while self._tasks.get():
             self.problem = "it is not complete"
             try:
                 self._copy(open_store(self.address, announce=False))

@@ -11,7 +11,7 @@ from clipscale.common.units import parse_bytes
 class KeepBudget:
     """Memory for graphs that are kept from the first pass to the second.
 
-    `KeepBudget.nothing()`, `KeepBudget.all()` and `KeepBudget.at_most(bytes)` make it with known bytes.
+    `KeepBudget.nothing()` and `KeepBudget.at_most(bytes)` make it with known bytes.
     `KeepBudget.measure_first()` makes one whose bytes are known after a first step.
     """
 
@@ -23,10 +23,6 @@ class KeepBudget:
     @staticmethod
     def nothing() -> "KeepBudget":
         return KeepBudget(0, needs_measurement=False)
-
-    @staticmethod
-    def all() -> "KeepBudget":
-        return KeepBudget(math.inf, needs_measurement=False)
 
     @staticmethod
     def at_most(bytes: float) -> "KeepBudget":

@@ -50,14 +50,16 @@ def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start while kernels fill the GPU
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first communicate
-        backend, bound = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
-        store, signal_store = attempt_store(rank, size, timeout)
+        backend, bound_device = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
+        store, signal_store = connect_store(rank, size, timeout)
         # With device_id NCCL connects now, not in the first step.
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound_device
+        )
     return World(rank, size, chosen, timeout, RankSignals(signal_store))
 
 
-def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     """The store of the ranks of this attempt, and a second connection to it, for signals.
 
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its

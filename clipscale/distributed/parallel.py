@@ -53,7 +53,7 @@ def sum_gradients(world: World, parameters: Iterable[nn.Parameter | None]) -> No
     """Sum over ranks the gradients of parameters outside DDP and FSDP2."""
     for p in parameters:
         if p is not None and p.grad is not None:
-            world.sum_(p.grad)
+            world.all_reduce_sum_(p.grad)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

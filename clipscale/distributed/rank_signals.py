@@ -17,15 +17,15 @@ class RankSignals:
     # another program made the process group: a waiting rank then learns of no other rank's signal.
     store: dist.Store | None = None
 
-    def leave(self, signal_number: int) -> None:
+    def publish(self, signal_number: int) -> None:
         """Leave a signal for the ranks that ask. Safe in any thread."""
         if self.store:
             with suppress(RuntimeError):  # the rank that hosts the store has ended, and with it the run
                 self.store.set(SIGNAL, str(signal_number))
 
-    def last(self) -> int:
+    def latest(self) -> int:
         """The signal that a rank has left; 0 without one."""
         if self.store:
-            with suppress(RuntimeError):  # as in `leave`
+            with suppress(RuntimeError):  # as in `publish`
                 return int(self.store.get(SIGNAL)) if self.store.check([SIGNAL]) else 0
         return 0

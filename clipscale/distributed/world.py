@@ -72,13 +72,13 @@ class World:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.all_reduce_max_async(*values).values()
 
-    def one_hot(self, value: int) -> list[int]:
+    def at_own_rank(self, value: int) -> list[int]:
         """A list of zeros with the value at this rank's index. Its `all_reduce_max` has the values of all ranks."""
         values = [0] * self.size
         values[self.rank] = value
         return values
 
-    def sum_(self, tensor: Tensor) -> None:
+    def all_reduce_sum_(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)

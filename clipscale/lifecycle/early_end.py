@@ -1,6 +1,6 @@
 """Saves and closes a run that ends early: by a signal, by an error, or because somebody has removed its folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -13,10 +13,6 @@ from clipscale.lifecycle.stopping import SignalError, stop_message
 
 class Closable(Protocol):
     def close(self) -> None: ...
-
-
-class Waiting(Protocol):
-    def wait_for_save(self) -> None: ...
 
 
 class Savable(Protocol):
@@ -52,10 +48,13 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
 
 
 @contextmanager
-def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: int) -> Iterator[None]:
+def ending_if_removed(
+    lock: RunLock | None, world: World, wait_for_save: Callable[[], None], step: int
+) -> Iterator[None]:
     """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.
 
-    `lock`: the folder's lock; None if nobody else uses the folder. `step`: the step that is saved.
+    `lock`: the folder's lock; None if nobody else uses the folder. `wait_for_save()` returns when the save is complete.
+    `step`: the step that is saved.
 
     Raises UserError on every rank: after the save, or before the save if another run has begun in the folder.
     """
@@ -65,7 +64,7 @@ def ending_if_removed(lock: RunLock | None, world: World, saver: Waiting, step: 
     removed = run_on_rank0(world, lock.renew)
     yield
     if removed:
-        saver.wait_for_save()
+        wait_for_save()
         raise UserError(
             f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
             f"{step}: go on with resume=auto"

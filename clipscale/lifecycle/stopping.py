@@ -231,7 +231,7 @@ class SignalPoller:
 
     def __enter__(self) -> None:
         self._handling = _handling_signals(
-            self._record, lambda number: self._world.signals.leave(effective_signal(number))
+            self._record, lambda number: self._world.signals.publish(effective_signal(number))
         )
         self._handling.__enter__()
 
@@ -263,7 +263,7 @@ class SignalPoller:
         now = time.monotonic()
         if not self.number and now - self._asked_at > ASK_S:
             self._asked_at = now
-            self.number = self._world.signals.last()
+            self.number = self._world.signals.latest()
         if self.number:
             raise SignalError(self.number)
 

@@ -20,7 +20,7 @@ from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
 from clipscale.robustness.moving_aside import move_file_aside, move_folders_aside
-from clipscale.robustness.output import LastingLines
+from clipscale.robustness.output import RetryingLines
 
 # Seconds between console lines, at least.
 PAUSE_S = 10.0
@@ -56,13 +56,13 @@ def open_log(
     if is_training or not (run_dir / CONFIG).exists():
         files.write_text(run_dir / CONFIG, settings)
     sinks = open_sinks(run_dir, wandb, tensorboard, files.parse_yaml(settings), resume_step)
-    return MetricLog(LastingLines(path.open("ab", buffering=0)), sinks, every=every, total=total)
+    return MetricLog(RetryingLines(path.open("ab", buffering=0)), sinks, every=every, total=total)
 
 
 class MetricLog:
     """The log of one run, on rank 0: `metrics.jsonl`, console and sinks. `open_log` opens it."""
 
-    def __init__(self, lines: LastingLines, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
+    def __init__(self, lines: RetryingLines, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
         """`lines`: `metrics.jsonl`. `every`: steps between console lines. `total`: steps of the run."""
         self.every = every
         self.total = total

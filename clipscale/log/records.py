@@ -73,7 +73,7 @@ def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
     return records, len(lines) - len(records)
 
 
-def rate_of_step(run_dir: Path, step: int) -> float | None:
+def lr_of_step(run_dir: Path, step: int) -> float | None:
     """The learning rate of a step, by the run's records; None if they do not say."""
     records, _ = parsed_lines(run_dir / METRICS)
     rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]

@@ -18,7 +18,7 @@ from clipscale.step.train_step import StepResult
 
 
 @dataclass(frozen=True)
-class UnfinishedStep:
+class PendingRecord:
     """The known part of a step's record, while the device may still be computing the step."""
 
     record: StepRecord
@@ -41,7 +41,7 @@ class StepRecords:
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
-        self._unfinished: UnfinishedStep | None = None
+        self._unfinished: PendingRecord | None = None
 
     def add(self, record: StepRecord, result: StepResult, logit_scale: Tensor) -> None:
         """Add a step that the device may still be computing. `record`: what the loop knows of it."""
@@ -63,7 +63,7 @@ class StepRecords:
             "caption_tokens": mean_width,  # with padding
         }
         self._measured_at = now
-        self._unfinished = UnfinishedStep({**record, **measured}, result, Readback.start(logit_scale))
+        self._unfinished = PendingRecord({**record, **measured}, result, Readback.start(logit_scale))
 
     def log_if_ready(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -93,7 +93,7 @@ class StepRecords:
         if self._log:
             self._log.close()
 
-    def _complete(self, unfinished: UnfinishedStep) -> StepRecord:
+    def _complete(self, unfinished: PendingRecord) -> StepRecord:
         record = unfinished.record
         result = unfinished.result
         timer = result.timer

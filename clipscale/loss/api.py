@@ -196,7 +196,7 @@ def _mean(
     device = inputs.scale.device
     comm = runtime.communicator(group)
     if comm is not None and check:
-        comm.check_same_on_all_ranks(inputs.shapes(), device, objective.function)
+        comm.check_same_on_all_ranks(inputs.shapes(), device, objective.function_name)
     if backend == "triton":
         inputs = inputs.pad_features(WIDTH_STEP)
     similarity = DotProduct() if module is None else ModuleSimilarity(module, device)

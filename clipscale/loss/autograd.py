@@ -5,7 +5,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ def _weights(features: Tensor, weight: float, paired: int) -> Tensor:
     return weights
 
 
-class Needs(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Which inputs of a call need their gradient."""
 
     images: bool
@@ -82,7 +82,7 @@ class Needs(NamedTuple):
     module: tuple[bool, ...]
 
     @classmethod
-    def of(cls, needed: Sequence[bool]) -> "Needs":
+    def of(cls, needed: Sequence[bool]) -> "NeedsGrad":
         """The needs, from one entry for each tensor of `ContrastiveLoss`."""
         images, texts, scale, bias, *module = needed
         return cls(images, texts, scale, bias, tuple(module))
@@ -111,7 +111,7 @@ class ContrastiveLoss(torch.autograd.Function):
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
-                grads = gradients(call, rows, cols, inputs, Needs.of(needed), scale.new_tensor(1 / ctx.count))
+                grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
             total = call.exchange.total(local_value(rows, cols))
 
@@ -141,7 +141,7 @@ class ContrastiveLoss(torch.autograd.Function):
             rows = Side(**dict(zip(row_names, sides)))
             cols = Side(**dict(zip(col_names, sides[len(row_names) :])))
             with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
-                grads = gradients(call, rows, cols, inputs, Needs.of(needed), grad_output / ctx.count)
+                grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
@@ -171,7 +171,7 @@ def gradients(
     rows: Side,
     cols: Side,
     inputs: Sequence[Tensor],
-    needs: Needs,
+    needs: NeedsGrad,
     factor: Tensor,
 ) -> list[Tensor | None]:
     """A collective: one sweep of the backend's backward function. Returns the inputs' gradients times `factor`.
@@ -200,7 +200,9 @@ def gradients(
     reductions = [GRAD] if needs.texts else []
     column_sums = call.exchange.sweep(cols, reductions, block_fn)
     text_sum = column_sums.pop() if needs.texts else None
-    multiply_([parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum], factor)
+    for x in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum):
+        if x is not None:
+            x.mul_(factor)
     if needs.scale and parameters.scale_grad is None:  # no backend has summed it
         parameters.scale_grad = _scale_grad(rows, cols, text_sum, parameters.scale)
     if needs.images and rows.grad is not None:
@@ -230,7 +232,7 @@ def _takes_stripes(call: LossCall, rows: Side) -> bool:
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
-def parameters_with_sums(parameters: Sequence[Tensor], needs: Needs) -> SharedParameters:
+def parameters_with_sums(parameters: Sequence[Tensor], needs: NeedsGrad) -> SharedParameters:
     """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
     scale, bias, *module = parameters
     return SharedParameters(
@@ -242,13 +244,6 @@ def parameters_with_sums(parameters: Sequence[Tensor], needs: Needs) -> SharedPa
             to_sum_dtype(torch.zeros_like(p)) if is_needed else None for p, is_needed in zip(module, needs.module)
         ),
     )
-
-
-def multiply_(tensors: Iterable[Tensor | None], factor: Tensor) -> None:
-    """Multiply the tensors that are not None by the factor, in place."""
-    for x in tensors:
-        if x is not None:
-            x.mul_(factor)
 
 
 def make_block_fn(
@@ -325,4 +320,4 @@ def explain_non_finite(call: LossCall, value: float, inputs: Sequence[Tensor]) -
         unknown = "the inputs are finite: the scores overflow"
     else:
         unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
-    return f"the {call.objective.function.replace('_', ' ')} is {value}: {'; '.join(reasons) or unknown}"
+    return f"the {call.objective.function_name.replace('_', ' ')} is {value}: {'; '.join(reasons) or unknown}"

@@ -25,7 +25,7 @@ WAIT_SPAN = "contrastive_loss: wait"
 # Computes our rows against these columns, given their Block.positive_offset.
 BlockFn = Callable[[Side, int | None], None]
 # Waits for a transfer, and returns the tensors received.
-Wait = Callable[[], list[Tensor]]
+WaitFn = Callable[[], list[Tensor]]
 
 
 class Communicator:
@@ -47,7 +47,7 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
+    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
         """Start to send the tensors to the first rank of `peers` and to receive the same shapes from the second. `tag`
         separates concurrent streams. Returns a function that waits for both and returns the received tensors."""
         assert self.group is not None  # where a process group is initialized, WORLD is one
@@ -112,7 +112,7 @@ class Communicator:
                 raise ValueError(f"{function} needs the same {name} on all ranks, but rank by rank it is {values}")
 
 
-class AllRows(torch.autograd.Function):
+class AllGatherRows(torch.autograd.Function):
     """(this rank's rows, communicator) -> all ranks' rows. Backward takes this rank's slice, unsummed."""
 
     @staticmethod
@@ -235,7 +235,7 @@ class Ring(GroupExchange):
     def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        pending_sums: Wait | None = None
+        pending_sums: WaitFn | None = None
 
         def foreign_block_fn(cols: Side, _: int | None) -> None:
             block_fn(cols, None)  # columns of other rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from clipscale.loss.block import CaptionLayout, Side, sum_dtype
-from clipscale.loss.exchange import AllRows, Communicator
+from clipscale.loss.exchange import AllGatherRows, Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 
@@ -76,7 +76,7 @@ class Inputs:
 
 def _gather_with_grad(side: Side, comm: Communicator) -> Side:
     """A collective: this side of all ranks as one. The gradient of this rank's rows flows back to them."""
-    return Side(**{name: AllRows.apply(x, comm) for name, x in side.tensors().items()})
+    return Side(**{name: AllGatherRows.apply(x, comm) for name, x in side.tensors().items()})
 
 
 def _share_gradient(x: Tensor, world_size: int) -> Tensor:

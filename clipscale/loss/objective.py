@@ -31,7 +31,7 @@ class Objective:
     # Whether there are Triton kernels for the dot product.
     has_kernels: bool = False
     # The public function that computes it, for messages.
-    function: str = "contrastive_loss"
+    function_name: str = "contrastive_loss"
 
     @property
     def is_symmetric(self) -> bool:

@@ -44,7 +44,7 @@ def ignore_output_errors() -> None:
             setattr(sys, name, lasting)
 
 
-class LastingLines:
+class RetryingLines:
     """A file of lines. Lines that a full disk refuses are kept, and written with the next one. One warning says so."""
 
     def __init__(self, file: io.FileIO) -> None:

@@ -5,7 +5,7 @@ import math
 from clipscale.common.run_folder import CONFIG
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.config.train import batch_exceeds_data, beyond_published, difference_lines, samples_of
-from clipscale.log.records import rate_of_step
+from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.start.build import Components
 from clipscale.start.settle import SettledRun
@@ -63,7 +63,7 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
 def changes_at_resume(settled: SettledRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
     changes = difference_lines(settled.folder / CONFIG, settled.config_yaml)
-    before = rate_of_step(settled.folder, settled.step)
+    before = lr_of_step(settled.folder, settled.step)
     now = schedule.lr(settled.step - 1)
     if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")

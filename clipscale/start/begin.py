@@ -10,7 +10,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
@@ -19,15 +18,13 @@ from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
 from clipscale.start.announce import announce
-from clipscale.start.build import build
+from clipscale.start.build import Components, build
 from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.settle import SettledRun, Stage, settle
-from clipscale.step.optim import Schedule
-from clipscale.step.train_step import TrainStep
 
 
-@dataclass
-class RunParts:
+@dataclass(kw_only=True)
+class RunParts(Components):
     """What the loop of a run, or of one stage of it, uses."""
 
     folder: Path
@@ -35,11 +32,6 @@ class RunParts:
     # Completed steps, and the loss of the last one; see SettledRun.
     step: int
     loss: float
-    train_step: TrainStep
-    stream: TrainStream
-    schedule: Schedule
-    # Whether the towers run compiled code.
-    is_compiled: bool
     evaluation: Evaluation
     # Published scores of the preset.
     expected: Expected
@@ -49,7 +41,7 @@ class RunParts:
     records: StepRecords
     saver: checkpoint.Saver
     # The part of each checkpoint that describes model and optimizer, without their states.
-    description: checkpoint.CheckpointState
+    checkpoint_template: checkpoint.CheckpointState
 
 
 def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> RunParts:
@@ -66,7 +58,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
             check_goal(key, goal, [eval_set.label for eval_set in evaluation.sets])
 
     # Which checkpoint, and which settings.
-    path = prepare_checkpoint_to_resume(config, world, fetches=copies is None)
+    path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
     settled = settle(config, path, world)
     config = settled.config
 
@@ -98,17 +90,14 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         stage=settled.stage,
         step=settled.step,
         loss=settled.loss,
-        train_step=components.train_step,
-        stream=components.stream,
-        schedule=components.schedule,
-        is_compiled=components.is_compiled,
+        **vars(components),
         evaluation=evaluation,
         expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
         evaluates_start=bool(config.model.weights and evaluation.sets),
         intervals=Intervals(config.eval.every, save_steps, save_seconds),
         records=records,
         saver=saver,
-        description=checkpoint.CheckpointState(
+        checkpoint_template=checkpoint.CheckpointState(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
     )

@@ -41,9 +41,9 @@ from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
-from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.compiled import compile_towers, should_compile, try_compiled
 from clipscale.step.ema import WeightEma
-from clipscale.step.optim import MOMENTS, Schedule, build_optimizer
+from clipscale.step.optim import STATE_ENTRIES, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepInputs
@@ -121,7 +121,7 @@ def build(settled: SettledRun, world: World) -> Components:
 
         flops = Flops.of(config.model, model, world.device, config.data.text_layout.per_image)
         steps = schedule.end - settled.step
-        is_compiled = compile_if_worth(train_step, config, flops, steps, share.local_batch, world)
+        is_compiled = compile_if_worthwhile(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
     return Components(train_step, stream, schedule, flops, is_compiled)
 
@@ -290,7 +290,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
     """A lower bound of a checkpoint's bytes.
 
     Counts the weights of towers that train as a whole or have adapters. Without adapters it also counts their moving
-    average, and the state of the optimizers in MOMENTS.
+    average, and the state of the optimizers in STATE_ENTRIES.
     """
     encoders = unbuilt_encoders(config.model)
     model = config.model
@@ -299,7 +299,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
     if model.lora:
         return size
     copies_in_average = 1 if config.ema else 0
-    return size * (1 + copies_in_average + MOMENTS.get(config.optim.name, 0))
+    return size * (1 + copies_in_average + STATE_ENTRIES.get(config.optim.name, 0))
 
 
 def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> None:
@@ -325,7 +325,7 @@ def restore_random(settled: SettledRun, world: World) -> None:
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 
-def compile_if_worth(
+def compile_if_worthwhile(
     train_step: TrainStep, config: TrainConfig, flops: Flops, steps: int, local_batch: int, world: World
 ) -> bool:
     """Compile the towers if `model.compile` asks for it, or if the remaining `steps` are worth the time.
@@ -334,7 +334,7 @@ def compile_if_worth(
     """
     setting = config.model.compile
     flops_left = steps * local_batch * flops.per_sample()
-    if not worth_compiling(setting, flops_left, flops.peak):
+    if not should_compile(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
     towers = compile_towers(train_step.model, lengths_vary=train_step.passes.inputs.sort_captions)

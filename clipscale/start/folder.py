@@ -14,16 +14,18 @@ from clipscale.start.settle import SettledRun
 from clipscale.step.optim import Schedule
 
 
-def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetches: bool) -> Path | None:
+def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_copy: bool) -> Path | None:
     """The checkpoint to resume, as `checkpoint.prepare_checkpoint` finds it; None for a new run. A collective.
 
     Damaged checkpoints of the run are renamed. After a restart by torchrun or Slurm the run's own newest checkpoint
     comes first, whatever `resume` says.
 
-    `fetches`: fetch the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder. Raises UserError.
+    `fetch_copy`: fetch the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
+
+    Raises UserError.
     """
     folder = Path(config.run)
-    copy = config.checkpoint.copy if fetches else ""
+    copy = config.checkpoint.copy if fetch_copy else ""
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
     restarted = any(world.all_gather_object(any(restarts)))

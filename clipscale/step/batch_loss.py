@@ -88,12 +88,12 @@ class BatchLoss:
         pair_weight, teacher_weight = self.distill_weights
         if self.objective == "softmax":
             return self._distilled(images, texts, keys, teachers, self.distill_weights)
-        if not pair_weight:
-            return self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
-        contrastive = pair_weight * self._contrastive(images, texts, keys)
-        if not teacher_weight:
-            return contrastive
-        return contrastive + self._distilled(images, texts, keys, teachers, (0.0, teacher_weight))
+        terms = []
+        if pair_weight:
+            terms.append(pair_weight * self._contrastive(images, texts, keys))
+        if teacher_weight:
+            terms.append(self._distilled(images, texts, keys, teachers, (0.0, teacher_weight)))
+        return sum(terms[1:], terms[0])
 
     def _distilled(
         self,

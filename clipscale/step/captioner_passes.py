@@ -79,7 +79,7 @@ class CaptionerPasses:
         caption_loss_sum = self.cache.chunk_loss
         if caption_loss_sum is None:  # no chunk had a second pass
             return [contrastive]
-        self.inputs.world.sum_(caption_loss_sum)
+        self.inputs.world.all_reduce_sum_(caption_loss_sum)
         return [contrastive, caption_loss_sum / self.num_labels]
 
     def total(self, *losses: float) -> tuple[float, CaptionerLosses]:

@@ -19,18 +19,18 @@ from clipscale.step.precision import Precision
 
 # `auto` compiles if the training takes longer than this. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each
 # step.
-WORTH_S = 900.0
+MIN_TRAINING_S = 900.0
 # Assumed share of a GPU's peak, to estimate the seconds of training.
 ASSUMED_MFU = 0.4
 
 
-def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
+def should_compile(setting: str, flops: float, peak: float | None) -> bool:
     """Whether a run compiles its towers.
 
     `setting`: `model.compile`. `flops`: the FLOP of the run on one device. `peak`: the device's FLOP/s; None if it is
     unknown, as on a CPU.
     """
-    return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * ASSUMED_MFU * peak)
+    return setting == "true" or (setting == "auto" and peak is not None and flops > MIN_TRAINING_S * ASSUMED_MFU * peak)
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:

@@ -60,9 +60,9 @@ def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
         image, text = (_effective_rank(product.wait()) for product in products)
         return dict(zip(scalars, arriving.read())) | {"rank_image": image, "rank_text": text}
 
-    with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="statistics")
-    result = with_one_thread.submit(finish)
-    with_one_thread.shutdown(wait=False)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="statistics")
+    result = executor.submit(finish)
+    executor.shutdown(wait=False)
     return PendingStatistics(result)
 
 

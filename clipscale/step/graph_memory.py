@@ -10,7 +10,7 @@ from clipscale.step.cache.kept_graphs import free_gpu_memory
 from clipscale.step.timer import StepTimer
 
 # Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
-MARGIN = {"cuda": 0.9, "cpu": 0.5}
+USABLE_SHARE = {"cuda": 0.9, "cpu": 0.5}
 # Bytes of a host that always stay free.
 HOST_RESERVE = 4 << 30
 
@@ -33,5 +33,5 @@ def usable_bytes(device: torch.device) -> int:
     """Free memory that a step may use: of the GPU, or this process's share of the host's."""
     if device.type == "cpu":
         free = free_memory()
-        return min(int(MARGIN["cpu"] * free), free - HOST_RESERVE) // ranks.local_world_size()
-    return int(MARGIN["cuda"] * free_gpu_memory())
+        return min(int(USABLE_SHARE["cpu"] * free), free - HOST_RESERVE) // ranks.local_world_size()
+    return int(USABLE_SHARE["cuda"] * free_gpu_memory())

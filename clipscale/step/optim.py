@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, parse_length
 
 # Optimizer -> entries of its state for each weight.
-MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
+STATE_ENTRIES = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 # timm's names of torch's optimizers that have a fused kernel, also on a CPU.
 FUSED = ("adamw", "adam", "adagrad")
 

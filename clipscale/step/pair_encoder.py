@@ -54,9 +54,8 @@ def pair_encoder(model: ClipModel) -> PairEncoder:
 
 def wrapped_pair_encoder(model: ClipModel, world: World, parallel: str, dtype: torch.dtype) -> nn.Module:
     """The encoder of a captioner's pairs under DDP or FSDP2; see `parallel.wrap`."""
-    encoder = pair_encoder(model)
     if parallel == "ddp" or world.size == 1:
-        return wrap(world, encoder, "ddp", dtype)
+        return wrap(world, pair_encoder(model), "ddp", dtype)
     assert model.decoder is not None
     return ShardedPairEncoder(
         image=wrap(world, model.image, parallel, dtype),

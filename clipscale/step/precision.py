@@ -10,7 +10,7 @@ from clipscale.common.modules import trains
 from clipscale.distributed.weight_types import cast_product_weights_
 
 # Type of autocast.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # If fp16 gradients overflow even below this loss scale, training has diverged.
 MIN_LOSS_SCALE = 1.0
 
@@ -30,7 +30,7 @@ class Precision:
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
-        return cls(DTYPES[name], device, torch.amp.GradScaler(device.type) if name == "fp16" else None)
+        return cls(AUTOCAST_DTYPES[name], device, torch.amp.GradScaler(device.type) if name == "fp16" else None)
 
     def autocast(self) -> AbstractContextManager[object]:
         """A new autocast context for each pass.

@@ -34,7 +34,7 @@ class StepAgreement:
         `text_chunks`, `caption_labels`: of this rank's next batch. `is_known`: whether that batch has arrived; if not,
         they are 0. Without a captioner `caption_labels` is None.
         """
-        labels = [] if caption_labels is None else world.one_hot(caption_labels)
+        labels = [] if caption_labels is None else world.at_own_rank(caption_labels)
         is_unknown = int(not is_known)
         return cls(world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels))
 
@@ -114,7 +114,7 @@ class StepInputs:
         `own`: the labels in this rank's captions.
         """
         known = self.agreement.num_caption_labels if self.agreement else 0
-        return known or sum(self.world.all_reduce_max(*self.world.one_hot(own)))
+        return known or sum(self.world.all_reduce_max(*self.world.at_own_rank(own)))
 
     def begin_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None

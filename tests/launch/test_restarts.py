@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from clipscale.common.errors import UserError
-from clipscale.distributed.join import attempt_store
+from clipscale.distributed.join import connect_store
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
 
@@ -44,7 +44,7 @@ def test_a_start_shares_no_key_with_the_one_before_it(
     limit = timedelta(seconds=20)
     for start in ("first", "second"):
         with ThreadPoolExecutor(3) as threads:
-            stores = list(threads.map(lambda rank: attempt_store(rank, 3, limit)[0], range(3)))
+            stores = list(threads.map(lambda rank: connect_store(rank, 3, limit)[0], range(3)))
         assert not stores[2].check(["address"]), "what a former start has left"
         stores[0].set("address", start)
         assert stores[1].get("address") == start.encode()
@@ -130,8 +130,8 @@ def test_a_rank_that_reaches_no_rank_0_says_it_in_one_line(monkeypatch: pytest.M
     limit = timedelta(seconds=1)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(UserError, match="rank 1 reached no rank 0"):
-        attempt_store(1, 2, limit)
+        connect_store(1, 2, limit)
     silent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_PORT", str(silent.port))
     with pytest.raises(UserError, match="rank 1 reached no rank 0"):
-        attempt_store(1, 2, limit)
+        connect_store(1, 2, limit)

@@ -4,13 +4,13 @@ import resource
 from contextlib import closing
 from pathlib import Path
 
-from clipscale.robustness.output import LastingLines
+from clipscale.robustness.output import RetryingLines
 from tests.conftest import Capture
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "metrics.jsonl"
-    with closing(LastingLines(path.open("ab", buffering=0))) as lines:
+    with closing(RetryingLines(path.open("ab", buffering=0))) as lines:
         lines.append("1\n")
         assert path.read_text() == "1\n", "a kill loses no line"
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -16,8 +16,8 @@ from clipscale.step.compiled import (
     compile_towers,
     eager_for_new_shapes,
     innermost_blocks,
+    should_compile,
     try_compiled,
-    worth_compiling,
 )
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ONE_RANK
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: float | None, required: bool) -> None:
-    assert worth_compiling(setting, seconds * 0.4e15, peak) is required
+    assert should_compile(setting, seconds * 0.4e15, peak) is required
 
 
 @pytest.mark.parametrize(

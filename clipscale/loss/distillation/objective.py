@@ -38,7 +38,7 @@ class Distillation(Objective):
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
     is_pairwise: bool = False
-    function: str = "distillation_loss"
+    function_name: str = "distillation_loss"
     teachers: tuple[TeacherSpec, ...] = ()
     # The teachers' share of the targets. The rest is the pairs'.
     teacher_share: float = 1.0

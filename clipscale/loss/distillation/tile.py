@@ -53,15 +53,15 @@ class DistillationTileOps(SoftmaxTileOps):
         widths = [teacher.width for teacher in self.teachers]
         scores = torch.empty_like(like)
         for k, teacher in enumerate(self.teachers):
-            images = _require(tile.rows.teacher_features).split(widths, 1)[k]
-            texts = _require(tile.cols.teacher_features).split(widths, 1)[k]
+            images = _not_none(tile.rows.teacher_features).split(widths, 1)[k]
+            texts = _not_none(tile.cols.teacher_features).split(widths, 1)[k]
             product(images, texts.T, scores, teacher.scale)
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):
                 if side.weight is not None:
                     weight = side.weight * (self.teacher_share / len(self.teachers))
-                    lse = _require(side.teacher_lse)[:, k]
+                    lse = _not_none(side.teacher_lse)[:, k]
                     weights += weighted_probabilities(scores, weight, lse, dim)
         if self.teacher_share < 1:
             i, j = tile.positive_pairs()
@@ -69,7 +69,7 @@ class DistillationTileOps(SoftmaxTileOps):
         return weights
 
 
-def _require(x: Tensor | None) -> Tensor:
+def _not_none(x: Tensor | None) -> Tensor:
     """x, which `add_teachers` or `add_teacher_lses` has set."""
     assert x is not None
     return x

@@ -43,10 +43,13 @@ class TritonBackend:
         """The number of tiles."""
         return triton.cdiv(len(panel.rows), self.tiles.rows) * triton.cdiv(len(panel.cols), self.tiles.cols)
 
-    def launch(self, kernel: Any, panel: Block, scale: Tensor, store: Tensor | None = None, **arguments: Any) -> None:
+    def launch(
+        self, kernel: Any, panel: Block, scale: Tensor, panel_buffer: Tensor | None = None, **arguments: Any
+    ) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands and these `arguments`.
 
-        `scale` is 0-d; `store` is where a gradient kernel, which also gets the positives' column, stores a panel.
+        `scale` is 0-d. `panel_buffer` is where a gradient kernel stores a panel; such a kernel also gets the positives'
+        column.
         """
         u = panel.rows.features
         v = panel.cols.features
@@ -58,8 +61,11 @@ class TritonBackend:
         def as_operand(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
-        if store is not None:
-            arguments |= {"panel": as_operand(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
+        if panel_buffer is not None:
+            arguments |= {
+                "panel": as_operand(panel_buffer, t.rows, t.cols // 4),
+                "stride_panel": panel_buffer.stride(0),
+            }
             # Without a positive it is one past the end, which no row reaches.
             arguments["positive_offset"] = len(v) if panel.positive_offset is None else panel.positive_offset
         self.runtime.launch(
@@ -83,16 +89,16 @@ class TritonBackend:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature
         gradients."""
         features = block.rows.features
-        store = None
+        panel_buffer = None
         factor = block.parameters.scale_number / GRAD_SCALE.value  # the panel holds GRAD_SCALE * G
         t = self.tiles
         for panel in self.panels(block, t.panel_bytes // features.itemsize):
             n = len(panel.rows)
             m = len(panel.cols)
-            if store is None:  # the first panel is the largest
-                store = features.new_empty(triton.cdiv(n, t.rows) * t.rows, triton.cdiv(m, t.cols) * t.cols)
-            yield panel, store
-            g_nm = store[:n, :m]
+            if panel_buffer is None:  # the first panel is the largest
+                panel_buffer = features.new_empty(triton.cdiv(n, t.rows) * t.rows, triton.cdiv(m, t.cols) * t.cols)
+            yield panel, panel_buffer
+            g_nm = panel_buffer[:n, :m]
             if panel.rows.grad is not None:
                 self.runtime.add_product(panel.rows.grad, g_nm, panel.cols.features, factor)
             if panel.cols.grad is not None:

@@ -40,7 +40,7 @@ class CastWeights:
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     # Whether hooks, such as DDP's, sum the gradients over ranks. They see only what autograd adds.
-    sums_by_hooks: bool = False
+    has_sync_hooks: bool = False
 
     def start_step(
         self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
@@ -54,7 +54,7 @@ class CastWeights:
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
-        self.sums_by_hooks = sums_by_hooks(encoder)
+        self.has_sync_hooks = sums_by_hooks(encoder)
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)
@@ -72,7 +72,7 @@ class CastWeights:
         `is_last_backward`: that backward pass is the encoder's last one in the step. DDP then needs autograd's own
         gradients, so nothing is cast.
         """
-        if builds_graph and is_last_backward and self.sums_by_hooks:
+        if builds_graph and is_last_backward and self.has_sync_hooks:
             yield
         elif builds_graph:
             with casting(self.layers, accumulates=True), self.accumulating():

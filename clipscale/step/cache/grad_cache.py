@@ -120,7 +120,7 @@ class GradCache:
         self.scaler = scaler
         functions = _one_for_each(representation, len(encoders))
         self.towers = [
-            TowerPasses(encoder, function, autocast, is_last_of_encoder=encoder not in encoders[i + 1 :])
+            TowerPasses(encoder, function, autocast, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self.graph_budget = GraphBudget(to_keep_budget(keep_bytes), [tower.graphs for tower in self.towers])

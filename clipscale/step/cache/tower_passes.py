@@ -42,7 +42,7 @@ class TowerPasses:
     representation: Representation | None
     autocast: Callable[[], AbstractContextManager[object]]
     # Whether no later tower has the same encoder. The gradients are summed over ranks after its last chunk.
-    is_last_of_encoder: bool
+    is_last_use_of_encoder: bool
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     # The representations of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the
     # loss's gradient.
@@ -55,7 +55,7 @@ class TowerPasses:
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
     # Whether a pass without a second one was seen to have no gradient; see `forward_with_policy`.
-    is_without_gradient: bool = False
+    is_known_graph_free: bool = False
 
     @property
     def has_second_pass(self) -> bool:
@@ -99,7 +99,7 @@ class TowerPasses:
             refuse_batch_norm(self.encoder, num_chunks)
             refuse_static_graph(self.encoder)
             num_keepable = num_chunks
-            if self.is_last_of_encoder and not can_sum_after_kept_graph(self.encoder):
+            if self.is_last_use_of_encoder and not can_sum_after_kept_graph(self.encoder):
                 num_keepable -= 1
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
         self.graphs.start_step(num_rows, num_keepable, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
@@ -134,12 +134,12 @@ class TowerPasses:
         graph is then built only if it uses a parameter that it does not list, or an input that requires a gradient.
         Raises ValueError for these.
         """
-        checks = torch.is_grad_enabled() and not self.has_second_pass and not self.is_without_gradient
-        with nullcontext() if checks else self.graphs.building(policy):
+        verifies_graph_free = torch.is_grad_enabled() and not self.has_second_pass and not self.is_known_graph_free
+        with nullcontext() if verifies_graph_free else self.graphs.building(policy):
             out = self.forward_chunk(i)
-        if checks:
+        if verifies_graph_free:
             refuse_gradient(out)
-            self.is_without_gradient = True
+            self.is_known_graph_free = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
         return out.representations.detach()
@@ -223,7 +223,7 @@ class TowerPasses:
 
     def has_last_backward(self, i: int) -> bool:
         """Whether the backward pass of chunk i is the encoder's last one in the step."""
-        return self.is_last_of_encoder and i == len(self.spans) - 1
+        return self.is_last_use_of_encoder and i == len(self.spans) - 1
 
 
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:

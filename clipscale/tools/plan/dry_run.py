@@ -31,7 +31,7 @@ from clipscale.start.build import build_loss, build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
 from clipscale.step.pair_encoder import pair_encoder
-from clipscale.step.precision import DTYPES, Precision
+from clipscale.step.precision import AUTOCAST_DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.block_meter import BlockMeter, leave_blocks_out
@@ -247,7 +247,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
     It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
     """
     give_memory(model)
-    precision = Precision(DTYPES[config.precision], CPU)
+    precision = Precision(AUTOCAST_DTYPES[config.precision], CPU)
     precision.cast_frozen_(model.image, model.text)
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clipscale.common.record import Record
-from clipscale.loss.exchange import Communicator, Wait
+from clipscale.loss.exchange import Communicator, WaitFn
 from clipscale.loss.runtime import LossRuntime, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 from clipscale.tools.plan import ASSUMED
@@ -148,7 +148,7 @@ class DryCommunicator(Communicator):
         self.rank = 0
         self.size = size
 
-    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
+    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
         received = [x.clone() for x in tensors]
 
         def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent

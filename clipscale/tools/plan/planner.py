@@ -17,7 +17,7 @@ from clipscale.config.train import beyond_published
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
-from clipscale.step.graph_memory import MARGIN
+from clipscale.step.graph_memory import USABLE_SHARE
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.memory import (
@@ -96,10 +96,10 @@ class Prediction:
         budget = keep.bytes
         if keep.is_unknown:  # takes a share of the memory that is free before the step
             if self.gpu:
-                share = MARGIN["cuda"]
+                share = USABLE_SHARE["cuda"]
                 free = self.free
             else:
-                share = MARGIN["cpu"]
+                share = USABLE_SHARE["cpu"]
                 free = (self.config.host_memory or free_memory()) / self.config.gpus
             budget = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
         return step.within(budget)
