@@ -31,7 +31,8 @@ class EmaState(TypedDict):
 
 @dataclass
 class CheckpointState:
-    """The content of a checkpoint. Fields that an earlier version did not write keep their defaults.
+    """The content of a checkpoint. Fields that an earlier version did not write keep their defaults;
+    `version` is then empty.
 
     `gather_checkpoint_state` makes it; everything that reads a checkpoint reads these fields.
     """

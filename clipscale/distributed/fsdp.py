@@ -23,8 +23,10 @@ class ShardedTower(nn.Module):
     Between steps weights, gradients and optimizer state are sharded. Within a step it depends on ZeRO's stage
     (Rajbhandari et al. 2020, arXiv 1910.02054):
 
-    - Stage 3 gathers a block's weights again for each chunk, and sums gradients into shards after each chunk.
+    - Stage 3 gathers a block's weights again for each chunk.
     - Stage 2 keeps weights gathered from the first chunk to the last.
+
+    Both sum gradients into shards after each chunk.
 
     `shard_tower` makes it.
     """
@@ -50,7 +52,7 @@ class ShardedTower(nn.Module):
 
 
 def shard_tower(tower: nn.Module, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype) -> ShardedTower:
-    """Shard a tower in place. `dtype`: autocast's type. Weights that autocast casts are gathered in it."""
+    """Shard a tower in place. `dtype`: see `mixed_precision_policy`."""
     pin_cast_dtype(tower)
     precision_policy = mixed_precision_policy(tower, dtype)
     for module in [*nested_blocks(tower), tower]:
@@ -78,8 +80,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 def mixed_precision_policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Gathers the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
 
-    Other weights keep their type, and the layers' inputs and outputs the types that autocast gives them. Gradients are
-    summed in float32.
+    Before torch 2.15 all weights are gathered in their own type. Other weights keep their type, and the layers' inputs
+    and outputs the types that autocast gives them. Gradients are summed in float32.
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()

@@ -85,8 +85,9 @@ def check_interrupted() -> None:
 
 
 def stop_in_context(error: BaseException | None) -> StoppedError | None:
-    """The StoppedError in the context of `error`, or None. If there is one, `error` came while a run closed that had
-    stopped and saved before.
+    """The StoppedError in the context of `error`, or None.
+
+    If there is one, the run had stopped and saved, and `error` came while it was closing.
     """
     while error:
         if isinstance(error, StoppedError):

@@ -22,7 +22,7 @@ from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
 from clipscale.robustness.moving_aside import move_file_aside, move_folders_aside
 from clipscale.robustness.output import RetryingLines
 
-# Seconds between console lines, at least.
+# Least number of seconds between two console lines.
 PAUSE_S = 10.0
 
 

@@ -37,7 +37,7 @@ class TextTable(NamedTuple):
 def show(*tables: TextTable) -> None:
     """Print tables at a terminal's own width, or into a file so wide that nothing is cut.
 
-    Lines in a file end without blanks. Markup is printed as it is. NO_COLOR leaves bold out too.
+    Lines in a file end without blanks. Markup is printed as it is. NO_COLOR also turns bold off.
     """
     clear()
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"

@@ -89,7 +89,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. It waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        unknown: no keyword is taken here. A wrong one is refused with a hint.
+        unknown: always empty. Another keyword raises TypeError with a hint.
 
     Returns:
         The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are

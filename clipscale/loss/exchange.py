@@ -154,7 +154,7 @@ class ColumnReduction:
     """How a sweep reduces one value of each column: the log-sum-exps by logaddexp, the gradients by addition."""
 
     field: str  # of Side: where a block function finds the tensor to add to
-    initial: Callable[[Side], Tensor]  # the result for no block
+    initial: Callable[[Side], Tensor]  # the value before any block
     combine: Callable[..., Tensor]  # joins the results of two blocks, with `out=`
     reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # joins the results of all ranks
 

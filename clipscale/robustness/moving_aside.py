@@ -64,7 +64,7 @@ def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> 
 
 
 def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
-    """Move the records of an earlier run without checkpoints into a folder of their own, and say `why`."""
+    """Move the run's records into a folder of their own, and log `why`."""
     records = [record for record in RUN_RECORDS if (run_dir / record.name).exists()]
     if any(record.is_measurement and (run_dir / record.name).stat().st_size for record in records):
         aside = unused_path(run_dir / "earlier")

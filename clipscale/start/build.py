@@ -1,4 +1,4 @@
-"""How a run starts, part 2: build. Data, model, chunk sizes, loss, wrap, cache, optimizer, average.
+"""How a run starts, part 2: build. Data, model, chunk sizes, loss, passes, optimizer, average, checkpoint, compiling.
 
 The parts get plain values, or their own section of the settings. None of them knows a whole `TrainConfig`.
 """

@@ -96,7 +96,8 @@ def settle(config: TrainConfig, path: Path | None, world: World) -> SettledRun:
 
     The weights come from the first of these that exists:
 
-    1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
+    1. The newest undamaged checkpoint in the run's own folder: with `resume=auto`, the default, and after a restart by
+       the launcher with any `resume`.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
     3. The initial weights of the model (`model.weights`) and of each tower.
     4. Random weights, by `seed`.

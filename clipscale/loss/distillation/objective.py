@@ -33,7 +33,8 @@ class Distillation(Objective):
         L = sum_i a_i (r_i - sum_j P_ij x_ij) + sum_j b_j (c_j - sum_i Q_ij x_ij)
 
     P_ij = w * mean over teachers of softmax_j(y) + (1 - w) [i = j], and Q is the same with softmax_i. w is
-    `teacher_share`. A teacher's scores are y = t <its feature of image i, its feature of text j>.
+    `teacher_share`. A teacher's scores are y = t <its feature of image i, its feature of text j>. r and c are the
+    log-sum-exps of rows and columns, a and b are `weights` / N.
     """
 
     weights: tuple[float | None, float | None] = (0.5, 0.5)
