@@ -4,14 +4,13 @@ This is one process's part; the command line starts the processes. `start/begin.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from clipscale.checkpoint import CopyThread
+from clipscale.checkpoint import copied_if_failed
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll
@@ -66,7 +65,7 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     """Train one stage after another; a run without stages has one. Returns the last one's result."""
     copies = None
     while True:
-        with copied_if_failed(copies, world):
+        with copied_if_failed(copies, world, COPY_S):
             parts = begin(config, world, copies)
         result = TrainLoop(parts, world, lock).run()
         copies = parts.saver.copies
@@ -76,17 +75,6 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
             return result
         del parts  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
-
-
-@contextmanager
-def copied_if_failed(copies: CopyThread | None, world: World) -> Iterator[None]:
-    """Around the start of a later stage. If it fails, waits COPY_S for the copy of the stage before."""
-    try:
-        yield
-    except UserError:
-        if copies and world.is_rank0:
-            copies.close(COPY_S)
-        raise
 
 
 class TrainLoop:

@@ -6,6 +6,8 @@ is whole. An empty file run=NAME names the run.
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +35,7 @@ from clipscale.common.remote import (
 )
 from clipscale.common.run_folder import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 from clipscale.common.terminal import log_line, log_warning
+from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_records_aside
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
@@ -313,3 +316,14 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
             raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), COPYING)
     store.mv(COPYING, meta)
+
+
+@contextmanager
+def copied_if_failed(copies: CopyThread | None, world: World, limit_s: float) -> Iterator[None]:
+    """Around the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
+    try:
+        yield
+    except UserError:
+        if copies and world.is_rank0:
+            copies.close(limit_s)
+        raise

@@ -78,8 +78,8 @@ class Objective:
 class Softmax(Objective):
     """Cross-entropy of an image's text among all texts, of a text's image among all images, or of both.
 
-    L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj): CLIP, arXiv 2103.00020. r and c are the log-sum-exps of rows and
-    columns, a and b are `weights` / N. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
+    L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj): CLIP, arXiv 2103.00020. r and c are the log-sum-exps of rows
+    and columns, a and b are `weights` / N. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
     """
 
     is_pairwise: bool = False
