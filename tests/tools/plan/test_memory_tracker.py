@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.runtime import LossRuntime
+from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape
 from clipscale.tools.plan.memory_tracker import FREQUENT, DryRunRuntime, MemoryTracker, cuda_autocast, without_memory
 from tests.loss.cases import Tiled
@@ -36,14 +36,15 @@ def test_autocast_widens_a_layer_norm_only_on_cuda(autocast: Any, dtype: torch.d
         assert F.layer_norm(torch.zeros(4, 64, dtype=torch.bfloat16), (64,)).dtype == dtype
 
 
-def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, machine: LossRuntime) -> int:
+def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, runtime: LossRuntime) -> int:
     u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
     memory.take_peak()
     before = memory.live
-    machine.max_partial_bytes = 2**13
-    options = {"objective": objective, "backend": "triton", "check": False, "machine": machine}
-    loss = contrastive_loss(u, v, scale, logit_bias=bias, **options)
+    runtime.max_partial_bytes = 2**13
+    options = {"objective": objective, "backend": "triton", "check": False}
+    with running_on(runtime):
+        loss = contrastive_loss(u, v, scale, logit_bias=bias, **options)
     loss.backward()
     return memory.take_peak() - before
 
