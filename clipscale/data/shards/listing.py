@@ -171,7 +171,7 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
     names = []
     for name in _braces(source[len(folder) :], f"{setting}={source!r}"):
         if glob.has_magic(name):
-            matches = glob.glob(name, root_dir=folder or None)  # noqa: PTH207
+            matches = glob.glob(name, root_dir=folder or None, recursive=True)  # noqa: PTH207
             names += [as_path(folder + match) for match in sorted(matches)]
         else:
             names.append(folder + name)

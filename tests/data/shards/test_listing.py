@@ -41,6 +41,12 @@ def test_what_lies_beside_a_folders_shards_is_left_out_and_counted_once(
     assert "9 files beside" in line and "2 .idx" in line, line
 
 
+def test_two_stars_reach_every_depth(tmp_path: Path) -> None:
+    paths = [path for depth in ("", "a", "a/b") for path in write_shards(tmp_path / depth, [1])]
+    assert {*expand(f"{tmp_path}/**/*.tar")} == {*map(str, paths)}
+    assert expand(f"{tmp_path}/*/*.tar") == [str(paths[1])]
+
+
 @pytest.mark.parametrize("name", ["my set.CSV", "pairs.jsonl", "captions.JSON"])
 def test_a_table_and_a_folder_of_pictures_name_the_command_that_makes_shards(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("image,caption\n")
