@@ -101,6 +101,16 @@ def appears(path: Path, size: int, within_s: float) -> bool:
         time.sleep(0.2)
 
 
+def read_text(path: Path) -> str:
+    """A text of the user's, in the encoding that its first bytes show, or else in UTF-8.
+
+    Wrong bytes become lone surrogates, as in names of files. Raises OSError, and UnicodeError for damaged UTF-16.
+    """
+    with path.open("rb") as file:
+        encoding = json.detect_encoding(file.read(4))
+    return path.read_text(encoding=encoding, errors="surrogateescape")
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())  # json finds the encoding by the first bytes
 

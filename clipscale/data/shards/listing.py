@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
 
+from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
@@ -260,7 +261,7 @@ def check_answers(url: str) -> None:
 def _from_list(path: Path, setting: str) -> list[str]:
     """The addresses and paths in the lines of a list, without empty lines and comments."""
     with to_user_error(f"{setting}='@{path}' cannot be read"):
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
+        text = files.read_text(path)
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in names]
     for name in names:

@@ -127,8 +127,7 @@ def _read(file: SubsetFile, name: str) -> SampleTable:
         if file.has_weights:
             return _weights(file, name)
         if file.path.suffix != ".npy":
-            text = file.path.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
-            keys = text.split("\n")
+            keys = files.read_text(file.path).split("\n")
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
             return SampleTable(np.unique(digests.view(PAIR)), has_uids=False)
         pairs = np.lib.format.open_memmap(file.path, mode="r")

@@ -124,6 +124,14 @@ def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
         expand(source)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_list_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    """Windows' editors and shells write such files."""
+    paths = [str(path) for path in write_shards(tmp_path / "set", [1, 1])]
+    (tmp_path / "list").write_text("\r\n".join(paths), encoding=encoding)
+    assert expand(f"@{tmp_path}/list") == paths
+
+
 @pytest.mark.parametrize(
     "line", ["reference://x/0.tar", "simplecache::https://h/0.tar", "table:/x.csv", "https://h/0.tar::/etc"]
 )

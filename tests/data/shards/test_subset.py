@@ -152,6 +152,15 @@ def test_a_list_that_cannot_be_used_is_named(tmp_path: Path, name: str, rows: An
         open_stream(full, batch=4, only_keys=str(tmp_path / name))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_keys_are_read_by_the_byte_order_mark_of_their_file(tmp_path: Path, encoding: str) -> None:
+    """Windows' editors and shells write such files."""
+    full = write(tmp_path / "full", {0: [1, 2, 3, 4]})
+    (tmp_path / "keys.txt").write_text("0-01\r\n0-03\r\n", encoding=encoding)
+    with open_stream(full, batch=2, only_keys=str(tmp_path / "keys.txt")) as stream:
+        assert stream.epoch_samples == 2
+
+
 WEIGHTS = {(0, i): (0.0, 0.3, 0.7, 1.0, 2.6)[i % 5] for i in range(1, 30) if i % 7}
 EPOCH = round(sum(WEIGHTS.values()))
 
