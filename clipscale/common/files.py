@@ -68,7 +68,9 @@ def file_name(text: str, most: int = 100) -> str:
     Otherwise it ends in the text's CRC-32, so that different texts have different names.
     """
     name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
-    return name if name == text and len(name) <= most else f"{name[: most - 9]}-{zlib.crc32(text.encode()):08x}"
+    if name == text and len(name) <= most:
+        return name
+    return f"{name[: most - 9]}-{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def user_cache() -> Path:

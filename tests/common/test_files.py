@@ -30,6 +30,11 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert order == ["text", "a"]
 
 
+def test_paths_that_are_not_utf8_have_file_names_of_their_own() -> None:
+    names = {files.file_name(path) for path in ("/w/caf\udce9.pt", "/w/caf\udce8.pt", "/w/caf.pt")}
+    assert len(names) == 3 and all(name.isascii() and "/" not in name for name in names), names
+
+
 @pytest.mark.parametrize("name", ["caf\udce9.tar", "é\u2028😀", "a: 'b' # \n"])
 def test_yaml_reads_back_any_name_of_a_file(name: str) -> None:
     """Bytes that are no UTF-8 are lone surrogates."""
