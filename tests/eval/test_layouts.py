@@ -415,6 +415,16 @@ def test_shards_of_pairs_are_read(tmp_path: Path) -> None:
     assert [image.fault for image in eval_set.images] == ["", "empty_caption", ""]
 
 
+@pytest.mark.parametrize("about", [b"{", b'{"captions": [1]}'], ids=["damaged", "no text in its list"])
+def test_a_pair_with_a_good_text_is_evaluated_whatever_its_json_is(tmp_path: Path, about: bytes) -> None:
+    """Training on `txt` takes it, too. Without a text the reason is the json's."""
+    alone = [("b.png", picture("blue")), ("b.json", about)]
+    write_tar(tmp_path / "0.tar", [("a.png", picture("red")), ("a.txt", b"red"), ("a.json", about), *alone])
+    eval_set = load_set(tmp_path)
+    assert eval_set.answers == [["red"], []]
+    assert [image.fault for image in eval_set.images] == ["", "bad_json" if about == b"{" else "no_caption"]
+
+
 def test_the_camera_orientation_counts_in_held_out_pairs_alone(tmp_path: Path) -> None:
     """Training does the same. Published layouts are measured without it, as open_clip does."""
     exif = Image.Exif()

@@ -6,6 +6,7 @@ Also reads plain shards of pairs, as training takes them.
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,10 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
 
 
 def _captions(texts: Texts, _: str) -> list[str]:
-    listed = json_fields(texts.get("json", b"{}")).get("captions")
-    return captions_in(texts, "json:captions" if isinstance(listed, list) else "txt")
+    with suppress(BrokenSampleError):  # training does not read the json where `data.captions` is [txt]
+        if isinstance(json_fields(texts.get("json", b"{}")).get("captions"), list):
+            return captions_in(texts, "json:captions")
+    return captions_in(texts, "txt" if "txt" in texts else "json:captions")
 
 
 def _lines(texts: Texts, _: str) -> list[str]:
