@@ -36,5 +36,5 @@ def basename(url: str) -> str:
 
 
 def dirname(url: str) -> str:
-    """The folder of a path or address: all before its last part."""
-    return url[: url.rfind("/") + 1]
+    """The folder of a path or address: all before its last part, also before a query."""
+    return unsigned(url)[: unsigned(url).rfind("/") + 1]

@@ -90,7 +90,7 @@ def name_in_index(url: str) -> str:
 
 
 def folder_of_shard(url: str) -> str:
-    return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
+    return str(Path(url).absolute().parent) if is_local(url) else dirname(url).removesuffix("/")
 
 
 def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:

@@ -16,6 +16,7 @@ from clipscale.checkpoint.copies import open_store
 from clipscale.common.errors import LoaderError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, requests, store
+from clipscale.data.shards.features import notes_beside
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.requests import first_bytes
@@ -204,6 +205,23 @@ def test_a_server_elsewhere_gets_no_secret_of_the_user(
         assert_reads(f"{web.url}/{path.name}", path)
         for place, secrets in (path.name, True), (f"store/{path.name}", False):
             assert first_bytes(f"{web.url}/{place}", 10**6, secrets=secrets) == path.read_bytes()
+
+
+class Signed(Web):
+    """Takes any signature."""
+
+    def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
+        return super().answer(urlsplit(path).path, asked, sent)
+
+
+def test_with_another_signature_an_address_has_the_same_index_and_features(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, [3])
+    (tmp_path / "features.json").write_text('{"teacher": {}}')
+    with serving(Signed(tmp_path)) as web:
+        url = f"{web.url}/{path.name}"
+        dict(index.update_indexes([f"{url}?signature=a/b"]))
+        assert index.lookup([f"{url}?signature=c//d"]).entries[f"{url}?signature=c//d"].samples == 3
+        assert notes_beside(f"{url}?signature=c//d") == {"teacher": {}}
 
 
 def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
