@@ -11,7 +11,7 @@ from concurrent import futures
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from clipscale.common.errors import UserError
 from clipscale.common.remote import NO_CREDENTIALS, check_credentials, no_credentials
@@ -126,6 +126,9 @@ async def _http_get(
         secret_headers = headers if send_secrets else {}
         options["headers"] = {**options.get("headers", {}), **secret_headers, **span, "Accept-Encoding": "identity"}
         address = URL(quote(url, safe=_IN_ADDRESSES), encoded=True)
+        host = unquote(address.raw_host or "")
+        if not host.isascii():
+            address = address.with_host(host)  # encodes it by IDNA, as the DNS has it
         options["allow_redirects"] = False
         async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
             is_redirect = answer.status in _MOVED and "Location" in answer.headers

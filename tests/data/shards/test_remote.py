@@ -224,6 +224,18 @@ def test_with_another_signature_an_address_has_the_same_index_and_features(tmp_p
         assert notes_beside(f"{url}?signature=c//d") == {"teacher": {}}
 
 
+def test_a_servers_name_beyond_ascii_is_looked_up_as_the_dns_has_it(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = write_shards(tmp_path, [3])
+    look_up = socket.getaddrinfo
+    hosts = {"xn--bcher-kva.example": "127.0.0.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: look_up(hosts[host], *rest, **more))
+    monkeypatch.setenv("NO_PROXY", "*")
+    for name in ("b\u00fccher.example", "b%C3%BCcher.example"):
+        assert_reads(f"http://{name}:{web.url.rpartition(':')[2]}/{path.name}", path)
+
+
 def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import HfFileSystem, constants
 
