@@ -1,6 +1,7 @@
 """Counts the samples of shards, and builds the order that the counts allow."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -36,9 +37,9 @@ SCAN_AT_MOST = 256
 MAX_COUNTED_BYTES = 2**26
 
 
-def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
+def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan_at_most: float = math.inf) -> Counts:
     """The number of samples of each shard, or of its samples in a subset; None if unknown. See `known_shards`."""
-    return _counts_of(known_shards(urls, subset, scan=scan))
+    return _counts_of(known_shards(urls, subset, scan_at_most=scan_at_most))
 
 
 def _counts_of(entries: Sequence[index.IndexEntry | None]) -> Counts:
@@ -46,13 +47,13 @@ def _counts_of(entries: Sequence[index.IndexEntry | None]) -> Counts:
 
 
 def known_shards(
-    urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True
+    urls: Sequence[str], subset: Subset | None = None, *, scan_at_most: float = math.inf
 ) -> list[index.IndexEntry | None]:
     """The entry of each shard, or of its samples in a subset, from the indexes; None if unknown. Warns of shards that
     have changed or are damaged.
 
-    `scan`: also read the shards that no index has, if all of them are local. Writes their counts to an index in the
-    user's cache. In a damaged shard the samples before the damage count.
+    Also reads the shards that no index has, if they are at most `scan_at_most` and all local, and writes their counts
+    to an index in the user's cache. In a damaged shard the samples before the damage count.
     """
     state = index.lookup(urls, subset)
     if state.stale:
@@ -65,7 +66,7 @@ def known_shards(
         )
     entries = state.entries
     unknown = [url for url in urls if url not in entries]
-    if scan and all(map(is_local, unknown)):
+    if len(unknown) <= scan_at_most and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
             if isinstance(outcome, str):  # it cannot be opened
                 outcome = index.IndexEntry(
@@ -82,16 +83,17 @@ def known_shards(
 
 
 def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None:
-    """The samples of an epoch of local shards, if indexes have them, or if the shards are few and small; else None.
+    """The samples of an epoch of local shards; None if too many or too large ones have no index, and where an epoch has
+    no length (`data.weights`, `data.order=resampled`).
 
     Writes no index and logs no warning: the run does both later.
     """
-    if not urls or config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
+    if not urls or config.weights is not None or config.order == "resampled":
         return None
     subset = subset_of(config)
     entries = index.lookup(urls, subset).entries
     unknown = [url for url in urls if url not in entries]
-    if sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
+    if len(unknown) > SCAN_AT_MOST or sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
         return None
     for url in unknown:
         entries[url] = index.scan_shard(url, subset)
@@ -140,9 +142,11 @@ def build_order(
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order != "resampled" and source_of is None
-    scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
+    scan_at_most: float = SCAN_AT_MOST if epochs else 0
+    if config.order == "epochs":
+        scan_at_most = math.inf
     subset = subset_of(config)
-    counts, expected, damage = on_rank0(lambda: _counted(urls, known_shards(urls, subset, scan=scan)))
+    counts, expected, damage = on_rank0(lambda: _counted(urls, known_shards(urls, subset, scan_at_most=scan_at_most)))
     known_counts = [count for count in counts if count is not None]
     unknown = len(urls) - len(known_counts)
     if not unknown and not sum(known_counts):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.order import BatchShare
+from clipscale.data.order import BatchShare, Epochs, Resampled
 from clipscale.data.sample import limits
 from clipscale.data.shards import index
-from clipscale.data.shards.counts import build_order, count_samples
+from clipscale.data.shards.counts import build_order, count_if_quick, count_samples
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import open_stream, read
 
@@ -54,7 +54,7 @@ def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pyte
     assert make([*paths, tmp_path / "none.tar"]) == "uuf"
     write_tar(paths[0], sample("a"))
     assert make([*paths, tmp_path / "none.tar"]) == "ruf"
-    assert count_samples([*map(str, paths)], scan=False) == [1, 5]
+    assert count_samples([*map(str, paths)], scan_at_most=0) == [1, 5]
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_cache(
@@ -63,14 +63,14 @@ def test_the_index_of_a_read_only_folder_is_in_the_cache(
     paths = write_shards(tmp_path, [3])
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     make(paths)
-    assert not (tmp_path / index.FILE).exists() and count_samples([str(paths[0])], scan=False) == [3]
+    assert not (tmp_path / index.FILE).exists() and count_samples([str(paths[0])], scan_at_most=0) == [3]
     assert any(user_cache.rglob("*.sqlite"))
 
 
 def test_a_damaged_index_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_shards(tmp_path, [3])
     (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
-    assert count_samples([str(paths[0])], scan=False) == [None] and "cannot be read" in caplog.text
+    assert count_samples([str(paths[0])], scan_at_most=0) == [None] and "cannot be read" in caplog.text
     with pytest.raises(UserError, match=f"{index.FILE}: the index cannot be written .*remove it"):
         make(paths)
 
@@ -83,12 +83,12 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     urls = [str(path) for path in paths]
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
-    assert count_samples(urls, scan=False) == [None, 5]
+    assert count_samples(urls, scan_at_most=0) == [None, 5]
     assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
     assert [s.key for s in read(paths[0], offsets=index.sample_offsets)[0]] == ["a", "b"]
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     assert count_samples(urls[:1]) == [2]
-    assert count_samples(urls, scan=False) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
+    assert count_samples(urls, scan_at_most=0) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
     assert open_stream(tmp_path, batch=4).epoch_samples == 7
 
 
@@ -98,8 +98,23 @@ def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path) ->
     make(paths)
     urls = [str(paths[number]) for number in (4, 0, 2, 3, 4, 1)]
     write_tar(paths[2], sample("x"))
-    assert count_samples(urls, scan=False) == [4, 3, None, 2, 4, 5]
+    assert count_samples(urls, scan_at_most=0) == [4, 3, None, 2, 4, 5]
     assert index.lookup(urls).stale == [str(paths[2])]
+
+
+def test_a_few_shards_without_an_index_are_counted_among_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_shards(tmp_path, [3, 5, 7])
+    urls = [*map(str, paths)]
+    monkeypatch.setattr("clipscale.data.shards.counts.SCAN_AT_MOST", 1)
+    make(paths[:1])
+    assert count_if_quick(DataConfig(), urls) is None
+    assert isinstance(build_order(DataConfig(), urls, None, BatchShare(4, 0, 1), 0), Resampled)
+    make(paths[:2])
+    assert count_if_quick(DataConfig(), urls) == 15
+    order = build_order(DataConfig(), urls, None, BatchShare(4, 0, 1), 0)
+    assert isinstance(order, Epochs) and order.counts == (3, 5, 7)
 
 
 def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
