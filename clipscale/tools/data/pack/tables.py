@@ -39,6 +39,8 @@ TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
 # The number of first rows that show the columns of JSON, where each row has them as keys.
 FIRST_ROWS = 100
+# The field of a packed sample that lists its captions, if it has several.
+CAPTION_LIST = "captions"
 # Columns that a message names.
 MAX_NAMES = 20
 Rows = Iterator[tuple[int, Row | None]]
@@ -74,6 +76,10 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     chosen = chosen_columns(names, columns)
     check_columns(file, names, chosen, by, shown)
     remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated(names)]
+    if CAPTION_LIST in names and CAPTION_LIST not in chosen:
+        remarks.append(
+            f"column {CAPTION_LIST!r} is lost where a pair has several captions, whose list has this name; rename it"
+        )
     if suffix == ".parquet":
         wanted = [*chosen, by] if by else chosen
         remarks += [f"not read: {column}" for column in unread_columns(file, wanted)]

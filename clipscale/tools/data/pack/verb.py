@@ -36,7 +36,7 @@ from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, pictures_beside, tables_of, taking_named
 from clipscale.tools.data.pack.places import ADDRESS, read, resolved
-from clipscale.tools.data.pack.tables import TABLES, conversion
+from clipscale.tools.data.pack.tables import CAPTION_LIST, TABLES, conversion
 from clipscale.tools.data.settings import PackSettings
 
 SHARD_SAMPLES = 10_000
@@ -300,9 +300,9 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
         data = encoded.getvalue()
         extension = "jpg"
-    fields = pair.fields | {"source": pair.name, "width": width, "height": height}
+    fields = {"source": pair.name, "width": width, "height": height} | pair.fields
     if len(captions) > 1:
-        fields["captions"] = captions
+        fields[CAPTION_LIST] = captions
     text = json.dumps(fields, default=str).encode()
     return {"__key__": f"{number:09d}", extension: data, "txt": captions[0].encode(), "json": text}
 

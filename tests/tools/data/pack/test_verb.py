@@ -199,6 +199,16 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     assert fields["score"] == 0.5 and fields["source"] == "deep/red.png" and "x" not in fields
 
 
+def test_a_tables_own_columns_keep_their_values(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The program has fields of three of these names. A line tells of the column that may be lost."""
+    own = {"source": "flickr", "width": 9000, "height": None, "captions": ["one", "two"]}
+    (pictures / "table.jsonl").write_text(json.dumps({"image": "deep/red.png", "caption": "red"} | own))
+    assert pack_to(tmp_path / "one", pictures / "table.jsonl") == 0
+    assert "column 'captions' is lost where a pair has several captions" in capsys.readouterr().out
+    (members,) = samples(tmp_path / "one")
+    assert json.loads(members["json"]) == {"source": "flickr", "width": 9000, "height": 12, "captions": ["one", "two"]}
+
+
 def test_a_few_bytes_of_parquet_do_not_fill_the_memory(tmp_path: Path) -> None:
     """A group of equal pictures takes 200 MB; its cells are asked in any order."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
