@@ -16,11 +16,10 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
+from clipscale.models.weights.hugging_face import VOCABULARIES
 
 # Files in which a folder describes its tokenizer; later files override earlier ones.
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-# Files of a vocabulary; a tokenizer's folder has one or more.
-FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 # Options that are read from a tokenizer's configuration, beside its special tokens. Other options may be paths.
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
@@ -143,9 +142,9 @@ def without_paths(source: str) -> Iterator[str]:
     for name in CONFIGS:
         config |= files.read_json(folder / name) if (folder / name).is_file() else {}
     kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
-    vocabulary = [folder / name for name in FILES if (folder / name).is_file()]
+    vocabulary = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
     if not vocabulary:
-        raise FileNotFoundError(f"{folder} has none of {', '.join(FILES)}; download them, too")
+        raise FileNotFoundError(f"{folder} has none of {', '.join(VOCABULARIES)}; download them, too")
     with tempfile.TemporaryDirectory() as copy:
         for file in vocabulary:
             shutil.copy(file, copy)

@@ -17,6 +17,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.descriptions import OPEN_CLIP_CONFIG, described_model
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import local_source
 from clipscale.tools.export.hugging_face import write_tokenizer
@@ -126,6 +127,15 @@ def test_one_tower_of_a_folder_and_a_tower_alone(tmp_path: Path) -> None:
         start = ModelConfig("own", config.architecture, image=TowerConfig(str(tmp_path / folder)))
         state = build_model(start).image.encoder.state_dict()
         assert all(torch.equal(state[name], expected[name]) for name in expected if name != "proj"), folder
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "spiece.model"])
+def test_a_folder_with_a_vocabulary_has_the_tokenizer_that_its_description_names(tmp_path: Path, name: str) -> None:
+    text = {"hf_tokenizer_name": "bert-base-uncased"}
+    (tmp_path / OPEN_CLIP_CONFIG).write_text(json.dumps({"model_cfg": ARCHITECTURE | {"text_cfg": text}}))
+    (tmp_path / name).touch()
+    found = described_model(tmp_path, "own").architecture["text_cfg"]["hf_tokenizer_name"]
+    assert found == str(tmp_path.resolve()), "and not a server's"
 
 
 def test_pictures_and_texts_are_prepared_as_the_folder_says(tmp_path: Path) -> None:
