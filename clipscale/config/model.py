@@ -11,7 +11,7 @@ from clipscale.common.units import parse_count
 from clipscale.config.libraries import architectures, model_description
 from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import group_options
-from clipscale.config.setting import setting, validate
+from clipscale.config.setting import setting
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ModelConfig:
     def check(self) -> None:
         """Raises UserError for a wrong `preprocess`, an incomplete `architecture`, and a name that open_clip does not
         know."""
-        validate(self, "pixels")
+        _ = self.pixels
         self.check_parts()
         if self.name and not self.weights and not self.description:
             preset = self.name.lower().replace("_", "-").replace("/", "-")

@@ -15,7 +15,7 @@ from clipscale.common.text import did_you_mean, one_of
 from clipscale.common.units import parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
-from clipscale.config.setting import setting, validate
+from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -80,7 +80,7 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raises UserError for another form of `every`, and of `best`."""
-        validate(self, "interval")
+        _ = self.interval
         if self.best:
             Goal.parse("checkpoint.best", self.best)
 
@@ -188,7 +188,7 @@ class CacheConfig:
 
     def check(self) -> None:
         """Raises UserError for other forms of sizes and bytes."""
-        validate(self, "sizes", "keep_budget")
+        _ = self.sizes, self.keep_budget
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class SinkConfig:
 
     def check(self) -> None:
         """Raises UserError for another word of the environment."""
-        validate(self, "wandb_mode")
+        _ = self.wandb_mode
 
 
 @dataclass(frozen=True)

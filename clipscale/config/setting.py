@@ -26,12 +26,6 @@ class Section(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-def validate(section: Section, *properties: str) -> None:
-    """Compute these properties of a section, which raise UserError for what the section cannot mean."""
-    for name in properties:
-        getattr(section, name)
-
-
 def setting(default: object, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and its limits.
 
