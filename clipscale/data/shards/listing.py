@@ -42,7 +42,7 @@ LISTING_S = 900.0
 # Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 # Matches the scheme of a file's URL, up to its path.
-FILE = re.compile(r"file:(?://(?:localhost)?(?=/))?")
+FILE_SCHEME = re.compile(r"^file:(?://(?:localhost)?(?=/))?")
 # Matches an address in a shell command.
 ADDRESS = re.compile(rf"\b(?:{'|'.join(SCHEMES)})://[^\s'\"|;]+")
 # Matches, in an address of a brace list, what makes it name several objects: a pattern, or the end of a folder.
@@ -133,7 +133,7 @@ def split_sources(source: str) -> list[str]:
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.exists(source):  # noqa: PTH110
         return [as_path(source)]
-    names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in source.split("::")]
+    names = [FILE_SCHEME.sub("", name) for name in source.split("::")]
     return [as_path(name) if os.path.exists(name) else name for name in names]  # noqa: PTH110
 
 
@@ -263,7 +263,7 @@ def _from_list(path: Path, setting: str) -> list[str]:
     with to_user_error(f"{setting}='@{path}' cannot be read"):
         text = files.read_text(path)
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-    names = [FILE.sub("", name, count=1) if name.startswith("file:") else name for name in names]
+    names = [FILE_SCHEME.sub("", name) for name in names]
     for name in names:
         check_address(name, f"{setting}=@{path}")
     return names
