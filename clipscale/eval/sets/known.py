@@ -10,6 +10,8 @@ from clipscale.common.record import Record
 
 # The source of most sets.
 WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
+# Names of folders that hold the evaluation part of a set.
+HELD_OUT = ("val", "valid", "validation", "test")
 
 
 @dataclass(frozen=True)

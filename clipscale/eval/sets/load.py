@@ -16,10 +16,8 @@ from clipscale.data.sample import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
-from clipscale.eval.sets.known import frame_width
+from clipscale.eval.sets.known import HELD_OUT, frame_width
 
-# Names of folders that hold the evaluation part of a set.
-HELD_OUT = ("val", "valid", "validation", "test")
 # Names of folders that do not name a set: imagenet/val and places/val are two sets.
 NO_NAMES = {"data", "dev", "eval", "holdout", "images", "train", *HELD_OUT}
 

@@ -33,6 +33,7 @@ from clipscale.data.picture import Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
+from clipscale.eval.sets.known import HELD_OUT
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, pictures_beside, tables_of, taking_named
 from clipscale.tools.data.pack.places import ADDRESS, read, resolved
@@ -44,7 +45,7 @@ SHARD_BYTES = 10**9
 # The content of shards -> their folder in DIR.
 PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
 # Names of folders that hold a set's splits, which are kept apart.
-SPLITS = {"train", "val", "valid", "validation", "test"}
+SPLITS = {"train", *HELD_OUT}
 # JPEG quality of resized pictures.
 QUALITY = 95
 # Reason why something is left out -> the remedy.
