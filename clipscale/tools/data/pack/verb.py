@@ -211,10 +211,10 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
                     note_of_part.unlink()
         elif any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
-        for folder in ("parts", *PARTS.values()):
-            (out / folder).mkdir(parents=True, exist_ok=True)
-        for half in out.rglob(".*.tmp"):  # left by a killed command
-            half.unlink()
+        for name in ("parts", *PARTS.values()):
+            (out / name).mkdir(parents=True, exist_ok=True)
+        for unfinished in out.rglob(".*.tmp"):  # left by a killed command
+            unfinished.unlink()
         files.write_json(note, begun)
     return out
 
