@@ -1,56 +1,73 @@
 """Says what a file or a picture is by its first bytes, for messages about those that cannot be read."""
 
-# First bytes -> what begins with them.
-FIRST_BYTES = {
-    b"\x28\xb5\x2f\xfd": "Zstandard",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x04\x22\x4d\x18": "LZ4",
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "a zip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"Rar!": "a RAR archive",
-    b"PAR1": "a Parquet table",
-    b"version https://git-lfs": "a pointer of Git LFS",
-    b"%PDF": "a PDF",
-    b"%!PS": "PostScript",
-    b"II*\0": "a TIFF",
-    b"MM\0*": "a TIFF",
-    b"\0\0\1\0": "an icon",
-    b"\xff\x0a": "a JPEG XL",
-    b"\0\0\0\x0cJXL ": "a JPEG XL",
-    b"\xff\xd8\xff": "a damaged JPEG",
-    b"\x89PNG": "a damaged PNG",
-    b"GIF8": "a damaged GIF",
-    b"BM": "a damaged BMP",
-    b"RIFF": "a damaged WebP, or another RIFF file",
-}
-# First letters of a text in lower case, after white space and a byte order mark -> what begins with them.
-TEXTS = {
-    b"<!doctype html": "a web page (HTML)",
-    b"<html": "a web page (HTML)",
-    b"<head": "a web page (HTML)",
-    b"<svg": "an SVG",
-    b"<?xml": "XML, such as an SVG or a server's error",
-    b"{": "JSON",
-    b"[": "JSON",
-}
-# Brands of ISO's media files.
-BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"heic": "a HEIC", b"heix": "a HEIC", b"mif1": "a HEIF"}
-# Bytes that are looked at.
-PROBE_BYTES = 64
+import re
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """A kind of file."""
+
+    # Matches the first bytes of such a file.
+    beginning: re.Pattern[bytes]
+    # The kind in messages.
+    name: str
+    # The usual suffix of files that `data pack` counts by it, or names a converter for; else empty.
+    suffix: str = ""
+
+
+# The first one that matches counts. White space before a text, and the case of its letters, do not matter.
+KINDS = [
+    Kind(re.compile(beginning, re.DOTALL), name, suffix)
+    for beginning, name, suffix in (
+        (rb"\x28\xb5\x2f\xfd", "Zstandard", ".zst"),
+        (rb"BZh", "bzip2", ".bz2"),
+        (rb"\xfd7zXZ\0", "xz", ".xz"),
+        (rb"\x04\x22\x4d\x18", "LZ4", ""),
+        (rb"\x1f\x8b", "gzip", ".gz"),
+        (rb"PK\x03\x04", "a zip archive", ".xlsx"),
+        (rb"\xd0\xcf\x11\xe0", "a file of an earlier Office", ".xls"),
+        (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", ""),
+        (rb"Rar!", "a RAR archive", ""),
+        (rb"PAR1", "a Parquet table", ""),
+        (rb"version https://git-lfs", "a pointer of Git LFS", ""),
+        (rb"%PDF", "a PDF", ".pdf"),
+        (rb"%!PS", "PostScript", ""),
+        (rb"II[*+]\0|MM\0[*+]", "a TIFF", ".tif"),
+        (rb"\0\0\x01\0", "an icon", ""),
+        (rb"\xff\x0a|\0\0\0\x0cJXL ", "a JPEG XL", ".jxl"),
+        (rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "a JPEG 2000", ".jp2"),
+        (rb"8BPS", "a Photoshop file", ".psd"),
+        (rb"\xff\xd8\xff", "a damaged JPEG", ""),
+        (rb"\x89PNG", "a damaged PNG", ""),
+        (rb"GIF8", "a damaged GIF", ""),
+        (rb"BM", "a damaged BMP", ""),
+        (rb"RIFF", "a damaged WebP, or another RIFF file", ""),
+        (rb"....ftyp(avi[fs]|mif1.{0,32}avif)", "an AVIF", ".avif"),
+        (rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "a HEIC", ".heic"),
+        (rb"....ftyp", "a video, or another media file", ""),
+        (rb"(?i)\s*(<!--[^>]*-->\s*)?<(!doctype html|html|head|body)", "a web page (HTML)", ".html"),
+        (rb"(?i)\s*(<\?xml[^>]*>\s*)?(<!--[^>]*-->\s*)?(<!doctype svg[^>]*>\s*)?<svg", "an SVG", ".svg"),
+        (rb"(?i)\s*<\?xml", "XML, such as an SVG or a server's error", ""),
+        (rb"\s*[{\[]", "JSON", ""),
+    )
+]
+# Bytes that are compared with the table.
+PROBE_BYTES = 1 << 12
+# Bytes by which zeros and texts are told.
+MAX_SHOWN = 64
+
+
+def kind_of(data: bytes) -> Kind | None:
+    """The kind of these bytes, by the first of them; None for one that is not in KINDS."""
+    start = data[:PROBE_BYTES].removeprefix(b"\xef\xbb\xbf")
+    return next((kind for kind in KINDS if kind.beginning.match(start)), None)
 
 
 def describe_content(data: bytes) -> str:
     """A name for the kind of these bytes, by the first of them; empty for an unknown kind."""
-    start = data[:PROBE_BYTES]
-    if start[4:8] == b"ftyp":
-        return BRANDS.get(start[8:12], "a video, or another media file")
-    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    for table, head in ((FIRST_BYTES, start), (TEXTS, text)):
-        for first, name in table.items():
-            if head.startswith(first):
-                return name
+    if kind := kind_of(data):
+        return kind.name
+    start = data[:MAX_SHOWN]
     if start and not start.strip(b"\0"):
         return "zeros"
     printable = start.isascii() and start.decode("ascii").replace("\n", "").replace("\t", "").isprintable()

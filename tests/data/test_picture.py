@@ -187,6 +187,7 @@ def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
         (b"\xff\xd8\xff", "a damaged JPEG"),
         (picture(0, (32, 32), "TIFF"), "a TIFF, no picture"),
         (picture(0, (32, 32), "AVIF"), "an AVIF, no picture"),
+        (b"\0\0\0\x1cftyphevc", "a HEIC, no picture"),
         (b"\xfe\xfe", r"begins with b'\xfe\xfe', no picture"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
+from clipscale.data.content import PROBE_BYTES, kind_of
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.pack.lines import lines_of
 from clipscale.tools.data.pack.objects import flattening, is_nested, json_rows
@@ -25,15 +26,6 @@ from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 # Suffix of a file that is not a table -> the command that converts it.
 CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
-# First bytes of a file -> its suffix in CONVERSIONS.
-SIGNS = {
-    b"\x1f\x8b": ".gz",
-    b"BZh": ".bz2",
-    b"\xfd7zXZ": ".xz",
-    b"\x28\xb5\x2f\xfd": ".zst",
-    b"PK\x03\x04": ".xlsx",
-    b"\xd0\xcf\x11\xe0": ".xls",
-}
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
@@ -120,10 +112,9 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
 def check_content(file: Path) -> None:
     """Raises UserError for a table that is packed, or Excel's, whatever its name says."""
     with file.open("rb") as start:
-        first = start.read(8)
-    for sign, suffix in SIGNS.items():
-        if first.startswith(sign):
-            raise UserError(f"{file.name} is no text; {conversion(suffix, file)}")
+        kind = kind_of(start.read(PROBE_BYTES))
+    if kind and kind.suffix in CONVERSIONS:
+        raise UserError(f"{file.name} is no text; {conversion(kind.suffix, file)}")
 
 
 def conversion(suffix: str, file: Path) -> str:
