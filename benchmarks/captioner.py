@@ -72,7 +72,7 @@ def captions_written(run: Path, pictures: list[bytes]) -> list[str]:
     for start in range(0, len(pictures), AT_ONCE):
         pixels = torch.from_numpy(np.stack([transform(data) for data in pictures[start : start + AT_ONCE]]))
         _, tokens = model.image(pixels, with_tokens=True)
-        rows = write_captions(model.text, model.decoder, tokens, model.tokenizer.edges, length)
+        rows = write_captions(model.text, model.decoder, tokens, model.tokenizer.bos_eos_ids, length)
         written += [model.tokenizer.text(row) for row in rows.tolist()]
     return written
 

@@ -31,7 +31,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
         return model.eval(), config, int(state.step)
 
 
-def load_any(
+def load_run_or_weights(
     run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., ModelConfig]
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.

@@ -51,13 +51,13 @@ def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, AssertionError | NameError) and not _of_another(error):
+        if isinstance(error, AssertionError | NameError) and not _was_raised_by_library(error):
             raise
         prefix = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
         raise UserError(f"{problem} ({prefix}{one_line(error)}){remedy}") from error
 
 
-def _of_another(error: BaseException) -> bool:
+def _was_raised_by_library(error: BaseException) -> bool:
     """Whether the error comes from another package than the block inside `to_user_error`."""
     # The first frame is `to_user_error` itself.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]

@@ -69,7 +69,7 @@ def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str 
     return cast(T, build(declared, values, prefix))
 
 
-def items(declared: type, key: str, values: Iterable[object]) -> list[object]:
+def list_of_dataclasses(declared: type, key: str, values: Iterable[object]) -> list[object]:
     """The items of the list `key`, each as the dataclass `declared`. Raises UserError."""
     names = [each.name for each in fields(declared)]
     built: list[object] = []
@@ -106,7 +106,7 @@ def converted_value(setting: Setting, value: object) -> object:
     key = setting.name
     wanted_types = get_args(setting.required_type)
     if setting.item_type:
-        return items(setting.item_type, key, cast("Iterable[object]", value or []))
+        return list_of_dataclasses(setting.item_type, key, cast("Iterable[object]", value or []))
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")

@@ -25,16 +25,16 @@ def bucket_of(url: str) -> str:
     return "/".join(url.split("/")[:3])
 
 
-def unsigned(url: str) -> str:
+def without_query(url: str) -> str:
     """The address without its query, which may be a signature: with another signature it names the same shard."""
     return url if is_local(url) else url.partition("?")[0]
 
 
 def basename(url: str) -> str:
     """The last part of a path or address."""
-    return unsigned(url).rpartition("/")[2]
+    return without_query(url).rpartition("/")[2]
 
 
 def dirname(url: str) -> str:
     """The folder of a path or address: all before its last part, also before a query."""
-    return unsigned(url)[: unsigned(url).rfind("/") + 1]
+    return without_query(url)[: without_query(url).rfind("/") + 1]

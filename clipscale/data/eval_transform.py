@@ -48,7 +48,7 @@ class EvalTransform:
         return Compose([step for step in transform.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
-def ahead(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[R]]]:
+def prefetched(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[R]]]:
     """Each batch with the pending results of `work` for its items. Meanwhile the pool works on the next batch.
 
     Leaving the pool waits for none of its threads: one of them may read from a storage that is silent.

@@ -172,8 +172,8 @@ class Epochs:
     def segments(self, stream_id: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""
         shards, ends = _shard_order(self.counts, self.seed, epoch)
-        first = self._ends[stream_id] + skip
-        stop_sample = self._ends[stream_id + 1]
+        first = self._sample_bounds[stream_id] + skip
+        stop_sample = self._sample_bounds[stream_id + 1]
         shard_index = int(np.searchsorted(ends, first, side="right"))
         while first < stop_sample:
             shard = int(shards[shard_index])
@@ -185,7 +185,7 @@ class Epochs:
             shard_index += 1
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def _sample_bounds(self) -> list[int]:
         """(L+1,): each stream's first sample, and S."""
         total = sum(self.counts)
         bounds = stream_bounds(self.global_batch, self.num_streams).tolist()
@@ -193,7 +193,7 @@ class Epochs:
 
     def description(self) -> list[object]:
         """Everything that the order depends on, apart from the shards."""
-        return ["epochs", self.seed, self._ends[:-1]]
+        return ["epochs", self.seed, self._sample_bounds[:-1]]
 
 
 @lru_cache(maxsize=2)  # streams that have not drifted far apart read at most two epochs

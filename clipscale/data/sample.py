@@ -73,14 +73,14 @@ class RawSample:
         most = MAX_IMAGE_BYTES if size_limits is None else size_limits[extension]
         all_bytes = size + sum(map(len, self.members.values()))
         if extension in self.members:
-            self.spoil("repeated_member", name)
+            self.mark_unusable("repeated_member", name)
         elif link_error:
-            self.spoil("link", f"{name}: {link_error}")
+            self.mark_unusable("link", f"{name}: {link_error}")
         elif size > most or all_bytes > MAX_IMAGE_BYTES:
-            self.spoil("too_large", f"{name}: {size} bytes")
+            self.mark_unusable("too_large", f"{name}: {size} bytes")
         return not self.error
 
-    def spoil(self, reason: str, detail: str) -> None:
+    def mark_unusable(self, reason: str, detail: str) -> None:
         """Make it an unusable sample: sets its error, and drops its members."""
         self.members = {}
         self.error = reason

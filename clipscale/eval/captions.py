@@ -47,7 +47,7 @@ class CaptionMeter:
     # The first usable pictures of this rank.
     shown: list[ShownPicture] = field(default_factory=list)
     # Tokens (1, P, W) of any picture. A rank that has no picture to show uses them instead.
-    spare: Tensor | None = None
+    fallback_tokens: Tensor | None = None
 
     @torch.no_grad()
     def add(self, span: range, usable: Tensor, pixels: Tensor, image_nPW: Tensor) -> None:
@@ -63,7 +63,7 @@ class CaptionMeter:
             pairs = slice(start, start + PAIRS_AT_ONCE) if start < len(texts) else slice(1)
             losses.append(self.losses(image_nPW[pairs], tokens_nT[pairs]))
         self.batches.append(torch.cat(losses)[: len(span)])
-        self.spare = image_nPW[:1]
+        self.fallback_tokens = image_nPW[:1]
         for row in usable.nonzero()[: MAX_SHOWN - len(self.shown), 0].tolist():
             self.shown.append(ShownPicture(span[row], pixels[row].cpu(), image_nPW[row].clone()))
 
@@ -93,11 +93,11 @@ class CaptionMeter:
         model = self.encoder.model
         first = set(usable_N[:MAX_SHOWN].tolist())
         own = [picture for picture in self.shown if picture.number in first]
-        assert self.spare is not None
-        image_nPW = torch.stack([picture.tokens for picture in own]) if own else self.spare
+        assert self.fallback_tokens is not None
+        image_nPW = torch.stack([picture.tokens for picture in own]) if own else self.fallback_tokens
         with self.encoder.autocast():
             length = min(WRITTEN_TOKENS, model.context_length)
-            tokens_nT = write_captions(model.text, self.decoder, image_nPW, model.tokenizer.edges, length)
+            tokens_nT = write_captions(model.text, self.decoder, image_nPW, model.tokenizer.bos_eos_ids, length)
         rows: dict[int, WrittenCaption] = {}
         for (number, pixels, _), tokens in zip(own, tokens_nT.tolist()):
             caption = model.tokenizer.text(tokens)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll, no_poll
-from clipscale.data.eval_transform import ahead
+from clipscale.data.eval_transform import prefetched
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
@@ -209,7 +209,7 @@ class EvalEncoder:
         batches = batch_ranges(count, self.batch_size, self.world)
         with ThreadPool(self.threads) as pool:
             shown = self.with_progress(batches, f"{label}'s pictures")
-            for span, (_, pending) in zip(shown, ahead(pool, pixels_of, batches)):
+            for span, (_, pending) in zip(shown, prefetched(pool, pixels_of, batches)):
                 decoded = waits.wait_for(pending, [(blank, "")] * len(span))
                 self.poll()
                 reasons.update(reason for _, reason in decoded if reason)

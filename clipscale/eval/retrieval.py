@@ -42,7 +42,7 @@ class Relevance:
     @classmethod
     def for_distinct_captions(cls, owner_M: Tensor) -> "Relevance":
         """Takes no two images and no two captions as equal."""
-        image_N = torch.arange(distinct(owner_M), device=owner_M.device)
+        image_N = torch.arange(num_distinct(owner_M), device=owner_M.device)
         return cls(owner_M, image_N, torch.arange(len(owner_M), device=owner_M.device))
 
     @property
@@ -115,7 +115,9 @@ class RetrievalSet(EvalSet):
         device = encoder.world.device
         owner_M = torch.tensor([image for _, image in captions], device=device)
         keys = [key_of_value(comparable_caption(text), str(number)) for number, (text, _) in enumerate(captions)]
-        relevance = Relevance(owner_M, image_id=ids(hash_N), caption_id=ids(torch.tensor(keys, device=device)))
+        relevance = Relevance(
+            owner_M, image_id=dense_ids(hash_N), caption_id=dense_ids(torch.tensor(keys, device=device))
+        )
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
         if meter:
             counts |= meter.metrics(index_N)
@@ -128,9 +130,9 @@ class RetrievalSet(EvalSet):
     def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""
         counts = [
-            f"{len(ids):,} {name}, {distinct(ids):,} distinct"
+            f"{len(ids):,} {name}, {num_distinct(ids):,} distinct"
             for name, ids in (("captions", relevance.caption_id), ("pictures", relevance.image_id))
-            if distinct(ids) < len(ids)
+            if num_distinct(ids) < len(ids)
         ]
         if counts:
             warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_rule}")
@@ -159,8 +161,8 @@ class PairSet(RetrievalSet):
           caption, in the set's order. It does not depend on how many images are encoded at a time.
         """
         recalls = retrieval_metrics(images_ND, captions_MD, relevance)
-        if distinct(relevance.caption_id) < len(captions_MD):
-            recalls["distinct"] = distinct(relevance.caption_id)
+        if num_distinct(relevance.caption_id) < len(captions_MD):
+            recalls["distinct"] = num_distinct(relevance.caption_id)
         if not encoder.objective:
             return recalls
         first_N = torch.searchsorted(relevance.owner, torch.arange(len(images_ND), device=images_ND.device))
@@ -178,12 +180,12 @@ class PairSet(RetrievalSet):
         return {"loss": float(torch.stack(losses).mean())} | recalls
 
 
-def ids(values: Tensor) -> Tensor:
+def dense_ids(values: Tensor) -> Tensor:
     """Numbers from 0, equal for equal values: int64, in the values' shape."""
     return values.unique(return_inverse=True)[1]
 
 
-def distinct(ids: Tensor) -> int:
+def num_distinct(ids: Tensor) -> int:
     """The number of distinct ids."""
     return int(ids.max()) + 1
 
@@ -203,7 +205,7 @@ def first_right_ranks(
     for queries_qD, id_q in zip(queries_QD.split(BLOCK), id_Q.split(BLOCK)):
         scores_qC = queries_qD @ candidates_CD.T
         row, pair = (id_q[:, None] == pairs_K2[:, 0]).nonzero(as_tuple=True)
-        right_qG = torch.zeros(len(id_q), distinct(id_C), dtype=torch.bool, device=id_q.device)
+        right_qG = torch.zeros(len(id_q), num_distinct(id_C), dtype=torch.bool, device=id_q.device)
         right_qG[row, pairs_K2[pair, 1]] = True
         right_qC = right_qG.gather(1, id_C.expand(len(id_q), -1))
         best_q = scores_qC.masked_fill(~right_qC, -torch.inf).amax(1)  # keeps a NaN among the right ones

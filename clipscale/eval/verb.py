@@ -17,7 +17,7 @@ from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
 from clipscale.step.precision import Precision
-from clipscale.trained_model import load_any
+from clipscale.trained_model import load_run_or_weights
 
 
 def main(config: EvalRunConfig) -> Results:
@@ -53,7 +53,14 @@ def work(config: EvalRunConfig) -> Results:
             show_task("loading the model")
             model, settings, step = raise_together(
                 world,
-                partial(load_any, run, config.which, config.eval.weights, config.model, partial(run_on_rank0, world)),
+                partial(
+                    load_run_or_weights,
+                    run,
+                    config.which,
+                    config.eval.weights,
+                    config.model,
+                    partial(run_on_rank0, world),
+                ),
             )
             source = {"model": settings.name, "source": config.model.weights}
             facts = {"checkpoint": Path(config.which).name} if run else source

@@ -16,12 +16,12 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
     best: tuple[Any, list[int]] = [], []
     for blocks in tower.modules():
         if isinstance(blocks, nn.ModuleList | nn.Sequential):
-            looks = [
+            signatures = [
                 [type(block), [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]]
                 for block in blocks
             ]
-            for _, alike in groupby(range(len(looks) - 1), looks.__getitem__):
-                best = max(best, (blocks, list(alike)), key=lambda candidate: len(candidate[1]))
+            for _, identical in groupby(range(len(signatures) - 1), signatures.__getitem__):
+                best = max(best, (blocks, list(identical)), key=lambda candidate: len(candidate[1]))
     return best
 
 
@@ -33,17 +33,17 @@ def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
     The first block stands for itself alone: its input may need no gradient. A decoder keeps all its blocks, because it
     has two lists of blocks, which it calls in pairs.
     """
-    blocks, alike = repeated_blocks(tower)
-    names = [name for name, _ in blocks.named_children()] if alike else []
+    blocks, identical = repeated_blocks(tower)
+    names = [name for name, _ in blocks.named_children()] if identical else []
     others = [m for m in tower.modules() if isinstance(m, nn.ModuleList) and m is not blocks and len(m) == len(blocks)]
-    if len(alike) <= 2 or others or names != [str(index) for index in range(len(names))]:
+    if len(identical) <= 2 or others or names != [str(index) for index in range(len(names))]:
         yield None, 1
         return
     every = [*blocks]
-    for index in reversed(alike[2:]):
+    for index in reversed(identical[2:]):
         del blocks[index]
     try:
-        yield blocks[alike[1]], len(alike) - 1
+        yield blocks[identical[1]], len(identical) - 1
     finally:
         del blocks[:]
         blocks.extend(every)

@@ -81,15 +81,15 @@ def write_captions(
     text: Callable[..., tuple[Tensor, Tensor]],
     decoder: nn.Module,
     image_NPW: Tensor,
-    edges: tuple[int, int],
+    bos_eos_ids: tuple[int, int],
     length: int,
 ) -> Tensor:
     """Write captions by greedy search: (N, length) int64, padded, with their first and last token.
 
     As open_clip's `CoCa.generate` with generation_type="top_k", top_k=1 and min_seq_len=0, which needs
-    transformers 4. `edges`: the numbers of the first and the last token.
+    transformers 4. `bos_eos_ids`: the numbers of the first and the last token.
     """
-    first, last = edges
+    first, last = bos_eos_ids
     tokens_NT = torch.full((len(image_NPW), 1), first, device=image_NPW.device)
     is_done_N = torch.zeros(len(image_NPW), dtype=torch.bool, device=image_NPW.device)
     for _ in range(length - 2):

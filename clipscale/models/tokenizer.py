@@ -63,14 +63,14 @@ class Tokenizer:
         return tokens
 
     @cached_property
-    def edges(self) -> tuple[int, int]:
+    def bos_eos_ids(self) -> tuple[int, int]:
         """The ids of the token before a caption, and of the one after it."""
         first, last = self([""])[0, :2].tolist()
         return first, last
 
     def text(self, tokens: list[int]) -> str:
-        """The caption of these tokens, between its edges."""
-        first, last = self.edges
+        """The caption of these tokens, between those two."""
+        first, last = self.bos_eos_ids
         inside = tokens[tokens[0] == first :]
         inside = inside[: inside.index(last)] if last in inside else inside
         inner = self.inner if isinstance(self.inner, SimpleTokenizer) else self.inner.tokenizer
@@ -105,7 +105,7 @@ def _loaded(name: str, text: Record) -> Any:
     try:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
-            with without_paths(source) as folder:
+            with sanitised_copy(source) as folder:
                 made = HFTokenizer(folder, context_length_of(text), **options)
                 _check(made.tokenizer.get_vocab(), text, pads=made.tokenizer.pad_token is not None)
         else:
@@ -122,14 +122,14 @@ def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> No
     """Raise ValueError for a tokenizer that cannot be used with a model of this `text_cfg`."""
     if not pads:
         raise ValueError("it has no pad_token; name one in its tokenizer_config.json")
-    words = text.get("vocab_size", VOCABULARY)
+    vocab_size = text.get("vocab_size", VOCABULARY)
     largest = max(vocabulary.values(), default=0)
-    if largest >= words and not text.get("hf_model_name"):
-        raise ValueError(f"its largest token is {largest}, and the model has {words}: it is another model's")
+    if largest >= vocab_size and not text.get("hf_model_name"):
+        raise ValueError(f"its largest token is {largest}, and the model has {vocab_size}: it is another model's")
 
 
 @contextmanager
-def without_paths(source: str) -> Iterator[str]:
+def sanitised_copy(source: str) -> Iterator[str]:
     """A copy of a tokenizer's folder that names no file elsewhere. A name that is not a folder stays as it is.
 
     Only plain values of a stranger's configuration are kept. Raises OSError, ValueError.

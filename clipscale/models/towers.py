@@ -218,8 +218,8 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     with to_user_error(NO_DESCRIPTION, lacks):
         encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
         encoders.context_length = _length(description["text_cfg"], encoders.text)
-        if has_own_trunk(description["vision_cfg"]):
-            encoders.set_submodule("visual.trunk", own_trunk(description["vision_cfg"]))
+        if overrides_timm_sizes(description["vision_cfg"]):
+            encoders.set_submodule("visual.trunk", siglip_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))
@@ -278,12 +278,12 @@ def on_meta(module: nn.Module, *inputs: Tensor) -> Any:
     return functional_call(module, state, inputs)
 
 
-def has_own_trunk(vision: Record) -> bool:
+def overrides_timm_sizes(vision: Record) -> bool:
     """Whether a description overrides the sizes of a timm tower, by open_clip's keys (`width`, `layers`, ...)."""
     return "timm_model_name" in vision and "width" in vision
 
 
-def own_trunk(vision: Record) -> nn.Module:
+def siglip_trunk(vision: Record) -> nn.Module:
     """SigLIP's image tower by the sizes and the activation in a description: timm has names for some of them."""
     return VisionTransformer(
         img_size=vision["image_size"],

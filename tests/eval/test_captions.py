@@ -125,7 +125,7 @@ def test_captions_are_those_of_open_clips_generate(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(open_clip.coca_model, "_has_transformers", True)
     monkeypatch.setattr(open_clip.coca_model, "GENERATION_TYPES", warpers)
     model = captioner()
-    model.tokenizer.edges = 10, 11
+    model.tokenizer.bos_eos_ids = 10, 11
     with torch.no_grad():
         model.decoder.text_projection *= 4
         model.decoder.text_projection[:, 40:] = 0

@@ -23,7 +23,7 @@ from clipscale.models.weights.adapters import merge_run_adapters
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
-from clipscale.trained_model import load_any, load_model
+from clipscale.trained_model import load_model, load_run_or_weights
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
 from tests.support.killed_runs import command, whole_and_killed
@@ -153,7 +153,7 @@ def test_whatever_takes_a_run_merges_its_adapters(shards: str, tmp_path: Path) -
         model, settings, _ = load_model(run, weights=weights)
         state = model.state_dict()
         assert settings.lora == 0
-        again, _, _ = load_any(None, "", "", ModelConfig("", weights=f"run:{run}{key}"), lambda work: work())
+        again, _, _ = load_run_or_weights(None, "", "", ModelConfig("", weights=f"run:{run}{key}"), lambda work: work())
         folder = export(ExportSettings(run=str(run), weights=weights))
         exported = build_model(replace(PLAIN, weights=str(folder)))
         for other in (again, exported):

@@ -28,7 +28,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
-from clipscale.data.shards.errors import CHANGED
+from clipscale.data.shards.errors import CHANGED_SHARD
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
@@ -224,11 +224,11 @@ class TrainStream:
                 raise failure from error
             return
         for number, message in messages:
-            if CHANGED in message.faults and CHANGED not in self.faults:
+            if CHANGED_SHARD in message.faults and CHANGED_SHARD not in self.faults:
                 log.warning(
                     "data.train: shards have changed since they were indexed; they are read without their index, and "
                     "counted (%s of faults_by); run `clipscale data index` again",
-                    CHANGED,
+                    CHANGED_SHARD,
                 )
             self.broken.update(message.broken)
             self.faults.update(message.faults)

@@ -1,7 +1,7 @@
 """The error of a shard, and a fault that costs no sample."""
 
 # The fault of a shard that has changed since it was indexed, and is read without its index.
-CHANGED = "changed_shard"
+CHANGED_SHARD = "changed_shard"
 
 
 class SourceError(Exception):

@@ -24,7 +24,7 @@ from clipscale.common.files import user_cache
 from clipscale.common.process_pool import spawned_pool
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
-from clipscale.data.shards.errors import CHANGED, SourceError
+from clipscale.data.shards.errors import CHANGED_SHARD, SourceError
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.requests import ObjectState
 from clipscale.data.shards.store import Store, local_state
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The index in a folder of shards.
-FILE = "clipscale-index.sqlite"
+INDEX_FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, {last})"""
@@ -97,7 +97,7 @@ def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
     """Places where a folder's index may be, or a subset's: in the folder if it is local, and in the user's cache."""
     suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
-    return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
+    return [Path(folder) / INDEX_FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
 def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
@@ -178,7 +178,7 @@ def sample_offsets(
 ) -> np.ndarray | None:
     """An opened shard's sample offsets, (samples + 1,) int64; None if no index has an entry of its state.
 
-    `count_fault` is called with CHANGED if the shard has changed since it was indexed.
+    `count_fault` is called with CHANGED_SHARD if the shard has changed since it was indexed.
     """
     is_stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
@@ -188,7 +188,7 @@ def sample_offsets(
                 return None if packed is None else unpack(packed)
             is_stale = True
     if is_stale:
-        count_fault(CHANGED)
+        count_fault(CHANGED_SHARD)
     return None
 
 

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 # A function that gets a line for the user.
 Notify = Callable[[str], object]
 
-TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl", ".ndjson", ".json")
 # Endings of shards' names.
-SHARDS = (".tar", ".tar.gz", ".tgz")
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # Ending of a file beside an unfinished download, which may have its full size already.
 DOWNLOADING = ".aria2"
 # A run checks whether about this many addresses exist; other missing ones are found when they are read.
@@ -115,8 +115,8 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
     present = _existing(names)
     if not present and os.path.isdir(source):  # noqa: PTH112
         raise UserError(
-            f"{setting}={source!r}: a folder without shards ({', '.join(SHARDS)}); make some of its pictures and "
-            f"captions: {packing(source)}"
+            f"{setting}={source!r}: a folder without shards ({', '.join(SHARD_SUFFIXES)}); make some of its pictures "
+            f"and captions: {packing(source)}"
         )
     if not present:
         raise UserError(f"{setting}={source!r} {NO_SHARD}")
@@ -140,11 +140,13 @@ def split_sources(source: str) -> list[str]:
 def _shards(names: Iterable[str], folder: str, notify: Notify) -> list[str]:
     """The shards among the names in a folder, sorted. `notify` names files that only look like shards: indexes,
     checksums, unfinished downloads."""
-    like = {name for name in names if any(suffix in name.lower() for suffix in SHARDS)}
+    like = {name for name in names if any(suffix in name.lower() for suffix in SHARD_SUFFIXES)}
     shards = {
         name
         for name in like
-        if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like and not basename(name).startswith(".")
+        if name.lower().endswith(SHARD_SUFFIXES)
+        and name + DOWNLOADING not in like
+        and not basename(name).startswith(".")
     }
     if like > shards:
         by_suffix = Counter(PurePath(name).suffix for name in like - shards)
@@ -159,7 +161,7 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
     A source that exists is taken as it is, even with braces and stars in its name. What a folder's listing finds are
     paths. The names of a brace list may turn out to be addresses.
     """
-    if source.lower().endswith(TABLES):
+    if source.lower().endswith(TABLE_SUFFIXES):
         raise UserError(f"{setting}={source!r}: a table; make shards of it: {packing(source)}")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]

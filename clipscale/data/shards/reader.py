@@ -261,22 +261,24 @@ class OpenShard:
         self.counted = self.archive.offset
 
 
-def all_samples(shard: OpenShard, want: Callable[[int], bool]) -> Iterator[RawSample]:
-    """Every sample, with its content if `want` accepts its index."""
+def all_samples(shard: OpenShard, reads_content: Callable[[int], bool]) -> Iterator[RawSample]:
+    """Every sample, with its content if `reads_content` accepts its index."""
     for number, (key, members) in enumerate(shard.samples()):
         sample = RawSample(shard.url, key, number, {})
-        shard.read(sample, members, want(number))
+        shard.read(sample, members, reads_content(number))
         yield sample
 
 
-def indexed_samples(shard: OpenShard, want: Callable[[int], bool], offsets: Sequence[int]) -> Iterator[RawSample]:
+def indexed_samples(
+    shard: OpenShard, reads_content: Callable[[int], bool], offsets: Sequence[int]
+) -> Iterator[RawSample]:
     """The samples of an indexed shard. `offsets`: where each sample begins, then where the last one ends.
 
-    Samples that `want` does not accept are skipped, and have no key.
+    Samples that `reads_content` does not accept are skipped, and have no key.
     """
     samples = shard.samples()
     for number, (start, stop) in enumerate(pairwise(offsets)):
-        if not want(number):
+        if not reads_content(number):
             yield RawSample(shard.url, "", number, {}, num_bytes=stop - start)
             continue
         if shard.archive.offset != start:
@@ -289,11 +291,11 @@ def indexed_samples(shard: OpenShard, want: Callable[[int], bool], offsets: Sequ
         sample = RawSample(shard.url, key, number, {})
         shard.read(sample, members, wanted=True)
         if sample.linked or shard.archive.offset != stop:
-            sample.spoil("outdated_index", "it is an earlier version's; run `clipscale data index` again")
+            sample.mark_unusable("outdated_index", "it is an earlier version's; run `clipscale data index` again")
         yield sample
 
 
-def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset) -> Iterator[RawSample]:
+def listed_samples(shard: OpenShard, reads_content: Callable[[int], bool], subset: Subset) -> Iterator[RawSample]:
     """The samples that a subset lists. A sample comes once for each time that it may be in an epoch.
 
     Its bytes count once. A sample that comes several times is always read, since its later copies may belong to another
@@ -302,7 +304,7 @@ def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset
     number = 0
     for key, members in shard.samples():
         sample = RawSample(shard.url, key, number, {})
-        wanted = want(number) or subset.may_repeat(key)
+        wanted = reads_content(number) or subset.may_repeat(key)
         shard.read(sample, members, wanted)
         weight = subset.weight(key, sample.json_bytes)
         for times in range(math.ceil(weight)):
@@ -320,7 +322,7 @@ def listed_samples(shard: OpenShard, want: Callable[[int], bool], subset: Subset
 def read_shard(
     url: str,
     failure: ReadFailure,
-    want: Callable[[int], bool] = lambda _: True,
+    reads_content: Callable[[int], bool] = lambda _: True,
     size_limits: Mapping[str, int] | None = None,
     *,
     store: Store | None = None,
@@ -330,7 +332,7 @@ def read_shard(
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `failure`.
 
     Args:
-        want: takes a sample's index; whether its content is read.
+        reads_content: takes a sample's index; whether its content is read.
         size_limits: content is read for these members (see `sample.limits`); None for all.
         subset: the shard then has only the samples that it lists. One of weight 2.5 comes as three copies, the third
             with a probability of 0.5.
@@ -356,11 +358,11 @@ def read_shard(
             indexed_offsets = offsets(url, state) if can_seek and subset is None else None
             starts = [] if indexed_offsets is None else indexed_offsets.tolist()
             if subset is not None:
-                yield from listed_samples(shard, want, subset)
+                yield from listed_samples(shard, reads_content, subset)
             elif starts:
-                yield from indexed_samples(shard, want, starts)
+                yield from indexed_samples(shard, reads_content, starts)
             else:
-                yield from all_samples(shard, want)
+                yield from all_samples(shard, reads_content)
             if can_seek and archive.offset >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:

@@ -33,7 +33,7 @@ MAX_WAIT_S = 30.0
 # Interval at which a reader that waits for a request calls `poll`.
 TICK_S = 0.1
 # Bytes that are read of a shard at once.
-BUFFER = 1 << 17
+BUFFER_BYTES = 1 << 17
 
 
 class Store:
@@ -59,10 +59,10 @@ class Store:
         """
         if is_local(url):
             state = self.state(url)  # first: opening a pipe would wait
-            return cast(io.BufferedReader, Path(url).open("rb", BUFFER)), state
+            return cast(io.BufferedReader, Path(url).open("rb", BUFFER_BYTES)), state
         self.begin_sample()
         remote = open_remote(url, self)
-        return io.BufferedReader(remote, BUFFER), remote.state
+        return io.BufferedReader(remote, BUFFER_BYTES), remote.state
 
     def state(self, url: str) -> ObjectState:
         """Size and version of a shard now. Raises OSError or SourceError."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.data.sample import IMAGE_TYPES
-from clipscale.data.shards.listing import SHARDS
+from clipscale.data.shards.listing import SHARD_SUFFIXES
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 from clipscale.eval.sets.known import HELD_OUT, frame_width
@@ -70,7 +70,7 @@ def _load_folder(path: Path) -> EvalSet:
         return shards.load(path)
     inside = files.visible_entries(path)
     below = {file.name for file in inside if file.is_dir()}
-    tars = [file for file in inside if file.name.endswith(SHARDS)]
+    tars = [file for file in inside if file.name.endswith(SHARD_SUFFIXES)]
     captioned = {} if tars else captions.caption_files(path) or captions.published_files_below(path)
     if len(captioned) > 1:
         one, other, *_ = [str(file.relative_to(path)) for file in captioned]

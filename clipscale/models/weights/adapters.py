@@ -32,7 +32,7 @@ def is_adapter(name: str) -> bool:
     return f".{ADAPTER}" in name
 
 
-def factor(names: Iterable[str], folder: Path, setting: str) -> float:
+def merge_scale(names: Iterable[str], folder: Path, setting: str) -> float:
     """alpha / r of the adapters among these weights, by the configuration beside them; 0 without any.
 
     Raises UserError for adapters that cannot be merged here.

@@ -69,7 +69,7 @@ def _of_others(folder: Path) -> FolderConfig:
     """Read transformers' config.json, or timm's, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")
-    if model_type not in hugging_face.TABLES:  # it may be a tower of timm
+    if model_type not in hugging_face.MODEL_TYPES:  # it may be a tower of timm
         pictures = content.get("pretrained_cfg") or content
         return FolderConfig(pixels={key: pictures[key] for key in ("mean", "std") if key in pictures})
     pixels = hugging_face.pixels(folder, model_type)
@@ -91,7 +91,7 @@ def _name_tokenizer(text: Record, folder: Path) -> None:
     name = text.get("hf_tokenizer_name")
     if not name or text.get("hf_model_name"):
         return
-    if name in hugging_face.TABLES or hugging_face.has_tokenizer(folder):
+    if name in hugging_face.MODEL_TYPES or hugging_face.has_tokenizer(folder):
         text["hf_tokenizer_name"] = str(folder.resolve())
 
 

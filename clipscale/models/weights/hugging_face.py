@@ -12,7 +12,7 @@ from clipscale.common import files
 from clipscale.common.record import Record
 
 # `model_type` of a transformers model -> its part of the table.
-TABLES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
+MODEL_TYPES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 # Files of a vocabulary; a tokenizer's folder has one or more.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 # SHA-256 of CLIP's own vocabulary, as JSON with sorted keys. open_clip's tokenizer has this vocabulary built in.
@@ -23,11 +23,11 @@ INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}
 
 
 def description_of(config: Record) -> Record:
-    """open_clip's description of a model by its config.json. A tower of timm has its sizes, too (`towers.own_trunk`).
+    """open_clip's description of a model by its config.json. A timm tower has its sizes, too (`towers.siglip_trunk`).
 
     Raises ValueError for a model that cannot be built so, and what a value of another type raises.
     """
-    table = TABLES[config["model_type"]]
+    table = MODEL_TYPES[config["model_type"]]
     vision = table["vision"] | (config.get("vision_config") or {})
     text = table["text"] | (config.get("text_config") or {})
     activation = text["hidden_act"]
@@ -83,7 +83,7 @@ def pixels(folder: Path, model_type: str) -> Record:
         if (folder / name).is_file():
             values |= files.read_json(folder / name)
     values = values.get("image_processor") or values
-    preprocess = TABLES[model_type]["pixels"] | {
+    preprocess = MODEL_TYPES[model_type]["pixels"] | {
         key: values[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in values
     }
     if values.get("resample") in INTERPOLATIONS:
@@ -97,10 +97,10 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in VOCABULARIES)
 
 
-def has_clips_tokenizer(folder: Path, words: int) -> bool:
-    """Whether a folder's vocabulary is CLIP's own. Without a tokenizer the number of `words` decides."""
+def has_clips_tokenizer(folder: Path, vocab_size: int) -> bool:
+    """Whether a folder's vocabulary is CLIP's own. Without a tokenizer `vocab_size` decides."""
     file = folder / "vocab.json"
     if not file.is_file():
-        return words == TABLES["clip"]["text"]["vocab_size"] and not has_tokenizer(folder)
+        return vocab_size == MODEL_TYPES["clip"]["text"]["vocab_size"] and not has_tokenizer(folder)
     vocabulary = json.dumps(files.read_json(file), sort_keys=True)
     return hashlib.sha256(vocabulary.encode()).hexdigest() == CLIP_VOCABULARY_SHA256

@@ -34,7 +34,7 @@ AVERAGE = "ema"
 # The ending of position embeddings' names.
 POSITIONS = ("positional_embedding", "pos_embed")
 # Names of BERT's first release, which its files still have.
-OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+BERT_V1_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 DECODER = "text_decoder."
 # Beginnings of the weights after the blocks of CLIP's image tower. A captioner's do not fit: its pooler comes before
 # them, and their width is another.
@@ -143,7 +143,7 @@ def read(source: Source) -> Weights:
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
     with source.unreadable_to_user_error():
-        scale = adapters.factor(state, source.path.parent, source.setting)
+        scale = adapters.merge_scale(state, source.path.parent, source.setting)
         if scale:
             log.warning(f"{source.setting}: adds its adapters, times {scale:g}, to its weights")
             state = adapters.merge_adapters(state, scale)
@@ -201,7 +201,7 @@ def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: 
 
     A warning tells what was taken off the names, and which weights are left over.
     """
-    for older, newer in OLDER.items():
+    for older, newer in BERT_V1_NAMES.items():
         state = {name.replace(older, newer): value for name, value in state.items()}
     match = match_names(state.keys(), key_styles(ours, prefix), source.setting)
     if match.wrappings or match.unmatched:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from clipscale.common.errors import UserError
-from clipscale.models.weights.hugging_face import TABLES
+from clipscale.models.weights.hugging_face import MODEL_TYPES
 
 VISUAL = "visual."
 TEXT = "text."
@@ -121,7 +121,7 @@ def key_pattern(key: str) -> str:
 
 def known_names() -> Iterator[str]:
     """open_clip's keys of the weights of CLIP and SigLIP, as patterns."""
-    for table in TABLES.values():
+    for table in MODEL_TYPES.values():
         for ours, *_ in table["names"]:
             yield from _expanded(ours)
     yield from SHARED
@@ -139,7 +139,7 @@ def key_styles(model_keys: Iterable[str], tower: str = "") -> list[KeyStyle]:
     patterns = {key_pattern(key) for key in model_keys}
     openai = {pattern.removeprefix(TEXT): TEXT if pattern.startswith(TEXT) else "" for pattern in patterns}
     transformers = [
-        [pattern for _, theirs, *_ in table["names"] for pattern in _expanded(theirs)] for table in TABLES.values()
+        [pattern for _, theirs, *_ in table["names"] for pattern in _expanded(theirs)] for table in MODEL_TYPES.values()
     ]
     styles = [KeyStyle(dict.fromkeys(patterns, "")), KeyStyle(openai)]
     styles += [KeyStyle(dict.fromkeys((*theirs, *SHARED), "")) for theirs in transformers]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from clipscale.models.weights.hugging_face import TABLES
+from clipscale.models.weights.hugging_face import MODEL_TYPES
 
 # Name -> weight.
 Weights = dict[str, Tensor]
@@ -21,12 +21,12 @@ def from_transformers(state: Weights) -> Weights:
         return state
     model_type = "siglip" if any("_model.head." in name for name in state) else "clip"
     state = {name: value for name, value in state.items() if not name.endswith("position_ids")}
-    return rename_weights(state, [(theirs, ours, *how) for ours, theirs, *how in TABLES[model_type]["names"]])
+    return rename_weights(state, [(theirs, ours, *how) for ours, theirs, *how in MODEL_TYPES[model_type]["names"]])
 
 
 def to_transformers(state: Weights, model_type: str) -> Weights:
     """Weights under the names of transformers' `model_type`. Raises ValueError for one that its models do not have."""
-    new = rename_weights(state, TABLES[model_type]["names"])
+    new = rename_weights(state, MODEL_TYPES[model_type]["names"])
     unknown = state.keys() & new.keys() - {"logit_scale", "logit_bias"}
     if unknown:
         raise ValueError(f"{min(unknown)} is no part of it")

@@ -42,7 +42,7 @@ def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     for path in paths:
         content = _of_safetensors(path) if path.suffix == ".safetensors" else saved_by_torch(path)
         shapes |= {name: tuple(value.shape) for name, value in choose_weight_set(content, key, setting).tensors.items()}
-        adapters.factor(shapes, path.parent, setting)
+        adapters.merge_scale(shapes, path.parent, setting)
     return {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)}
 
 

@@ -22,7 +22,7 @@ from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
 
 # A file beside the arrays. It says from which shard the samples of each array come.
-SHARDS = "shards.json"
+SHARDS_FILE = "shards.json"
 
 
 class FeaturesNote(TypedDict):
@@ -63,7 +63,7 @@ class Sample(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """An entry of SHARDS for a file of features: the shard of its samples, and their number."""
+    """An entry of SHARDS_FILE for a file of features: the shard of its samples, and their number."""
 
     source: str
     samples: int
@@ -123,7 +123,7 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
         raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
     with damaged_set_to_user_error(folder):
         note = files.read_json(folder / NOTE)["features"]
-        shards = files.read_json(folder / SHARDS)
+        shards = files.read_json(folder / SHARDS_FILE)
         sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         for source in sources.values():
             check_address(source, f"data: {folder}: source")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.captions import first_caption
-from clipscale.data.eval_transform import EvalTransform, ahead
+from clipscale.data.eval_transform import EvalTransform, prefetched
 from clipscale.data.picture import turned_upright
 from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
 from clipscale.models.towers import ClipModel
@@ -53,7 +53,7 @@ class FeatureEncoder:
     def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
         """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""
         with ThreadPool(THREADS) as pool:
-            for group, pictures in ahead(pool, self.pixels, batches(raws, batch)):
+            for group, pictures in prefetched(pool, self.pixels, batches(raws, batch)):
                 captions = [self.caption(raw) for raw in group]
                 images = self.encode(self.model.image, lambda x: torch.from_numpy(np.stack(x)), pictures.get())
                 texts = self.encode(self.model.text, self.model.tokenizer, captions)

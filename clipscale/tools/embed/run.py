@@ -3,7 +3,7 @@
     arrays     NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
     teacher=T  NAME.tar with all members, and KEY.T.npy, (2, D), for `distill.teachers`
 
-features.json says which weights computed the features, and SHARDS says where each file's samples come from.
+features.json says which weights computed the features, and SHARDS_FILE says where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
 """
 
@@ -24,7 +24,7 @@ from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import differences
-from clipscale.data.addresses import basename, is_local, unsigned
+from clipscale.data.addresses import basename, is_local, without_query
 from clipscale.data.sample import IMAGE_TYPES, limits
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.features import NOTE, encoded_array, notes_beside
@@ -36,10 +36,10 @@ from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel
-from clipscale.tools.embed.arrays import SHARDS, FeaturesNote, ShardEntry, array_path
+from clipscale.tools.embed.arrays import SHARDS_FILE, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import SIDES, EmbedConfig, check_embed
-from clipscale.trained_model import load_any
+from clipscale.trained_model import load_run_or_weights
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,9 @@ def work(config: EmbedConfig) -> Embedded:
     try:
         torch.manual_seed(0)
         run = check_embed(config)
-        model, settings, _ = load_any(run, config.which, config.weights, config.model, partial(run_on_rank0, world))
+        model, settings, _ = load_run_or_weights(
+            run, config.which, config.weights, config.model, partial(run_on_rank0, world)
+        )
         sources = run_on_rank0(world, lambda: write_note(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
@@ -79,7 +81,7 @@ def work(config: EmbedConfig) -> Embedded:
     entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.is_rank0:
-        files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
+        files.write_json(out / SHARDS_FILE, dict(sorted((read(out / SHARDS_FILE) | entries).items())))
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
         train = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
@@ -116,7 +118,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
     shards = {}
-    sources = {name: entry.get("source") for name, entry in read(out / SHARDS).items()}
+    sources = {name: entry.get("source") for name, entry in read(out / SHARDS_FILE).items()}
     for url in list_shards(config.data)[0]:
         name = basename(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
         other = sources.setdefault(name, address(url))
@@ -146,11 +148,11 @@ def read(path: Path) -> dict[str, dict[str, object]]:
 
 def address(url: str) -> str:
     """A shard's address without secrets."""
-    return without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+    return without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else without_query(url))
 
 
 def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> ShardEntry | None:
-    """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
+    """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS_FILE.
 
     A damaged shard is written as far as it can be read, because another try would not help. None for one that could not
     be fetched.

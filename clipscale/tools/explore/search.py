@@ -24,7 +24,7 @@ from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
-from clipscale.trained_model import load_any
+from clipscale.trained_model import load_run_or_weights
 
 SIDE = 320  # pixels of the longer side of a picture on the page
 
@@ -93,7 +93,7 @@ def load_matching(config: ExploreConfig, on_rank0: Callable[..., ModelConfig]) -
     (folder,) = config.data.train or []
     embedded = open_embedded_set(Path(folder).expanduser())
     run = existing_run(config.run) if config.run else None
-    model, _, step = load_any(run, config.which, config.weights, config.model, on_rank0)
+    model, _, step = load_run_or_weights(run, config.which, config.weights, config.model, on_rank0)
     title = f"{run.name}, step {step}" if run else str(config.model.weights)
     expected = {
         "weights": model.image.digest(),

@@ -11,7 +11,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
-from clipscale.models.towers import ClipModel, architecture, encoders_of, has_own_trunk
+from clipscale.models.towers import ClipModel, architecture, encoders_of, overrides_timm_sizes
 from clipscale.models.weights.loading import Weights
 
 
@@ -60,7 +60,7 @@ def open_clip_description(model: ClipModel, config: ModelConfig) -> Record:
 def check_rebuilt_by_open_clip(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     details = architecture(config)
-    if has_own_trunk(details["vision_cfg"]):
+    if overrides_timm_sizes(details["vision_cfg"]):
         raise UserError("format=open_clip: it has no SigLIP of these sizes, or with this activation; take format=hf")
     with torch.device("meta"):
         reference = encoders_of(details).visual

@@ -92,10 +92,10 @@ def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> BlockMeter:
 
     Nothing is left out of a captioner: it has blocks of four kinds.
     """
-    blocks, alike = ([], []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
-    meter = BlockMeter(tracker, len(alike[BLOCKS:]))
-    for number, is_first in zip(alike[:BLOCKS], (True, False)):
+    blocks, identical = ([], []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
+    meter = BlockMeter(tracker, len(identical[BLOCKS:]))
+    for number, is_first in zip(identical[:BLOCKS], (True, False)):
         blocks[number].register_forward_pre_hook(partial(meter.enter, is_first))
-    for number in reversed(alike[BLOCKS:]):
+    for number in reversed(identical[BLOCKS:]):
         del blocks[number]
     return meter

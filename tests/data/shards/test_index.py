@@ -42,7 +42,7 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
     assert scanned.samples == len(plain)
     offsets = lambda *_: index.unpack(scanned.offsets or b"")  # noqa: E731
     for first in range(len(plain)):
-        raws, _ = read(path, want=partial(le, first), offsets=offsets)
+        raws, _ = read(path, reads_content=partial(le, first), offsets=offsets)
         assert raws[first:] == plain[first:] and not any(raw.key for raw in raws[:first])
         assert [raw.num_bytes for raw in raws] == [raw.num_bytes for raw in plain]
 
@@ -63,15 +63,15 @@ def test_the_index_of_a_read_only_folder_is_in_the_cache(
     paths = write_shards(tmp_path, [3])
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     make(paths)
-    assert not (tmp_path / index.FILE).exists() and count_samples([str(paths[0])], scan_at_most=0) == [3]
+    assert not (tmp_path / index.INDEX_FILE).exists() and count_samples([str(paths[0])], scan_at_most=0) == [3]
     assert any(user_cache.rglob("*.sqlite"))
 
 
 def test_a_damaged_index_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_shards(tmp_path, [3])
-    (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    (tmp_path / index.INDEX_FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
     assert count_samples([str(paths[0])], scan_at_most=0) == [None] and "cannot be read" in caplog.text
-    with pytest.raises(UserError, match=f"{index.FILE}: the index cannot be written .*remove it"):
+    with pytest.raises(UserError, match=f"{index.INDEX_FILE}: the index cannot be written .*remove it"):
         make(paths)
 
 

@@ -113,7 +113,9 @@ def test_a_member_that_repeats_begins_a_sample_or_is_counted(
         for number, raw in enumerate(raws):
             (alone,) = [
                 each
-                for each in read(path, offsets=index.sample_offsets, want=lambda n, number=number: n == number)[0]
+                for each in read(
+                    path, offsets=index.sample_offsets, reads_content=lambda n, number=number: n == number
+                )[0]
                 if each.index == number
             ]
             assert alone.members.get("jpg") == raw.members.get("jpg") or alone.error == "repeated_member"
@@ -135,7 +137,7 @@ def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counte
     dict(index.update_indexes([str(path)]))
     (entry,) = index.lookup([str(path)]).entries.values()
     offsets = index.unpack(index.scan_shard(str(path)).offsets or b"")
-    with index._writing(tmp_path / index.FILE) as base:
+    with index._writing(tmp_path / index.INDEX_FILE) as base:
         old = (entry.version.removesuffix(index.RULE_MARK), 3, index.pack(offsets[[0, 1, 9, 10]].tolist()))
         base.execute("UPDATE shards SET version = ?, samples = ?, offsets = ?", old)
     assert count_samples([str(path)]) == [3] and "clipscale data index" in caplog.text
@@ -276,13 +278,13 @@ def test_a_listed_sample_comes_as_often_as_it_weighs_and_is_read_if_it_may_be_wa
                     keep_probability=weight - repeat,
                 )
             )
-    actual, problem = read(letters, want=wanted.__contains__, subset=Weights(dict(zip("abcdef", weights))))
+    actual, problem = read(letters, reads_content=wanted.__contains__, subset=Weights(dict(zip("abcdef", weights))))
     assert (actual, problem.reason) == (expected, None)
 
 
 def test_only_wanted_members_are_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [6])[0]
-    samples, _ = read(path, want=lambda i: i % 2 == 1, size_limits={"txt": 99})
+    samples, _ = read(path, reads_content=lambda i: i % 2 == 1, size_limits={"txt": 99})
     assert [s.index for s in samples] == list(range(6))
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3
 

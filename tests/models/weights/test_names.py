@@ -14,7 +14,7 @@ from torch import Tensor
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import build_model
-from clipscale.models.weights.hugging_face import TABLES
+from clipscale.models.weights.hugging_face import MODEL_TYPES
 from clipscale.models.weights.loading import convert, read
 from clipscale.models.weights.names import key_pattern, known_names
 from clipscale.models.weights.renaming import to_transformers
@@ -280,4 +280,4 @@ def test_folders_that_are_nearly_weights_are_named_as_what_they_are(tmp_path: Pa
 
 def test_the_table_has_the_names_that_open_clip_gives(weights: State) -> None:
     assert {key_pattern(name) for name in weights} <= {*known_names()}
-    assert TABLES.keys() == {"clip", "siglip"}
+    assert MODEL_TYPES.keys() == {"clip", "siglip"}

@@ -13,7 +13,7 @@ def test_samples_are_counted_and_a_damaged_shard_is_named(tmp_path: Path, capsys
     good, bad = write_shards(tmp_path, [3, 4])
     assert main(["data", "index", str(tmp_path)]) == 0
     assert "7 samples in 2 shards, " in capsys.readouterr().out
-    assert (tmp_path / index.FILE).is_file()
+    assert (tmp_path / index.INDEX_FILE).is_file()
     bad.write_bytes(bad.read_bytes()[:3000])
     assert main(["data", "index", str(good), str(bad)]) == 1
     assert f"truncated_shard after 1 samples: {bad}" in capsys.readouterr().out
