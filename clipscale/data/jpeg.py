@@ -1,4 +1,4 @@
-"""Reads the header of a usual JPEG without Pillow, which takes a quarter of a small picture's time for it."""
+"""Reads the header of a common JPEG. Pillow would take a quarter of a small picture's decoding time for this."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
 
 
 def usual_frame(data: bytes) -> Frame | None:
-    """The frame of a JPEG that Pillow would open, too, and without an orientation; None if Pillow has to decide.
+    """The frame of a JPEG without an orientation that Pillow would also open. None for another file: Pillow reads it.
 
     Before the pixels come only segments of the usual kinds and lengths, checked as Pillow checks them: no EXIF, no
     profile, no second picture. What follows is not read.

@@ -186,7 +186,7 @@ class Epochs:
 
     @cached_property
     def _sample_bounds(self) -> list[int]:
-        """(L+1,): each stream's first sample, and S."""
+        """(L+1,): the first sample of each stream, then S. Stream l reads samples [l] up to, but without, [l+1]."""
         total = sum(self.counts)
         bounds = stream_bounds(self.global_batch, self.num_streams).tolist()
         return [bound * total // self.global_batch for bound in bounds]
@@ -196,7 +196,8 @@ class Epochs:
         return ["epochs", self.seed, self._sample_bounds[:-1]]
 
 
-@lru_cache(maxsize=2)  # streams that have not drifted far apart read at most two epochs
+# Two entries: streams that have drifted only a little are in at most two epochs at a time.
+@lru_cache(maxsize=2)
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     shards = permutation(len(counts), seed, SHARD_ORDER, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])

@@ -127,8 +127,10 @@ class BoundedReads(io.BytesIO):
 
 
 def decoding_cost(image: Image.Image, data: bytes) -> int:
-    """How many times longer a pixel of this kind takes. Raises BrokenSampleError for a JPEG of many scans or of
-    another code."""
+    """The cost of a pixel of this picture, in time or memory, relative to an ordinary one.
+
+    Raises BrokenSampleError for a JPEG of many scans or of another code.
+    """
     if image.format == "WEBP":
         return WEBP_COST
     if image.format == "BMP":
@@ -183,13 +185,14 @@ class Picture:
 
     @classmethod
     def read(cls, data: bytes, most: float = MAX_PIXELS) -> "Picture":
-        """Read the header. `most`: the limit of pixels. For a file that the user names, callers take Pillow's own.
+        """Read the header. `most`: the limit on pixels. With math.inf only Pillow's own limit holds.
 
         Raises BrokenSampleError: `huge_image`, `unreadable_image`.
         """
         with broken_pictures():
             frame = usual_frame(data)
-            if frame and frame.width * frame.height <= MAX_PIXELS:  # and no profile
+            if frame and frame.width * frame.height <= MAX_PIXELS:
+                # `usual_frame` accepts no profile, so `check_profiles` is not called.
                 check_code(data, frame.width, frame.height)
                 check_pixels(frame.width, frame.height, most)
                 return cls(data, frame.width, frame.height, "jpg", frame.mode)
@@ -246,7 +249,8 @@ class Picture:
         if not self.is_on_its_side:
             return np.ascontiguousarray(pixels)
         upright = np.empty(pixels.shape, np.uint8)
-        for columns in strips(self.width, self.height):  # whole, it takes three times as long
+        # In strips: a copy of the whole picture at once takes three times as long.
+        for columns in strips(self.width, self.height):
             for channel in range(3):
                 upright[:, columns, channel] = pixels[:, columns, channel]
         return upright

@@ -45,7 +45,7 @@ class RawSample:
     repeat: int = 0
     # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
-    # The json member, if a subset finds samples by the uid in it, until the uid has been looked up.
+    # The json member, kept only until a subset has looked up the uid in it. Empty where no subset needs it.
     json_bytes: bytes = field(default=b"", repr=False)
 
     @classmethod
@@ -66,7 +66,7 @@ class RawSample:
         `size_limits`: from `limits`; None to read all members. `link_error`: why a link cannot be read.
 
         These spoil the sample: a member that repeats, a link that cannot be read, a member over its limit, and a member
-        with which all are over MAX_IMAGE_BYTES.
+        that brings the sample's total over MAX_IMAGE_BYTES.
         """
         if self.error or (size_limits is not None and extension not in size_limits):
             return False

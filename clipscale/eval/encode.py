@@ -125,11 +125,11 @@ class EvalEncoder:
     progress: Callable[[str, int, int], None] = lambda *_: None
     # The training's objective; empty: not known.
     objective: str = ""
-    # For each size, the first so many numbers of the features were trained as features of their own (Matryoshka).
+    # Matryoshka sizes: the first `size` dimensions of a feature were trained as a feature of their own.
     sizes: Sequence[int] = ()
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
-        """The features (n, D), and their first numbers of each of the `sizes`, as unit rows."""
+        """The features (n, D), then for each of the `sizes` their first `size` dimensions: unit rows (n, size)."""
         return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in self.sizes)]
 
     def with_progress(self, ranges: list[range], subject: str) -> Iterator[range]:

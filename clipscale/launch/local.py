@@ -126,7 +126,7 @@ def launch(config: LaunchSettings, main: str = TRAIN_FUNCTION, *, isolated: bool
 
 
 def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
-    """The function of this name, imported without what the model of these settings does not need."""
+    """The function of this name. Its import does not find slow packages that the configured model does not need."""
     model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
     fetches = any((model.weights, model.image.weights, model.text.weights))
     with hidden_packages(*unneeded_packages(model.description, fetches=fetches)):

@@ -65,7 +65,7 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
 
 
 def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
-    """The class with the shorter forward pass of an encoder with its settings; None if it has no such class."""
+    """The class here for an encoder of this type with these settings; None if there is none."""
     if type(encoder) is VisionTransformer:
         if encoder.attn_pool is None:
             return None if encoder.output_tokens else LeanVision
@@ -255,7 +255,7 @@ class LeanCaptions(Replacement, TextTransformer):
         positions = torch.cat([self.positional_embedding[: text.shape[1]], self.positional_embedding[-1:]])
         x = run_blocks(
             self.transformer,
-            # Without a variable, as in LeanText.
+            # A variable would keep this tensor alive while all blocks run.
             torch.cat([self.token_embedding(text), class_token], dim=1) + positions,
             self.mask(text),
             None,

@@ -16,7 +16,7 @@ from clipscale.models.replacement import Replacement
 
 
 class CastLinear(Replacement, CastLayer, nn.Linear):
-    """torch's linear layer; in a pass with `cast`, by `linear`."""
+    """torch's linear layer. In a pass with `cast` it computes with the cast's weight and bias, in their dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.cast)
@@ -33,7 +33,7 @@ def replace_linear_layers(encoder: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) -> Tensor:
-    """x W' + b: (..., inputs) -> (..., outputs). `cast`: computed with it, and in its type."""
+    """x W' + b: (..., inputs) -> (..., outputs). With a `cast` W and b are the cast's, and so is the dtype."""
     if cast is None:
         return F.linear(x, weight, bias)
     # Who adds the weight's gradient to `.grad`:

@@ -77,9 +77,10 @@ class Tokenizer:
         return " ".join(inner.decode(inside).split())
 
     def shortened(self, text: str) -> str:
-        """The characters of a caption that can matter. Tokenizers treat a run of spaces as one.
+        """The characters of a caption that can matter.
 
-        JSON can hold lone surrogates, which no tokenizer takes.
+        Lone surrogates, which JSON can hold and no tokenizer takes, become `?`. In a caption that is shortened each run
+        of white space becomes one space first, so that spaces do not displace words.
         """
         most = CHARS_PER_TOKEN * self.length
         text = text.encode("utf-8", "replace").decode()

@@ -15,9 +15,10 @@ from clipscale.common.chunks import Span, equal_spans
 from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 
-# The width of a chunk is a multiple of this: it is fast on tensor cores, and shapes are few.
+# A chunk's width is a multiple of this, or the context. Tensor cores are fast at such widths, and few shapes occur.
 WIDTH_MULTIPLE = 8
-# Assumed cost of one more chunk, as a share of a full one. A chunk ends early if that saves more in padding.
+# The assumed cost of one more chunk, as a share of the tokens of a full chunk. A chunk ends early where that saves
+# more tokens of padding than this.
 CHUNK_COST = 1 / 16
 
 
@@ -46,7 +47,7 @@ class SortedCaptions(ChunkLoader):
 
     A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` captions of
     full length. Short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for
-    the device. The chunks of a captioner's pairs are others; see `has_images`.
+    the device. A captioner's pairs are divided differently: see `has_images`.
     """
 
     def __init__(
@@ -173,9 +174,9 @@ def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """The number of captions in the next chunk: the one that saves most padding, or all of them.
+    """The number of captions in the next chunk: the number that saves the most padding.
 
-    All if no other number saves more than `cost` tokens of padding.
+    If that saves at most `cost` tokens, the chunk takes all captions.
     """
     count = len(widths)
     saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption

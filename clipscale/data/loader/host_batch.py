@@ -50,7 +50,8 @@ class Layout:
     side: int  # of the pictures
     context_length: int
     text_layout: TextLayout = ONE_CAPTION  # captions and hard negatives of a sample
-    teachers: tuple[TeacherFeatures, ...] = ()  # whose features lie beside the samples
+    # The teachers whose features each slot holds beside the samples.
+    teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
     def num_texts(self) -> int:

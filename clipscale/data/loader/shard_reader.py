@@ -135,8 +135,9 @@ class Window:
 
 
 class Progress(NamedTuple):
-    """One more sample of the window that is read."""
+    """Says that one more sample was read."""
 
+    # The bytes of the window that is being read, so far.
     window_bytes: int
 
 
@@ -193,7 +194,7 @@ class ShardReader:
         self.epoch, self.index = start
         # The window that is given out while the next one is read.
         self._outgoing = Window()
-        # The segment that the caller gives up. Its other samples count as broken, with the reason `fruitless_shard`.
+        # The segment that the caller has given up. Its remaining samples are given out as `fruitless_shard`.
         self.abandoned: Segment | None = None
         # All samples from the position on, with their segments.
         self.items = self._items()
@@ -265,8 +266,10 @@ class ShardReader:
     def _read_window(
         self, failure: ReadFailure, cursor: WindowCursor
     ) -> Generator[Progress, None, tuple[list[RawSample], WindowEnd]]:
-        """Read the current window. Yields after each sample. Returns the samples, and makes the window smaller where
-        they are fewer."""
+        """Read the current window. Yields after each sample. Returns the samples, and where the window ended.
+
+        If it did not end FULL, it is shrunk to the samples that were read.
+        """
         while True:
             raws = yield from self._read_samples(cursor)
             end = WindowEnd.of(cursor, raws)
@@ -275,7 +278,8 @@ class ShardReader:
                 cursor.resize(len(raws))
             if not needs_others:
                 return raws, end
-            # Other samples of the smaller window belong to the segment, and may have been skipped: read it again.
+            # The smaller window has another order, so other samples of it belong to the segment. Some of them may have
+            # been skipped: read the window again.
             self._open(self.url, failure, cursor)
             self._skip(cursor.start)
 

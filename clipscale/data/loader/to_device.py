@@ -64,8 +64,8 @@ class ChunkLoader:
         # The chunks that stay on the device; None if none does.
         self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
         self.copy_stream = copy_stream(device) if device.type == "cuda" else None
-        # One event for each chunk on the device, recorded before the chunk's copy. When an event has passed, an earlier
-        # chunk is computed.
+        # One event for each chunk on the device. The compute stream records it before the chunk's copy begins. Once it
+        # has completed, the kernels of all earlier chunks have run.
         self.events: deque[torch.cuda.Event] = deque()
         self.ahead = AHEAD
 

@@ -155,7 +155,7 @@ class Archive:
     def _contents(self) -> dict[str, "Content | str | None"]:
         """Name of a member -> its file, or the name that it links to; None if several members have the name.
 
-        Ends at the archive's end or damage, and leaves out a file that is cut off.
+        Reads up to the archive's end or its first damage. A file that is cut off is left out.
         """
         contents: dict[str, Content | str | None] = {}
         with self._elsewhere(0):
@@ -224,7 +224,7 @@ class OpenShard:
     size_limits: Mapping[str, int] | None
     # Whether each sample keeps its json member, wanted or not, as `RawSample.json_bytes`.
     keeps_json: bool = False
-    # The offset up to which bytes have been counted, in `num_bytes` of earlier samples.
+    # Bytes before this offset are counted in `num_bytes` of earlier samples.
     counted: int = 0
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
@@ -363,7 +363,8 @@ def read_shard(
                 yield from indexed_samples(shard, reads_content, starts)
             else:
                 yield from all_samples(shard, reads_content)
-            if can_seek and archive.offset >= state[0]:  # skipped content shows no other sign of a file that is cut off
+            # A seek over the content goes past a cut-off end unnoticed.
+            if can_seek and archive.offset >= state[0]:
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:
                 check_end(stream)

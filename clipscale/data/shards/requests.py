@@ -103,7 +103,8 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
     await asyncio.to_thread(check_credentials, scheme_of(url), f"data.train: {bucket_of(url)}")
     system, path = url_to_fs(url, use_listings_cache=False)
     data = await system._cat_file(path, start=start, end=stop)
-    info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile
+    # Asked after the bytes: if the version is still the one of the first request, the bytes are of that version.
+    info = await system._info(path)
     version = next((str(info[name]) for name in ("generation", "ETag", "etag") if name in info), "")
     return data[: stop - start], (int(info["size"]), version)
 

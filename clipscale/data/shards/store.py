@@ -1,7 +1,7 @@
 """Opens shards wherever they are: local files and remote objects.
 
 Objects are read by requests for ranges (requests.py). Requests are short and bounded, so a reader that pauses to decode
-holds no connection open. A failed request is repeated; an object that changes is given up, its versions never mix.
+holds no connection open. A failed request is repeated. An object that changes is given up, so that versions never mix.
 """
 
 import io
@@ -112,7 +112,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
 
 
 def _wait_until(until: float, store: Store) -> None:
-    """Polls meanwhile."""
+    """Sleep until `until`, a time of the monotonic clock. Calls the store's poll at least every TICK_S."""
     remaining_s = until - time.monotonic()
     while remaining_s > 0:
         store.poll()

@@ -50,7 +50,8 @@ def description_of(config: Record) -> Record:
         "context_length": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
     }
-    if text["eos_token_id"] not in (2, text["vocab_size"] - 1):  # otherwise it is the largest token
+    # With 2, which stands for the largest token, or with the last id, open_clip's default pooling finds the end token.
+    if text["eos_token_id"] not in (2, text["vocab_size"] - 1):
         text_cfg |= {"pool_type": "eos", "eos_id": text["eos_token_id"]}
     return {
         **table["open_clip"],

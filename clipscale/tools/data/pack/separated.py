@@ -67,7 +67,7 @@ class QuotedRow(NamedTuple):
 def quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> QuotedRow | None:
     """The row that these lines begin with, by the rules of quotes; None if they are broken.
 
-    `escape`: what may stand before a quote that is a letter.
+    `escape`: the character that makes the quote after it an ordinary character.
     """
     reader = csv.reader(lines, delimiter=separator, escapechar=escape, strict=True)
     try:
@@ -78,7 +78,7 @@ def quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> Q
 
 
 def literal(line: str, separator: str) -> list[str]:
-    """The values of a line in which quotes are letters, except those around a whole value."""
+    """The values of a line in which quotes are ordinary characters. Only quotes around a whole value are removed."""
     values = [value.strip() for value in line.split(separator)]
     if '"' not in line:
         return values
