@@ -28,7 +28,8 @@ class ClassificationSet(EvalSet):
         return self.answers[index]
 
     def facts(self) -> dict[str, object]:
-        digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
+        names = "\n".join(self.classnames).encode("utf-8", "surrogatepass")  # folders may have any names
+        digest = hashlib.blake2b(names, digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
     def measure(self, encoder: EvalEncoder) -> Measurement:

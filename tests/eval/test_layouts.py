@@ -116,6 +116,11 @@ def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
     assert eval_set.classnames == ["goldfish", "stingray"] and len(eval_set.templates) == 80
 
 
+def test_class_folders_may_have_names_that_are_not_utf8(tmp_path: Path) -> None:
+    one, other = (load_set(folders(tmp_path / name, ["ring", name])) for name in ("caf\udce9", "caf\udce8"))
+    assert one.classnames == ["caf\udce9", "ring"] and one.facts()["classnames"] != other.facts()["classnames"]
+
+
 def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
     """The folders are published as "0" to "999", which alphabetical order would mix up."""
     eval_set = load_set(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
