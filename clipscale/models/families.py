@@ -45,6 +45,8 @@ class Family:
     # Whether a caption's feature stays the same without its padding, so that a run may order captions by length and cut
     # them.
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
+    # The one padding token for which this holds. None: any.
+    masked_pad: Callable[[Any], int | None] = lambda encoder: None
     # Whether adapters suit it: its blocks call their linear layers as modules, and read no weight past them.
     calls_layers: Callable[[Any], bool] = lambda encoder: False
     groups: LayerGroups = field(default_factory=lambda: GROUPS)
@@ -67,11 +69,17 @@ FAMILIES = (
     Family(
         TextTransformer,
         ignores_padding=_ignores_padding,
+        masked_pad=lambda encoder: encoder.pad_id if isinstance(encoder, LeanCaptions) else None,
         calls_layers=lambda encoder: isinstance(encoder, LeanText | LeanCaptions),
     ),
     Family(TimmModel, calls_layers=_has_plain_blocks),
     # open_clip masks the padding in attention and in every pooler.
-    Family(HFTextEncoder, ignores_padding=lambda encoder: True, calls_layers=lambda encoder: True),
+    Family(
+        HFTextEncoder,
+        ignores_padding=lambda encoder: True,
+        masked_pad=lambda encoder: encoder.config.pad_token_id,
+        calls_layers=lambda encoder: True,
+    ),
 )
 OTHER_FAMILY = Family()
 
@@ -79,3 +87,9 @@ OTHER_FAMILY = Family()
 def family_of(encoder: nn.Module) -> Family:
     """An encoder's family; `OTHER_FAMILY` if no entry has it, such as for a residual network."""
     return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER_FAMILY)
+
+
+def may_cut_captions(encoder: nn.Module, pad: int) -> bool:
+    """Whether captions may lose their padding, which is this token, for a text tower's encoder."""
+    family = family_of(encoder)
+    return family.ignores_padding(encoder) and family.masked_pad(encoder) in (None, pad)

@@ -29,7 +29,7 @@ from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.models.families import family_of
+from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
@@ -107,7 +107,7 @@ def build(settled: SettledRun, world: World) -> Components:
             precision,
             chunk_sizes,
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
-            sort_captions=family_of(model.text.encoder).ignores_padding(model.text.encoder),
+            sort_captions=may_cut_captions(model.text.encoder, pad=int(tokenizer([""])[0, -1])),
         )
         if settled.checkpoint_path:
             state = checkpoint.load(settled.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))

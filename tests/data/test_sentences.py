@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from clipscale.config.conditions import parse_caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sentences import draw_part, sentences
-from tests.data.files import picture, write_tar
+from tests.data.files import Words, picture, write_tar
 from tests.data.streams import contents, open_stream
 from tests.support.user_errors import refused
 
@@ -70,6 +70,17 @@ def test_ranks_workers_and_resumed_runs_draw_the_same_parts(tmp_path: Path, part
     halves = [open_stream(tmp_path, batch=8, rank=rank, world_size=2, **options) for rank in (0, 1)]
     both = [contents(stream, 2) for stream in halves]
     assert [a[2] + b[2] for a, b in zip(*both, strict=True)] == [tokens for _, _, tokens in first]
+
+
+@pytest.mark.parametrize("pad", [0, Words.END])
+def test_a_span_is_no_longer_than_the_context_of_the_run(tmp_path: Path, pad: int) -> None:
+    """A caption that fills the context but for an end token that is the padding does not fit."""
+    members = [(f"{i:02d}.png", picture(i)) for i in range(24)]
+    members += [(f"{i:02d}.txt", b"a b c d. " * 9) for i in range(24)]
+    write_tar(tmp_path / "0.tar", sorted(members))
+    with open_stream(tmp_path, batch=24, captions=["txt@span"], tokenizer=Words(20, pad)) as stream:
+        words = {int(length) - 2 for length in stream.next_batch().lengths()}
+    assert words == {4, 8, 12, 16}
 
 
 def test_an_unknown_part_is_refused() -> None:

@@ -10,9 +10,10 @@ from open_clip.hf_model import HFTextEncoder
 
 from clipscale.common import files
 from clipscale.config.model import ModelConfig
-from clipscale.models.families import family_of
+from clipscale.models.families import family_of, may_cut_captions
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
+from tests.support.towers import captioned, small_captioner
 
 TABLES = files.read_yaml(Path(__file__).with_name("families.yaml"))
 
@@ -61,3 +62,16 @@ def test_towers_of_transformers_do_not_see_the_padding(kind: str, pooler: str) -
         parts = torch.cat([encoder(caption[None, :count]) for caption, count in zip(tokens, (2, 5, 9))])
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
     assert family_of(encoder).ignores_padding(encoder)
+    assert may_cut_captions(encoder, pad) and not may_cut_captions(encoder, 98)
+
+
+def test_a_captioner_whose_tokenizer_pads_with_another_token_keeps_the_padding() -> None:
+    """Its text tower masks token 0 alone."""
+    tower = small_captioner().text.eval()
+    tokens = captioned(3)[1][:, :12]
+    tokens[:, 4:] = 0
+    for pad, cut in ((0, True), (49, False)):
+        padded = tokens.masked_fill(tokens == 0, pad)
+        with torch.no_grad():
+            assert torch.allclose(tower(padded[:, :8]), tower(padded), atol=1e-5) == cut
+        assert may_cut_captions(tower.encoder, pad) == cut

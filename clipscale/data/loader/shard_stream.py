@@ -53,15 +53,20 @@ class WorkerSpec:
     transform: TrainTransform
     tokenizer: Callable[[list[str]], Tensor]  # captions -> tokens
     pad: int  # the padding token
+    end_is_pad: bool  # whether a caption ends with the padding token, too
     selection: Selection
     start_of: dict[int, StreamPosition]  # id of each of the worker's shard streams -> its start
     share: BatchShare
     samples_per_report: int
 
     def fits(self, caption: str) -> bool:
-        """Whether a caption was surely not cut off, because it does not fill the context."""
+        """Whether the whole caption fits the context. False if it fills the context: it may then have been cut off."""
         tokens = np.asarray(self.tokenizer([caption]))
-        return int(lengths(tokens, self.pad)[0]) < tokens.shape[1]
+        return int(self.lengths(tokens)[0]) < tokens.shape[1]
+
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """(N, T) -> (N,) int: the tokens of each caption, its end token among them."""
+        return lengths(tokens, self.pad, end_is_pad=self.end_is_pad)
 
     def rows(self) -> list[np.ndarray]:
         """The rows that each stream fills, counted in the local batch. Rows outside this batch are another rank's."""
@@ -226,11 +231,14 @@ def open_shard_stream(
     return ShardStream(spec, stream_id, readers, store, broken, set_status)
 
 
-def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
-    """(N, T) -> (N,) int: tokens of each caption up to the last that is not padding; 0 for an empty caption."""
+def lengths(tokens: np.ndarray, pad: int, *, end_is_pad: bool = False) -> np.ndarray:
+    """(N, T) -> (N,) int: tokens of each caption up to the last that is not padding; 0 for an empty caption.
+
+    `end_is_pad`: the first token of the padding is the caption's end token, which counts.
+    """
     counts = np.arange(1, tokens.shape[1] + 1)
     used: np.ndarray = np.where(tokens != pad, counts, 0).max(axis=1)
-    return used
+    return np.minimum(used + 1, tokens.shape[1]) if end_is_pad else used
 
 
 @dataclass(frozen=True)
@@ -292,7 +300,7 @@ class BatchFiller:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
                 rows = list(texts)
                 slot["tokens"][rows] = tokens
-                slot["lengths"][rows] = lengths(tokens, self._spec.pad)
+                slot["lengths"][rows] = self._spec.lengths(tokens)
             yield self.report(step, start + len(part))
         positions = {stream_id: stream.position for stream_id, stream in self.streams.items()}
         yield replace(self.report(step), positions=positions)

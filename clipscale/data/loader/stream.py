@@ -298,6 +298,7 @@ def open_stream(
         transform=TrainTransform(side, config.augment),
         tokenizer=tokenizer,
         pad=int(empty[0, -1]),
+        end_is_pad=bool(empty[0, :2][-1] == empty[0, -1]),  # after an empty caption there is its end token
         selection=chosen,
         start_of=start,
         share=share,

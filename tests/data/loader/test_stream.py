@@ -16,12 +16,13 @@ from PIL import Image
 
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig, DataConfig
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.stream import order_shards, worker_count
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.store import Store
-from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
+from tests.data.files import HUGE, Letters, Words, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.user_errors import refused
 
@@ -98,6 +99,23 @@ def test_keys_follow_the_field(tmp_path: Path) -> None:
 
 def texts(batch: HostBatch) -> list[str]:
     return [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.num_texts)]
+
+
+@pytest.mark.parametrize("pad", [0, Words.END])
+def test_a_caption_keeps_its_end_token_in_its_chunk(tmp_path: Path, pad: int) -> None:
+    """transformers' tokenizers of CLIP and SigLIP pad with their end token."""
+    members = []
+    for i in range(24):
+        members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.txt", " ".join(["a"] * (i + 1)).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    options = {"shard_streams": 1, "shuffle": 0, "tokenizer": Words(20, pad)}
+    with open_stream(tmp_path, batch=24, **options) as stream:
+        batch = stream.next_batch()
+        assert batch.lengths().tolist() == [min(words + 2, 20) for words in range(1, 25)]
+        captions = SortedCaptions(batch.tokens, batch.lengths, 24, torch.device("cpu"), is_resident=False)
+        chunks = [captions.chunk(*span) for span in captions.spans(1)]
+    assert {chunk.shape[1] for chunk in chunks} == {8, 16, 20}
+    assert all((chunk == Words.END).any(1).all() for chunk in chunks)
 
 
 def test_several_texts_of_a_sample_change_nothing_else(tmp_path: Path) -> None:
