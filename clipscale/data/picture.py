@@ -78,8 +78,8 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, most: float = MAX_PIXELS) -> Image.Image:
-    """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
-    Pillow's many errors."""
+    """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`,
+    `unreadable_image`; and Pillow's many errors."""
     check_profiles(data)
     if data.startswith(b"\x89PNG") and any(chunk_type in data for chunk_type in _PNG_TEXTS):
         data = without_texts(data)
@@ -187,7 +187,7 @@ class Picture:
     def read(cls, data: bytes, most: float = MAX_PIXELS) -> "Picture":
         """Read the header. `most`: the limit on pixels. With math.inf only Pillow's own limit holds.
 
-        Raises BrokenSampleError: `huge_image`, `unreadable_image`.
+        Raises BrokenSampleError: `huge_image`, `too_many_scans`, `unreadable_image`.
         """
         with broken_pictures():
             frame = usual_frame(data)

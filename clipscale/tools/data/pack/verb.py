@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
+import numpy as np
 from PIL import Image
 
 from clipscale.common import files
@@ -29,7 +30,7 @@ from clipscale.common.units import format_bytes
 from clipscale.config.setting import differences
 from clipscale.data.captions import text_of
 from clipscale.data.hashing import hash64, utf8
-from clipscale.data.picture import Picture
+from clipscale.data.picture import MAX_PIXELS, Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
@@ -48,6 +49,8 @@ PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out p
 SPLITS = {"train", *HELD_OUT}
 # JPEG quality of resized pictures.
 QUALITY = 95
+# Most rows or columns of a JPEG that libjpeg writes.
+MAX_JPEG_SIDE = 65_500
 # Reason why something is left out -> the remedy.
 REMEDIES = {
     "unreadable_file": "paths are relative to the table, or else to root=DIR",
@@ -57,6 +60,7 @@ REMEDIES = {
     "not_in_images": "annotations have its image_id, and `images` has no such id",
     "windows_path": "write paths with / and relative to the table",
     "caption_not_utf8": "iconv -f CP1252 -t UTF-8 converts a text",
+    "huge_image": "resize=512 makes those of up to 178 million pixels smaller",
     ".tar": "shards are trained on as they are, data.train=FOLDER",
     ".html": "a page, where a picture was expected",
     **dict.fromkeys(TABLES, "a table is a source of its own, clipscale data pack TABLE"),
@@ -287,25 +291,30 @@ def captions_of(pair: Pair) -> list[str]:
 def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> dict[str, str | bytes]:
     """A sample as `shard_writer` takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     try:
-        picture = Picture.read(data, math.inf)
+        picture = Picture.read(data, math.inf if side else MAX_PIXELS)
         pixels = picture.decode()
+        if side:
+            data = resized(pixels, side) if min(picture.width, picture.height) > side else data
+            picture = Picture.read(data)  # what is packed has to be what training takes
     except BrokenSampleError as error:
         raise BrokenSampleError(suffix_of(data) or error.reason, str(error)) from error
-    extension = picture.type
-    height, width = pixels.shape[:2]
-    if side and min(width, height) > side:
-        scale = side / min(width, height)
-        width = round(width * scale)
-        height = round(height * scale)
-        encoded = io.BytesIO()
-        Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
-        data = encoded.getvalue()
-        extension = "jpg"
-    fields = {"source": pair.name, "width": width, "height": height} | pair.fields
+    fields = {"source": pair.name, "width": picture.width, "height": picture.height} | pair.fields
     if len(captions) > 1:
         fields[CAPTION_LIST] = captions
     text = json.dumps(fields, default=str).encode()
-    return {"__key__": f"{number:09d}", extension: data, "txt": captions[0].encode(), "json": text}
+    return {"__key__": f"{number:09d}", picture.type: data, "txt": captions[0].encode(), "json": text}
+
+
+def resized(pixels: np.ndarray, side: int) -> bytes:
+    """A JPEG of a picture (H, W, 3) whose shorter side becomes `side`. Raises BrokenSampleError `huge_image`."""
+    height, width = pixels.shape[:2]
+    scale = side / min(width, height)
+    size = round(width * scale), round(height * scale)
+    if max(size) > MAX_JPEG_SIDE:
+        raise BrokenSampleError("huge_image", f"{size[0]} x {size[1]} pixels, too long for a JPEG")
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
+    return encoded.getvalue()
 
 
 def is_text(text: str) -> bool:

@@ -247,6 +247,31 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
     assert Image.open(tmp_path / "large.jpg").size == (30, 20)
 
 
+@pytest.mark.parametrize(
+    ("size", "words", "kept"),
+    [
+        ((9600, 9600), [], None),
+        ((9600, 9600), ["resize=30"], (30, 30)),
+        ((9600, 9600), ["resize=9600"], None),
+        ((80_000, 11), ["resize=10"], None),
+    ],
+)
+def test_a_picture_of_more_pixels_than_training_takes_is_made_smaller_or_left_out(
+    tmp_path: Path, capsys: Capture, size: tuple[int, int], words: list[str], kept: tuple[int, int] | None
+) -> None:
+    """Its bytes would be packed, and left out in every epoch. A JPEG has at most 65,500 columns."""
+    for name, of in (("large", size), ("small", (10, 10))):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        Image.new("1", of).save(tmp_path / f"in/{name}.png")
+        (tmp_path / f"in/{name}.txt").write_text(name)
+    left_out = packed(tmp_path / "in", tmp_path / "out", *words)[1]
+    sizes = {m["source"]: (m["width"], m["height"]) for m in (json.loads(m["json"]) for m in samples(tmp_path / "out"))}
+    assert sizes == {"small.png": (10, 10)} | ({"large.png": kept} if kept else {})
+    assert left_out == ({} if kept else {"huge_image": 1})
+    assert kept or "(such as large.png; resize=512 " in capsys.readouterr().out
+    assert main(["data", "check", str(tmp_path / "out")]) == 0, "training takes what is packed"
+
+
 def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are complete are not made again, and one that was being made is. What a kill has left of it goes."""
     monkeypatch.setattr(verb, "SHARD_SAMPLES", 2)
