@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypedDict
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
+from clipscale.data.addresses import dirname
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.index import folder_of_shard
@@ -80,16 +82,17 @@ def encoded_array(array: np.ndarray) -> bytes:
 def find_teachers(
     data: DataConfig, names: Sequence[str], scales: Sequence[float] | None = None
 ) -> tuple[TeacherFeatures, ...]:
-    """The readers of these teachers' features, as the notes beside each source's shards describe them.
+    """The readers of these teachers' features, as the notes in the folders of all shards describe them.
 
     `scales`: replace the notes' logit scales.
 
-    Raises UserError for a teacher that a note does not have, for other captions, and for sources whose features of a
+    Raises UserError for a teacher that a note does not have, for other captions, and for folders whose features of a
     teacher are not of one model.
     """
     if not names:
         return ()
-    urls = [url for source in data.train or [] for url in [*expand(source)][:1]]
+    shards = chain.from_iterable(map(expand, data.train or []))
+    urls = list({dirname(url): url for url in shards}.values())
     notes = {url: notes_beside(url) for url in urls}
     captions = source_names(data.captions)
     teachers = []

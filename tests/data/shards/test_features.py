@@ -60,3 +60,25 @@ def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
     (tmp_path / "other/features.json").write_text(json.dumps(note))
     with refused("distill.teachers=b: .*other.* has features of another model or pixels than"):
         find_teachers(twice, both)
+
+
+def test_every_folder_of_a_source_has_the_note_of_the_same_model(tmp_path: Path) -> None:
+    """A source may join folders, and so may a file of addresses."""
+    shards = [write_shards(tmp_path / name, [1, 1]) for name in "ab"]
+    note = {"a": {"width": 4, "dtype": "float16", "scale": 2.5}}
+    for folder in "ab":
+        (tmp_path / folder / "features.json").write_text(json.dumps(note))
+    every = [str(shard) for pair in shards for shard in pair]
+    (tmp_path / "all.txt").write_text("\n".join(every))
+    sources = ["::".join(every), f"{tmp_path}/{{a,b}}/*.tar", f"@{tmp_path}/all.txt"]
+    for source in sources:
+        assert len(find_teachers(DataConfig(train=[source]), ["a"])) == 1
+    note["a"] |= {"weights": "others"}
+    (tmp_path / "b/features.json").write_text(json.dumps(note))
+    for source in sources:
+        with refused(f"distill.teachers=a: {tmp_path}/b/.* has features of another model or pixels than {tmp_path}/a"):
+            find_teachers(DataConfig(train=[source]), ["a"])
+    (tmp_path / "b/features.json").unlink()
+    for source in sources:
+        with refused(f"distill.teachers=a: no features.json beside {tmp_path}/b/"):
+            find_teachers(DataConfig(train=[source]), ["a"])
