@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TypedDict
 
@@ -53,6 +54,12 @@ class TeacherFeatures:
     def shape(self) -> tuple[int, int]:
         return 2, self.width
 
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes of the member before the values: numpy's own header for this shape and dtype."""
+        empty = np.zeros(self.shape, self.dtype)
+        return encoded_array(empty)[: -empty.nbytes]
+
     def of(self, members: dict[str, bytes]) -> np.ndarray:
         """A sample's array. Raises BrokenSampleError: `no_features`, `bad_features`.
 
@@ -61,12 +68,10 @@ class TeacherFeatures:
         data = members.get(self.member)
         if data is None:
             raise BrokenSampleError("no_features", self.member)
-        empty = np.zeros(self.shape, self.dtype)
-        encoded = encoded_array(empty)
-        header = encoded[: len(encoded) - empty.nbytes]
-        if not data.startswith(header) or len(data) != len(encoded):
+        num_bytes = 2 * self.width * np.dtype(self.dtype).itemsize
+        if not data.startswith(self.header) or len(data) != len(self.header) + num_bytes:
             raise BrokenSampleError("bad_features", f"{self.member} is not {self.dtype} {self.shape}")
-        array = np.frombuffer(data, self.dtype, offset=len(header)).reshape(self.shape)
+        array = np.frombuffer(data, self.dtype, offset=len(self.header)).reshape(self.shape)
         if not np.isfinite(array).all():
             raise BrokenSampleError("bad_features", f"{self.member}: a value is not finite")
         return array
