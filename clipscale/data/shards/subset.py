@@ -15,7 +15,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.data import DataConfig
 from clipscale.data.captions import json_fields
-from clipscale.data.hashing import digest
+from clipscale.data.hashing import digest, utf8
 from clipscale.data.sample import BrokenSampleError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def open_subset(file: SubsetFile) -> Subset:
     """The subset that a file lists. Raises UserError if there is no such file."""
     with to_user_error(f"{file.setting}: cannot be read"):
         state = file.path.stat()
-    return Subset(file, digest(f"{file.path} {state.st_size} {state.st_mtime_ns} weights"))
+    return Subset(file, digest(f"{file.path} {state.st_size} {state.st_mtime_ns} weights 2"))
 
 
 def subset_of(config: DataConfig) -> Subset | None:
@@ -117,7 +117,8 @@ def subset_of(config: DataConfig) -> Subset | None:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+    """The digest of a key by `utf8`: files that list samples can hold no bytes that are not UTF-8."""
+    return hashlib.blake2b(utf8(key).encode(), digest_size=16).digest()
 
 
 @lru_cache(maxsize=1)

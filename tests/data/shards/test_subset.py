@@ -14,6 +14,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection
+from clipscale.data.hashing import utf8
 from clipscale.data.loader import shard_reader
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import Segment
@@ -296,3 +297,21 @@ def test_a_table_of_more_rows_than_its_bytes_tell_apart_is_refused(tmp_path: Pat
     parquet.write_table(pyarrow.table({"key": ["a"] * 10**6, "weight": [1.0] * 10**6}), tmp_path / "w.parquet")
     with pytest.raises(UserError, match="1,000,000 rows in"):
         parquet_file(tmp_path / "w.parquet")
+
+
+def test_a_sample_whose_name_is_not_utf8_is_found_by_its_key(tmp_path: Path) -> None:
+    """A table of weights has such a key with an escape, as `data select` writes it; a list of keys, or its bytes."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
+    from pyarrow import parquet
+
+    keys = ["caf\udce9", "caf\u00e9", "tea"]
+    members = [(f"{key}.{kind}", data) for key in keys for kind, data in (("png", picture()), ("txt", b"a cup"))]
+    write_tar(tmp_path / "0.tar", members)
+    weights, names, escaped = (str(tmp_path / name) for name in ("w.parquet", "keys.txt", "escaped.txt"))
+    parquet.write_table(pyarrow.table({"key": [*map(utf8, keys)], "weight": [1.0, 1.0, 0.0]}), weights)
+    Path(names).write_bytes("\n".join(keys[:2]).encode("utf-8", "surrogateescape"))
+    Path(escaped).write_text("\n".join(map(utf8, keys[:2])))
+    expected = {sample_id("0.tar", key) for key in keys[:2]}
+    for given in ({"sample_weights": weights}, {"only_keys": names}, {"only_keys": escaped}):
+        stream = open_stream(tmp_path, batch=2, shard_streams=1, **given)
+        assert stream.epoch_samples == 2 and {*ids(stream, 1)[0]} == expected, given
