@@ -149,7 +149,8 @@ def pairs_of_table(table: PairTable, root: str) -> Iterator[Pair]:
             captions = [item for item in items if isinstance(item, str)]
             fields = {key: value for key, value in values.items() if key not in table.columns and is_plain(value)}
             place = values.get(image)
-            group = str(values.get(table.by) or "")
+            value = values.get(table.by)
+            group = str(value) if value or value == 0 else ""
             pair = Pair(f"{table.file.name}:{number}", base, captions, fields, group=group)
             if isinstance(place, Cell):
                 yield pair._replace(place=place._replace(base=base))

@@ -96,6 +96,21 @@ def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: 
     assert "no column 'article'; it has image, caption, sku" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("zero", [0, 0.0, False])
+def test_zero_is_a_group_as_any_other(pictures: Path, tmp_path: Path, zero: float) -> None:
+    """null and an empty text or list are none: there the pictures decide."""
+    rows = [{"image": path, "caption": path, "id": value} for path in paths(pictures) for value in (zero, None, "", [])]
+    (pictures / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert pack_to(tmp_path / "out", pictures / "table.jsonl", "holdout=40%", "holdout.by=id") == 0
+    test, train = sides(tmp_path / "out")
+    grouped, single = (
+        [[pair for pair in side if (pair.get("id") == 0) == is_zero] for side in (test, train)]
+        for is_zero in (True, False)
+    )
+    assert sorted(map(len, grouped)) == [0, len(paths(pictures))], "on both sides"
+    assert all(single) and not {pair["data"] for pair in single[0]} & {pair["data"] for pair in single[1]}
+
+
 def test_a_share_of_too_few_pictures_that_holds_none_out_says_so(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
