@@ -158,11 +158,12 @@ def _weights(file: SubsetFile, name: str) -> SampleTable:
         bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MAX_WEIGHT))  # NaN too
         halves = rows[["f0", "f1"]]
         twice = halves[1:] == halves[:-1]
-        if bad.any() or twice.any():
-            if bad.any():
-                problem = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
-            else:
-                problem = f"{twice.sum()} samples come twice"
+        problem = ""
+        if bad.any():
+            problem = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
+        elif twice.any():
+            problem = f"{twice.sum()} samples come twice"
+        if problem:
             raise UserError(f"{file.setting}: {problem}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(cached) as new:  # several processes may write: the last one wins
