@@ -14,6 +14,11 @@ _VISIBLE = re.compile(
 )
 
 
+def visible_text(text: str) -> str:
+    """The text without the white space, zeros and byte order marks at its ends; empty if nothing of it can be seen."""
+    return text.strip("\ufeff\x00 \t\r\n") if _VISIBLE.search(text) else ""
+
+
 def encoding_of(start: bytes) -> str:
     """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
     return json.detect_encoding(start)
@@ -58,7 +63,7 @@ def captions_in(members: dict[str, bytes], source: str) -> list[str]:
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
         if any(not item.isascii() and utf8(item) != item for item in texts):
             raise BrokenSampleError("caption_not_utf8", "lone surrogates")
-    texts = [text.strip("\ufeff\x00 \t\r\n") for text in texts if _VISIBLE.search(text)]
+    texts = [text for text in map(visible_text, texts) if text]
     if not texts:
         raise BrokenSampleError("empty_caption")
     return texts

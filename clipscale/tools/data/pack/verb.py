@@ -28,7 +28,7 @@ from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
 from clipscale.config.setting import differences
-from clipscale.data.captions import text_of
+from clipscale.data.captions import text_of, visible_text
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.picture import MAX_PIXELS, Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
@@ -71,8 +71,6 @@ NOTHING = re.compile(
     r"nan|null|none|na|n/a|<na>|undefined|#(n/a|na|nv|ref!|value!|name\?|div/0!|null!|num!|bezug!|wert!|zahl!)",
     re.I,
 )
-# Characters that cannot be seen: spaces of all kinds, and marks of no width.
-BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
 # The note of a part. `read`: the number of its pairs. `pairs`, `held-out pairs`: shard -> its samples. `left_out`:
 # reason -> names of pictures.
 PartNote = TypedDict(
@@ -279,8 +277,7 @@ def captions_of(pair: Pair) -> list[str]:
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
-    stripped = [text.strip("\ufeff\x00 \t\r\n") for text in texts]
-    captions = [text for text in stripped if not BLANK.fullmatch(text) and not NOTHING.fullmatch(text)]
+    captions = [text for text in map(visible_text, texts) if text and not NOTHING.fullmatch(text)]
     if not captions:
         raise BrokenSampleError("no_caption")
     if not all(map(is_text, captions)):
