@@ -122,7 +122,7 @@ def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, 
         yield from index.update_indexes(urls, subset, in_folder=False)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        yield from ((url, index.scan_shard(url, subset)) for url in urls)
+        yield from ((url, index.scan_changed(subset, url)) for url in urls)
 
 
 def build_order(

@@ -277,14 +277,15 @@ def update_indexes(
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path, _WEIGHT if subset else _OFFSETS) as base:
-            for url, outcome in zip(shards, map_shards(partial(_scan_changed, subset), workers, shards, old)):
+            for url, outcome in zip(shards, map_shards(partial(scan_changed, subset), workers, shards, old)):
                 if isinstance(outcome, IndexEntry):
                     value = outcome.weight if subset else outcome.offsets
                     base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", (*outcome[:6], value))
                 yield url, outcome
 
 
-def _scan_changed(subset: Subset | None, url: str, old: list[object] | None) -> Outcome:
+def scan_changed(subset: Subset | None, url: str, old: list[object] | None = None) -> Outcome:
+    """Scan a shard, unless it still has the state of its old entry (size and version)."""
     try:
         size, version = Store().state(url)
         return None if [size, version + RULE_MARK] == old else scan_shard(url, subset)

@@ -1,0 +1,27 @@
+"""Shards that cannot be read are counted as empty, with a warning, and end no start."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clipscale.data.shards.counts import count_samples
+from tests.data.files import write_shards
+
+
+def gone(shard: Path) -> None:
+    """An interrupted copy, or git-annex, leaves such a link."""
+    shard.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [gone, Path.mkdir, os.mkfifo])
+def test_where_counts_cannot_be_remembered_an_unreadable_shard_is_counted_as_elsewhere(
+    tmp_path: Path, user_cache: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
+) -> None:
+    """A container's home is often read-only."""
+    (good,) = write_shards(tmp_path / "set", [3])
+    make(tmp_path / "set/bad.tar")
+    (user_cache / "clipscale").write_text("no folder")
+    assert count_samples([str(good), str(tmp_path / "set/bad.tar")]) == [3, 0]
+    assert "counts are not remembered" in caplog.text and "1 of 2 shards are damaged" in caplog.text
