@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from clipscale.data.addresses import is_local
 from clipscale.data.hashing import utf8
 from clipscale.data.order import BatchShare, Epochs, Order, Resampled, WeightedSources, default_streams, streams_fit
 from clipscale.data.shards import index
+from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.reader import RULE
 from clipscale.data.shards.subset import Subset, subset_of
 
@@ -83,8 +85,9 @@ def known_shards(
 
 
 def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None:
-    """The samples of an epoch of local shards; None if too many or too large ones have no index, and where an epoch has
-    no length (`data.weights`, `data.order=resampled`).
+    """The samples of an epoch of local shards; None where it has no length (`data.weights`, `data.order=resampled`).
+
+    Also None if too many or too large shards have no index, or one of these cannot be read.
 
     Writes no index and logs no warning: the run does both later.
     """
@@ -93,11 +96,13 @@ def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None
     subset = subset_of(config)
     entries = index.lookup(urls, subset).entries
     unknown = [url for url in urls if url not in entries]
-    if len(unknown) > SCAN_AT_MOST or sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
-        return None
-    for url in unknown:
-        entries[url] = index.scan_shard(url, subset)
-    return round(sum(entries[url].expected for url in urls))
+    with suppress(OSError, SourceError):  # the run warns of a shard that cannot be read, and goes on
+        if len(unknown) > SCAN_AT_MOST or sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
+            return None
+        for url in unknown:
+            entries[url] = index.scan_shard(url, subset)
+        return round(sum(entries[url].expected for url in urls))
+    return None
 
 
 def why_damaged(url: str, entry: index.IndexEntry) -> str:

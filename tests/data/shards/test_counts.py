@@ -6,13 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.data.shards.counts import count_samples
+from clipscale.config.data import DataConfig
+from clipscale.data.order import BatchShare, Epochs
+from clipscale.data.shards.counts import build_order, count_if_quick, count_samples
 from tests.data.files import write_shards
 
 
 def gone(shard: Path) -> None:
     """An interrupted copy, or git-annex, leaves such a link."""
     shard.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [gone, Path.mkdir, os.mkfifo])
+def test_a_shard_that_cannot_be_read_leaves_the_count_to_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
+) -> None:
+    (good,) = write_shards(tmp_path, [3])
+    make(tmp_path / "bad.tar")
+    urls = [str(good), str(tmp_path / "bad.tar")]
+    assert count_if_quick(DataConfig(), urls[:1]) == 3
+    assert count_if_quick(DataConfig(), urls) is None
+    assert not caplog.messages, "the run says it"
+    order = build_order(DataConfig(), urls, None, BatchShare(1, 0, 1), 0)
+    assert isinstance(order, Epochs) and order.counts == (3, 0)
+    assert f"1 of 2 shards are damaged (first: {urls[1]}, unreadable_shard" in caplog.text
 
 
 @pytest.mark.parametrize("make", [gone, Path.mkdir, os.mkfifo])
