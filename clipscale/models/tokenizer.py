@@ -25,7 +25,8 @@ OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
     "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "model_input_names",
 }  # fmt: skip
-# Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more.
+# Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more. A
+# tokenizer with longer ones may lose the end of a caption that consists of them.
 CHARS_PER_TOKEN = 32
 # Size of the vocabulary if a description gives none: CLIP's.
 VOCABULARY = 49408
