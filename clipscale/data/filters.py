@@ -97,11 +97,11 @@ class Selection:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 _check_condition(condition, fields.get(condition.name))
 
-    def sameness_key(self, sample: RawSample, caption: str, own_name: str) -> int:
+    def sameness_key(self, sample: RawSample, caption: str, fallback_id: str) -> int:
         """A signed 64-bit hash, equal for samples that are the same by `same`.
 
         Captions are compared without regard to case and white space, a field's text or number without white space
-        around it. A sample without the field gets a key of its own, from `own_name`.
+        around it. A sample without the field gets a key of its own, from `fallback_id`.
         """
         value: object = None
         if self.same == "caption":
@@ -109,7 +109,7 @@ class Selection:
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
-        return key_of_value(value, own_name)
+        return key_of_value(value, fallback_id)
 
 
 def comparable_caption(caption: str) -> str:
@@ -117,11 +117,11 @@ def comparable_caption(caption: str) -> str:
     return " ".join(caption.casefold().split())
 
 
-def key_of_value(value: object, own_name: str) -> int:
-    """A signed 64-bit hash of a text or number, without white space around it; of `own_name` for any other value."""
+def key_of_value(value: object, fallback_id: str) -> int:
+    """A signed 64-bit hash of a text or number, without white space around it; of `fallback_id` for any other value."""
     text = str(value).strip()
     is_shared = isinstance(value, str | int | float) and text not in ("", "nan")
-    name = f"same {text}" if is_shared else f"alone {own_name}"
+    name = f"same {text}" if is_shared else f"alone {fallback_id}"
     return hash64(name) - (1 << 63)
 
 

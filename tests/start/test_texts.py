@@ -17,7 +17,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, DistillConfig, LaunchConfig, LossConfig, OptimConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.shards.features import NOTE, encoded_array
+from clipscale.data.shards.features import FEATURES_FILE, encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model, unit_rows
@@ -55,7 +55,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
             members.append((f"{i:02d}.{name}.npy", encoded_array(features)))
     folder = tmp_path_factory.mktemp("texts")
     notes = {name: {"width": width, "dtype": "float32", "scale": SCALE} for name, width in WIDTHS.items()}
-    (folder / NOTE).write_text(json.dumps(notes))
+    (folder / FEATURES_FILE).write_text(json.dumps(notes))
     parquet.write_table(pyarrow.table({"key": ["00", "01", "02"], "weight": [8.0] * 3}), folder / OFTEN)
     return str(write_tar(folder / "0.tar", members))
 

@@ -104,7 +104,8 @@ class ShardStream:
         self._store = store
         self._broken = broken
         self._set_status = set_status
-        # Samples that were given out. At the start of a stream without weights, broken ones count, too.
+        # The number of samples given out. With data.weights it chooses the source of the next one. Without weights it
+        # is not read; at the start it then also counts broken samples.
         self._used = spec.start_of[stream_id].samples
         # Reason -> broken samples since the last usable sample.
         self._reasons: Counter[str] = Counter()
@@ -165,8 +166,8 @@ class ShardStream:
         captions = spec.selection.draw(item.members, rng)
         spec.selection.check(item, [caption for caption, _ in captions])
         negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
-        own_number = item.key if spec.repeats_samples else item.index
-        sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {own_number}")
+        fallback_number = item.key if spec.repeats_samples else item.index
+        sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {fallback_number}")
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
         texts = [draw_part(text, part, rng, spec.fits) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)

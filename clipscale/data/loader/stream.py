@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 # A worker reports after this many samples: enough to tokenise together, few enough for the first chunk to start early.
 SAMPLES_PER_REPORT = 64
-# Most reports of a worker about a batch. More could fill the pipe while nobody reads it.
+# A worker sends at most about this many reports of a batch. More could fill the pipe, and block the worker, while the
+# training process computes.
 MAX_REPORTS = 64
 
 

@@ -111,8 +111,8 @@ def why_damaged(url: str, entry: index.IndexEntry) -> str:
 
 
 def _counted(urls: Sequence[str], entries: Sequence[index.IndexEntry | None]) -> tuple[Counts, float, str]:
-    """Each shard's samples, the samples of an average epoch of the known shards, and the damage of the first damaged
-    one; empty if none is."""
+    """Each shard's number of samples, the known shards' samples in an average epoch, and what is wrong with the first
+    damaged shard. The last one is empty if no shard is damaged."""
     expected = sum(entry.expected for entry in entries if entry)
     damage = ""
     for url, entry in zip(urls, entries):

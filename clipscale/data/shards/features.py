@@ -25,11 +25,11 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.store import Store
 
 # The file beside the shards that describes each teacher's features.
-NOTE = "features.json"
+FEATURES_FILE = "features.json"
 
 
 class TeacherNote(TypedDict, total=False):
-    """The entry of a teacher in NOTE, as far as training reads it."""
+    """The entry of a teacher in FEATURES_FILE, as far as training reads it."""
 
     width: int
     dtype: str
@@ -124,8 +124,8 @@ def _reader(name: str, url: str, note: TeacherNote, captions: Sequence[str], sca
         teacher = TeacherFeatures(f"{name}.npy", width, str(dtype), float(note["scale"] if scale is None else scale))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"distill.teachers={name}: no {NOTE} beside {url} has its features; write them with `clipscale embed "
-            f"teacher={name}`"
+            f"distill.teachers={name}: no {FEATURES_FILE} beside {url} has its features; write them with `clipscale "
+            f"embed teacher={name}`"
         ) from error
     if note.get("captions", captions) != captions:
         raise UserError(
@@ -139,7 +139,7 @@ def notes_beside(url: str) -> dict[str, TeacherNote]:
 
     Raises UserError for one that cannot be read.
     """
-    path = f"{folder_of_shard(url)}/{NOTE}"
+    path = f"{folder_of_shard(url)}/{FEATURES_FILE}"
     try:
         with closing(Store().open(path)[0]) as file:
             return dict(json.loads(file.read(MAX_TEXT_BYTES)))

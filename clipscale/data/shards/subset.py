@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 # A row of a table of weights: the halves of a uid or of a key's digest, and the weight.
-ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
-PAIR = np.dtype("u8,u8")
+WEIGHT_ROW_DTYPE = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
+UID_DTYPE = np.dtype("u8,u8")
 # Rows of a Parquet file that are read at a time. A few bytes may stand for many equal cells of a megabyte.
-ROWS = 2**10
+BATCH_ROWS = 2**10
 # Bytes of a column of a Parquet file that are read at a time.
-BUFFER = 1 << 20
+BUFFER_BYTES = 1 << 20
 # Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte.
 ROWS_PER_BYTE = 32
 # Bound on a weight: a reader counts a sample's repeats one by one.
@@ -99,7 +99,7 @@ class Subset:
         row = bisect_left(rows, halves, key=lambda row: row.item()[:2])
         if row == len(rows) or rows[row].item()[:2] != halves:
             return 0.0
-        return float(rows[row]["weight"]) if rows.dtype == ROW else 1.0
+        return float(rows[row]["weight"]) if rows.dtype == WEIGHT_ROW_DTYPE else 1.0
 
 
 def open_subset(file: SubsetFile) -> Subset:
@@ -130,9 +130,9 @@ def _read(file: SubsetFile, name: str) -> SampleTable:
         if file.path.suffix != ".npy":
             keys = files.read_text(file.path).split("\n")
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
-            return SampleTable(np.unique(digests.view(PAIR)), has_uids=False)
+            return SampleTable(np.unique(digests.view(UID_DTYPE)), has_uids=False)
         pairs = np.lib.format.open_memmap(file.path, mode="r")
-    if pairs.dtype != PAIR or pairs.ndim != 1:
+    if pairs.dtype != UID_DTYPE or pairs.ndim != 1:
         raise UserError(f"{file.setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
         raise UserError(f"{file.setting}: its rows are not in order; sort and save them again with numpy")
@@ -153,7 +153,7 @@ def _weights(file: SubsetFile, name: str) -> SampleTable:
         raise UserError(f"{file.setting}: has the columns {', '.join(names)}, not key or uid, and weight")
     cached = files.user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
-        rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
+        rows = np.concatenate([np.zeros(0, WEIGHT_ROW_DTYPE), *_rows_of(table, column)])
         rows = rows[np.lexsort((rows["f1"], rows["f0"]))]
         bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MAX_WEIGHT))  # NaN too
         halves = rows[["f0", "f1"]]
@@ -175,13 +175,15 @@ def _weights(file: SubsetFile, name: str) -> SampleTable:
 
 
 def parquet_file(file: str | Path) -> "ParquetFile":
-    """Raises UserError where pyarrow is not installed and for more rows than its bytes can tell apart, and what pyarrow
-    raises."""
+    """Open a Parquet file.
+
+    Raises UserError without pyarrow, and for more than ROWS_PER_BYTE rows a byte. Also raises what pyarrow raises.
+    """
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+    table = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
     size = Path(file).stat().st_size
     if table.metadata.num_rows > ROWS_PER_BYTE * size:
         raise UserError(
@@ -191,10 +193,10 @@ def parquet_file(file: str | Path) -> "ParquetFile":
 
 
 def _rows_of(table: "ParquetFile", column: str) -> Iterator[np.ndarray]:
-    """The rows of a Parquet file, ROWS at a time."""
+    """The rows of a Parquet file, BATCH_ROWS at a time."""
     to_digest = bytes.fromhex if column == "uid" else _digest
-    for batch in table.iter_batches(ROWS, columns=[column, "weight"]):
-        rows = np.empty(len(batch), ROW)
+    for batch in table.iter_batches(BATCH_ROWS, columns=[column, "weight"]):
+        rows = np.empty(len(batch), WEIGHT_ROW_DTYPE)
         halves = np.frombuffer(b"".join(map(to_digest, batch[column].to_pylist())), ">u8").reshape(-1, 2)
         rows["f0"] = halves[:, 0]
         rows["f1"] = halves[:, 1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.data.shards.features import NOTE
+from clipscale.data.shards.features import FEATURES_FILE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
 
@@ -122,7 +122,7 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
     if not folder.is_dir():
         raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
     with damaged_set_to_user_error(folder):
-        note = files.read_json(folder / NOTE)["features"]
+        note = files.read_json(folder / FEATURES_FILE)["features"]
         shards = files.read_json(folder / SHARDS_FILE)
         sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         for source in sources.values():

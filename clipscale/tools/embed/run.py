@@ -27,7 +27,7 @@ from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, without_query
 from clipscale.data.sample import IMAGE_TYPES, limits
 from clipscale.data.shards.errors import SourceError
-from clipscale.data.shards.features import NOTE, encoded_array, notes_beside
+from clipscale.data.shards.features import FEATURES_FILE, encoded_array, notes_beside
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -127,7 +127,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
-    notes = read(out / NOTE)
+    notes = read(out / FEATURES_FILE)
     format_name = config.teacher or ARRAYS
     earlier = notes.get(format_name, {}) if notes else note
     for name, (before, now) in differences(earlier, note).items():
@@ -135,7 +135,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
         raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     others = notes_beside(next(iter(shards.values()))) if config.teacher else {}
-    files.write_json(out / NOTE, {**others, format_name: note})
+    files.write_json(out / FEATURES_FILE, {**others, format_name: note})
     return shards
 
 

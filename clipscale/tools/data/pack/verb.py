@@ -67,7 +67,7 @@ REMEDIES = {
     **dict.fromkeys(OTHER_PICTURES, "convert them to JPEG or PNG"),
 }
 # The words of pandas, R and databases for a missing text, and Excel's errors.
-NOTHING = re.compile(
+MISSING_VALUE = re.compile(
     r"nan|null|none|na|n/a|<na>|undefined|#(n/a|na|nv|ref!|value!|name\?|div/0!|null!|num!|bezug!|wert!|zahl!)",
     re.I,
 )
@@ -277,7 +277,7 @@ def captions_of(pair: Pair) -> list[str]:
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
-    captions = [text for text in map(visible_text, texts) if text and not NOTHING.fullmatch(text)]
+    captions = [text for text in map(visible_text, texts) if text and not MISSING_VALUE.fullmatch(text)]
     if not captions:
         raise BrokenSampleError("no_caption")
     if not all(map(is_text, captions)):
