@@ -15,7 +15,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
-from clipscale.common.run_folder import RESULT
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
@@ -30,6 +29,7 @@ from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.loss.runtime import LossRuntime, running_on
+from clipscale.run_folder.names import RESULT
 from clipscale.start.begin import RunParts, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state

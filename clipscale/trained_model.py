@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipscale import checkpoint
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import adapters
 from clipscale.models.weights.loading import completed_by_weights, without_weights
+from clipscale.run_folder.chosen_checkpoint import locate
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:

@@ -18,11 +18,11 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import read_yaml
-from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
+from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.step.step_inputs import StepAgreement
 from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model

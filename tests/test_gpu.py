@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from clipscale import checkpoint
-from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
@@ -29,6 +28,7 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
+from clipscale.run_folder.names import checkpoints_of
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers

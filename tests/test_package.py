@@ -352,7 +352,7 @@ def parts_of_models(*_: int) -> set[str]:
 
 def test_a_process_with_the_models_has_no_ranks() -> None:
     (parts,) = run_ranks(parts_of_models, 1)
-    assert parts == {"common", "config", "data", "models"}
+    assert parts - {"batch", "run_folder"} == {"common", "config", "data", "models"}
 
 
 def parts_of_the_libraries(*_: int) -> tuple[set[str], set[str], set[str]]:
@@ -369,4 +369,4 @@ def parts_of_the_libraries(*_: int) -> tuple[set[str], set[str], set[str]]:
 
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
     ((cache, beside, both),) = run_ranks(parts_of_the_libraries, 1)
-    assert cache == {"common", "step"} and not beside and not both & {"data", "config", "distributed"}
+    assert cache == {"batch", "common", "step"} and not beside and not both & {"data", "config", "distributed"}

@@ -17,7 +17,6 @@ import torch
 
 from clipscale import __version__, checkpoint
 from clipscale.common.errors import LoaderError
-from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -34,6 +33,7 @@ from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
 from clipscale.log.records import StepRecord
+from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.train import train
 from clipscale.trained_model import load_model

@@ -33,10 +33,10 @@ from clipscale.common.remote import (
     no_credentials,
     within_time,
 )
-from clipscale.common.run_folder import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_records_aside
+from clipscale.run_folder.names import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 # Beginning and end of messages about a store.

@@ -6,10 +6,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.chosen_checkpoint import Best
 from clipscale.common.errors import UserError
 from clipscale.common.files import UNFINISHED_END
-from clipscale.common.run_folder import EVAL, RUN_RECORDS, check_own, step_of
+from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.names import EVAL, RUN_RECORDS, check_own, step_of
 
 # Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
-from clipscale.common.run_folder import META
 from clipscale.robustness.limits import as_user_error
+from clipscale.run_folder.names import META
 
 FORMAT = 1
 SEPARATOR = "/"

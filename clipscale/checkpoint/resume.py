@@ -10,10 +10,10 @@ from pathlib import Path
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import checkpoints_of, path_or_run
 from clipscale.distributed.agreement import raise_together, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_checkpoint_aside
+from clipscale.run_folder.names import checkpoints_of, path_or_run
 
 log = logging.getLogger(__name__)
 

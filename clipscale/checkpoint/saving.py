@@ -28,10 +28,10 @@ from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
 from clipscale.common.ranks import local_rank
-from clipscale.common.run_folder import META, checkpoints_of, path_of
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
+from clipscale.run_folder.names import META, checkpoints_of, path_of
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
 FILES_APPEAR_WITHIN_S = 10.0

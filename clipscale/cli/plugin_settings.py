@@ -11,10 +11,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
-from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean, one_of
 from clipscale.config.train import TrainConfig
+from clipscale.run_folder.chosen_checkpoint import Goal
 
 # Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")

@@ -28,11 +28,9 @@ from clipscale.cli import train as cli_train
 from clipscale.cli.job_folder import JobFolder
 from clipscale.cli.plugin_settings import PluginSweep, common_words, compose_sweep, default_words, key_of
 from clipscale.common import files
-from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.record import Record, RunResult
-from clipscale.common.run_folder import RESULT
 from clipscale.common.signals import SIGNALS
 from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
 from clipscale.common.text import counted, one_of
@@ -41,6 +39,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.robustness.output import ignore_output_errors, prepare_output
+from clipscale.run_folder.chosen_checkpoint import Goal
+from clipscale.run_folder.names import RESULT
 from clipscale.tools.data.demo_folder import is_missing
 
 # Signals that come to the whole group of processes; the others are passed on to the children.

@@ -18,10 +18,10 @@ from clipscale.cli import train as cli_train
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import file_name, unused_path
-from clipscale.common.run_folder import run_folder
 from clipscale.common.terminal import print_failure, print_line
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
+from clipscale.run_folder.names import run_folder
 
 
 def main(name: str, line: Namespace) -> int:

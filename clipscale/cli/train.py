@@ -11,13 +11,13 @@ from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError
 from clipscale.common.files import check_writable
 from clipscale.common.record import RunResult
-from clipscale.common.run_folder import CONFIG, RESULT, check_own, path_of, run_folder
 from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, differences_from_file, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
+from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # Settings, and whole sections, that may differ while a complete run stays complete. They change its weights by rounding

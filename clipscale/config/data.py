@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
+from clipscale.batch.text_layout import TextLayout
 from clipscale.common.errors import UserError
-from clipscale.common.text_layout import TextLayout
 from clipscale.config.conditions import parse_caption_sources, parse_conditions
 from clipscale.config.setting import setting
 

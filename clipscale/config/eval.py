@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.common.files import file_name
-from clipscale.common.run_folder import CONFIG, run_folder, settings_of_run
 from clipscale.common.text import did_you_mean
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.setting import differences, setting
+from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.names import CONFIG, run_folder, settings_of_run
 
 # The settings that a model has outside of training.
 EVAL_MODEL_SETTINGS = (

@@ -7,16 +7,16 @@ import os
 import re
 from dataclasses import dataclass
 
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common import files
-from clipscale.common.chosen_checkpoint import Goal
 from clipscale.common.errors import UserError
-from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.text import did_you_mean, one_of
 from clipscale.common.units import parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
+from clipscale.run_folder.chosen_checkpoint import Goal
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."

@@ -14,7 +14,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.files import unused_path
 from clipscale.common.remote import check_copy_address
-from clipscale.common.run_folder import path_or_run, run_folder
 from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, format_decimal, parse_count
 from clipscale.config import sections
@@ -26,6 +25,7 @@ from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import UNSET, Section, differences, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
+from clipscale.run_folder.names import path_or_run, run_folder
 
 # Epochs of a run without a length in its settings.
 EPOCHS = 32.0

@@ -3,13 +3,13 @@
 import shlex
 from pathlib import Path
 
-from clipscale.common.chosen_checkpoint import Best
 from clipscale.common.record import RunResult
-from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.common.terminal import log_line
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import ResultsFile
 from clipscale.log.table import print_results, with_start
+from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.names import checkpoints_of, step_of
 
 
 def log_end(result: RunResult, precision: object, expected: Expected, best: Best | None) -> None:

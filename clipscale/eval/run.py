@@ -18,13 +18,13 @@ from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.poll import Poll, no_poll
 from clipscale.common.record import EvalRecord, Metrics, Results
-from clipscale.common.run_folder import EVAL, read_evaluation
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
 from clipscale.robustness.moving_aside import read_or_move_aside
+from clipscale.run_folder.names import EVAL, read_evaluation
 
 
 @dataclass(frozen=True)

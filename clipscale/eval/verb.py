@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import cast
 
 from clipscale.common.record import Results
-from clipscale.common.run_folder import settings_of_run
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.distributed.agreement import raise_together, run_on_rank0
@@ -16,6 +15,7 @@ from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
+from clipscale.run_folder.names import settings_of_run
 from clipscale.step.precision import Precision
 from clipscale.trained_model import load_run_or_weights
 

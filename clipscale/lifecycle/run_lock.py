@@ -12,7 +12,7 @@ from typing import IO
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import LOCK
+from clipscale.run_folder.names import LOCK
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TypedDict
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord
-from clipscale.common.run_folder import EVAL, METRICS, read_evaluation
+from clipscale.run_folder.names import EVAL, METRICS, read_evaluation
 
 
 class StepRecord(TypedDict, total=False):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import first_existing
-from clipscale.common.run_folder import checkpoints_of
 from clipscale.common.units import format_bytes
+from clipscale.run_folder.names import checkpoints_of
 
 
 def check_room(run_dir: Path, size: int) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from clipscale.common import files
 from clipscale.common.files import DAMAGED, reason_of, unused_path
-from clipscale.common.run_folder import EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
+from clipscale.run_folder.names import EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clipscale import checkpoint
-from clipscale.common.chosen_checkpoint import Best, Goal
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
 from clipscale.config.expected import SOURCE, bands_of
@@ -17,6 +16,7 @@ from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
+from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
 from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume

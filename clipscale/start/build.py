@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from clipscale import checkpoint
-from clipscale.common.chunks import ChunkSizes
+from clipscale.batch.chunks import ChunkSizes
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.errors import UserError
-from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory
 from clipscale.common.modules import is_frozen
 from clipscale.common.rng import RandomState

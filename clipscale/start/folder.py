@@ -5,11 +5,11 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common import ranks
-from clipscale.common.run_folder import CONFIG
 from clipscale.config.train import TrainConfig, difference_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
+from clipscale.run_folder.names import CONFIG
 from clipscale.start.settle import SettledRun
 from clipscale.step.optim import Schedule
 

@@ -9,7 +9,6 @@ from clipscale import checkpoint
 from clipscale.checkpoint import CheckpointState
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cpu_has_bf16
-from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of
@@ -19,6 +18,7 @@ from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights.loading import completed_by_weights
+from clipscale.run_folder.names import checkpoints_of
 from clipscale.step.chunk_sizes import check_sizes
 
 

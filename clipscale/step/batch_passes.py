@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from torch import Tensor
 
+from clipscale.batch.text_layout import TextLayout
 from clipscale.common.poll import Poll
-from clipscale.common.text_layout import TextLayout
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.step.cache.grad_cache import GradCache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.common.modules import trains

@@ -2,8 +2,8 @@
 
 import torch
 
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common import ranks
-from clipscale.common.keep_budget import KeepBudget
 from clipscale.common.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.cache.kept_graphs import free_gpu_memory

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.poll import Poll
 from clipscale.data.loader.captions import SortedCaptions

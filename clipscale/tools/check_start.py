@@ -2,7 +2,6 @@
 
 from clipscale.checkpoint import check_copy
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import run_folder
 from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
 from clipscale.config.data import DataConfig
@@ -13,6 +12,7 @@ from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import completed_by_weights
+from clipscale.run_folder.names import run_folder
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo_folder import is_missing
 

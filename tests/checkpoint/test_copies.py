@@ -20,10 +20,10 @@ from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint, restore_fr
 from clipscale.checkpoint.folder import discard
 from clipscale.cli.train import result_if_complete
 from clipscale.common import remote
-from clipscale.common.run_folder import checkpoints_of, path_of
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
+from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps

@@ -19,18 +19,18 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.checkpoint.loading import verify
-from clipscale.common.chosen_checkpoint import Best, Goal, locate
-from clipscale.common.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
-from clipscale.common.run_folder import checkpoints_of, path_of
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_outdated_aside
+from clipscale.run_folder.chosen_checkpoint import Best, Goal, locate
+from clipscale.run_folder.names import checkpoints_of, path_of
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result
 from tests.support.user_errors import refused

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig
 from clipscale.log.records import read_metrics
+from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, ten_step_config
 

@@ -13,8 +13,8 @@ from clipscale import checkpoint
 from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import path_of
 from clipscale.distributed.world import World
+from clipscale.run_folder.names import path_of
 from tests.support.checkpoints import save, saver_of
 from tests.support.ranks import run_ranks
 

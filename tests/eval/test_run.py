@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from clipscale import checkpoint
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
@@ -21,6 +20,7 @@ from clipscale.eval.encode import EvalEncoder, gather_batches
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
+from clipscale.run_folder.chosen_checkpoint import locate
 from clipscale.train import train
 from tests.data.files import write_tar
 from tests.eval.sets import (

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CheckpointConfig
 from clipscale.config.stages import StageConfig
@@ -20,6 +19,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.models import lora
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.adapters import merge_run_adapters
+from clipscale.run_folder.chosen_checkpoint import locate
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train

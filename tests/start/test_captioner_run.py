@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import path_of
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
@@ -16,6 +15,7 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
+from clipscale.run_folder.names import path_of
 from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.killed_runs import whole_and_killed

@@ -16,7 +16,6 @@ from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.cli import compose
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 from clipscale.config.model import TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
@@ -25,6 +24,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
+from clipscale.run_folder.names import checkpoints_of, path_of, step_of
 from clipscale.start.begin import begin
 from clipscale.train import train
 from tests.support import runs

@@ -13,7 +13,6 @@ from torch import nn
 
 from clipscale.cli import train as verb
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import RESULT
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
@@ -24,6 +23,7 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
+from clipscale.run_folder.names import RESULT
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build
 from clipscale.start.settle import precision_notices, settle

@@ -17,12 +17,12 @@ import torch._inductor.config
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
-from clipscale.common.run_folder import path_of
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models.families import Family
 from clipscale.models.towers import build_model
+from clipscale.run_folder.names import path_of
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
 from tests.conftest import Capture

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows

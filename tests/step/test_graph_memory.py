@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.config.sections import CacheConfig, OptimConfig
 from clipscale.distributed.world import World
 from clipscale.step import graph_memory

@@ -9,12 +9,12 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import checkpoints_of
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig
 from clipscale.config.train import TrainConfig
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.models.towers import build_model
+from clipscale.run_folder.names import checkpoints_of
 from clipscale.step.precision import Precision
 from clipscale.step.rollback import rollback_on_error
 from clipscale.train import train

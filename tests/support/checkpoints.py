@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from clipscale import checkpoint
-from clipscale.common.run_folder import checkpoints_of, path_of, step_of
 from clipscale.config.model import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
+from clipscale.run_folder.names import checkpoints_of, path_of, step_of
 
 # A run of one process.
 ONE_RANK = World(0, 1, torch.device("cpu"))

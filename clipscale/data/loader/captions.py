@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.common.chunks import Span, equal_spans
+from clipscale.batch.chunks import Span, equal_spans
 from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.common.text_layout import ONE_CAPTION, TextLayout
+from clipscale.batch.text_layout import ONE_CAPTION, TextLayout
 from clipscale.common.units import format_bytes
 from clipscale.data.shards.features import TeacherFeatures
 

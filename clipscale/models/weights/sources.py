@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.common.record import Record
 from clipscale.common.remote import announced
-from clipscale.common.run_folder import META, is_run, run_folder
 from clipscale.common.text import did_you_mean
 from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
@@ -33,6 +31,8 @@ from clipscale.models.weights.descriptions import (
 )
 from clipscale.models.weights.names import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
+from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.names import META, is_run, run_folder
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clipscale.common.chunks import Span
+from clipscale.batch.chunks import Span
 
 
 @runtime_checkable

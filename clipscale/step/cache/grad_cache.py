@@ -29,8 +29,8 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.chunks import equal_spans
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.chunks import equal_spans
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
 from clipscale.step.cache.graph_budget import GraphBudget

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.step.cache.kept_graphs import KeptGraphs, OnShortMemory, largest_of_ranks
 
 log = logging.getLogger(__name__)

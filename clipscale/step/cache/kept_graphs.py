@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.step.cache.chunk_output import ChunkOutput
 
 # A graph is kept only if the free memory is this many times its bytes. The graphs of `cache.keep=auto` always fit,

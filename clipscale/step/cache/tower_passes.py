@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.common.chunks import Span, equal_spans
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.chunks import Span, equal_spans
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState

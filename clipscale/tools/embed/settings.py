@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
 from clipscale.config.setting import setting
+from clipscale.run_folder.chosen_checkpoint import locate
 
 # The features of a sample, in the order of a row.
 IMAGE, TEXT = SIDES = ("image", "text")

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
 from clipscale.config.setting import setting
+from clipscale.run_folder.chosen_checkpoint import locate
 
 
 @dataclass(frozen=True)

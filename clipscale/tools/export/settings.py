@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common.chosen_checkpoint import locate
 from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.eval import RunModel, existing_run
 from clipscale.config.setting import setting
+from clipscale.run_folder.chosen_checkpoint import locate
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import settings_of_run
 from clipscale.common.terminal import print_line
 from clipscale.config.eval import existing_run
 from clipscale.config.model import ModelConfig
@@ -21,6 +20,7 @@ from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel
+from clipscale.run_folder.names import settings_of_run
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.chunks import ChunkSizes
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
 from clipscale.config.train import TrainConfig

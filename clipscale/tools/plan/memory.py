@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
-from clipscale.common.keep_budget import KeepBudget
+from clipscale.batch.keep_budget import KeepBudget
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.tools.plan import ASSUMED

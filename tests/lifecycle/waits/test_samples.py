@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from clipscale.common.errors import StoppedError
-from clipscale.common.run_folder import checkpoints_of, step_of
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig, EvalConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.shard_stream import ShardStream
 from clipscale.log.records import read_metrics
+from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.train import train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from clipscale.checkpoint.loading import verify
 from clipscale.cli.main import main as command
 from clipscale.common.errors import StoppedError
-from clipscale.common.run_folder import path_of
 from clipscale.config.sections import EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.shards.index import lookup, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.launch import local
+from clipscale.run_folder.names import path_of
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation

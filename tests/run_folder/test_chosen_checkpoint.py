@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import files
-from clipscale.common.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from tests.support.checkpoints import write_result
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.run_folder import EVAL, checkpoints_of, path_of, read_evaluation, settings_of_run, step_of
 from clipscale.common.terminal import log_line, log_warning
+from clipscale.run_folder.names import EVAL, checkpoints_of, path_of, read_evaluation, settings_of_run, step_of
 
 # Metrics that are better if they are lower.
 LOWER_IS_BETTER = ("loss", "caption_loss", "perplexity", "broken")
