@@ -252,8 +252,10 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
 
 
 def check_answers(url: str) -> None:
-    """Ask for some object below a pattern or folder: a listing may take minutes, also of a server that answers. Raises
-    UserError."""
+    """Ask for some object below a pattern or folder: a listing may take minutes, also of a server that answers.
+
+    Raises SourceError for an unknown host, and as `look_up`.
+    """
     some = PATTERN.split(url, maxsplit=1)[0].rstrip("/") + "/0.tar"
     error = look_up([some], f"a first answer, before {url} is listed").get(some)
     if error and error.reason == UNKNOWN_HOST:

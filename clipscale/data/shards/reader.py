@@ -343,6 +343,7 @@ def read_shard(
     - `repeated_member`: an extension comes twice. If it is the first member's, it begins another sample instead.
     - `link`: a link leads out of the tar. Other links give what they stand for.
     - `too_large`: a member to read is over its size limit.
+    - `outdated_index`: the index does not say where the sample ends, or is an earlier version's.
 
     Members' names are never used as paths.
     """

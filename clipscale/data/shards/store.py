@@ -24,7 +24,8 @@ from clipscale.data.addresses import is_local
 from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, TransientError, start_request
 
-# A shard is given up after this many failed retries in a row: about a minute.
+# A shard is given up after this many failed retries in a row. The waits between them take about 45 seconds; a request
+# without an answer takes up to 94 seconds more.
 RETRIES = 8
 # Bytes of a request.
 REQUEST_BYTES = 4 << 20
@@ -55,7 +56,8 @@ class Store:
     def open(self, url: str) -> tuple[io.BufferedReader, ObjectState]:
         """The shard's bytes as a seekable file, which the caller closes, and its state.
 
-        Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
+        Raises OSError for a local file. For a remote one raises SourceError (`unreachable_shard`, `missing_shard` ...),
+        and UserError without credentials.
         """
         if is_local(url):
             state = self.state(url)  # first: opening a pipe would wait
@@ -86,7 +88,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
     """Bytes start..stop of an object, or the first of them if the answer was cut off, and the object's state.
 
     `request`: the first attempt, if one is under way. The store counts failures. Raises SourceError:
-    `unreachable_shard` after RETRIES + 1 failures.
+    `unreachable_shard` after RETRIES + 1 failures; and UserError without credentials.
     """
     failures = 0
     while True:

@@ -51,7 +51,7 @@ def templates(root: Path, *, imagenet: bool = False) -> list[str]:
 
 
 def read(file: Path) -> str:
-    """A text of a set, in the encoding of its byte order mark, or in UTF-8. Raises UserError."""
+    """The text of a file of a set, decoded by `encoding_of`. Raises UserError."""
     try:
         return text_of(file.read_bytes())
     except BrokenSampleError as error:

@@ -29,8 +29,9 @@ class FeaturesNote(TypedDict):
     """The origin of features: the weights that compute them, and how their inputs are made."""
 
     model: str
-    # Digests of the weights of both towers.
+    # The digest of the image tower's weights.
     weights: str
+    # The digest of the text tower's weights.
     text: str
     # D.
     width: int

@@ -16,7 +16,7 @@ MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES
 
 
 def lines_of(file: Path) -> Iterator[str]:
-    """A text's lines, decoded by its byte order mark, or else as UTF-8. Wrong bytes become lone surrogates.
+    """A text's lines, decoded by `encoding_of`. Wrong bytes become lone surrogates.
 
     Raises UserError for another encoding, that is, if most of the first lines with letters beyond ASCII are not UTF-8.
     """
