@@ -14,12 +14,19 @@ from clipscale.run_folder.chosen_checkpoint import locate
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
-    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
+    """The model of a run's checkpoint; see `load_checkpoint`. `which`: as `locate` takes it.
 
-    `which` is `latest`, `best`, a step number, or a path; `weights` is `trained` or `ema`, their moving average.
-    Adapters are merged. Raises UserError where there is no such checkpoint or average.
+    Raises UserError where there is no such checkpoint or average.
     """
-    path = locate(run, which)
+    return load_checkpoint(locate(run, which), weights)
+
+
+def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
+    """The trained model of a checkpoint, in evaluation mode on the CPU, its settings, and its step.
+
+    `weights` is `trained` or `ema`, their moving average. Adapters are merged. Raises UserError for a damaged
+    checkpoint, and where there is no average.
+    """
     with to_user_error(f"checkpoint {path} holds no model"):
         state = checkpoint.load(path, entries=("model", "ema"))
         if weights == "ema" and not state.ema:

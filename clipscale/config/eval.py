@@ -27,7 +27,7 @@ class RunModel:
 
     run: str = setting("", "NAME of the run's folder under runs/, or its path.")
     checkpoint: str = setting(
-        "latest", "`latest`, `best` (by the run's `checkpoint.best`), a step's number, or a path."
+        "latest", "`latest`, `best` (by the run's `checkpoint.best`), a step's number, or the checkpoint's path."
     )
     step: str = setting("", "`best`, or a step's number: another word for `checkpoint`.")
 

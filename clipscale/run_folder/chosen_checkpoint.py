@@ -136,15 +136,17 @@ def best_of(run: Path) -> Path:
 
 
 def locate(run: Path, which: str) -> Path:
-    """A run's checkpoint: `latest`, `best`, a step number, or a path. Raises UserError where there is none."""
+    """A run's checkpoint: `latest`, `best`, a step number, or its path. Raises UserError where there is none."""
     if which == "best":
         return best_of(run)
+    checkpoints = checkpoints_of(run)
     if which == "latest":
-        checkpoints = checkpoints_of(run)
         if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return checkpoints[-1]
     path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
     if not path.exists():
         raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
+    if path.resolve() not in [own.resolve() for own in checkpoints]:  # its results would replace those of the run
+        raise UserError(f"checkpoint={which}: no checkpoint of {run}; give a step of it, or the other run=NAME")
     return path

@@ -1,5 +1,6 @@
 """The eval verb on real checkpoints: of a run, of all its steps, and of any other weights."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import completed_by_weights
+from clipscale.run_folder.names import path_of
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
 from tests.support.checkpoints import ONE_RANK, save_model
 from tests.support.runs import ARCHITECTURE, four_step_config
 from tests.support.towers import architecture
+from tests.support.user_errors import refused
 
 TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))
 
@@ -88,6 +91,21 @@ def test_verbs_and_weights_take_the_best_checkpoint(tmp_path: Path, sets: list[s
     for weights in (tmp_path / "out", f"{run}::best"):
         started = build_model(completed_by_weights(ModelConfig(name="", weights=str(weights))))
         assert torch.equal(started.text.encoder.token_embedding.weight, rows)
+
+
+def test_a_checkpoint_of_another_run_or_set_aside_leaves_the_runs_results(tmp_path: Path, sets: list[str]) -> None:
+    for name in ("mine", "other"):
+        torch.manual_seed(len(name))
+        save_model(tmp_path / name, build_model(TINY), TINY)
+    mine = path_of(tmp_path / "mine", 7)
+    config = EvalConfig(sets=sets)
+    evaluated(tmp_path / "mine", str(mine), eval=config)
+    before = read_evaluations(tmp_path / "mine")
+    aside = shutil.copytree(mine, mine.with_name(f"{mine.name}.aside"))
+    for path in (path_of(tmp_path / "other", 7), aside):
+        with refused(f"checkpoint={path}: no checkpoint of {tmp_path / 'mine'}; give .*run=NAME"):
+            evaluated(tmp_path / "mine", str(path), eval=config)
+    assert read_evaluations(tmp_path / "mine") == before
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Capture) -> None:

@@ -9,7 +9,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import Weights, without_weights
 from clipscale.models.weights.sources import find
-from clipscale.trained_model import load_model
+from clipscale.trained_model import load_checkpoint
 
 
 def average(
@@ -51,7 +51,7 @@ def weights_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> 
         architecture = source.model if source.model.name else without_weights(config)
         theirs = build_model(replace(architecture, weights=other))
     else:
-        theirs, trained, _ = load_model(source.path, str(source.path), weights)
+        theirs, trained, _ = load_checkpoint(source.path, weights)
         pixels = trained.pixels
     state = theirs.state_dict()
     if {name: weight.shape for name, weight in state.items()} != {name: weight.shape for name, weight in ours.items()}:
