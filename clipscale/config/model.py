@@ -127,6 +127,16 @@ class ModelConfig:
         """Whether the model has a decoder of captions."""
         return "multimodal_cfg" in self.description
 
+    @property
+    def weight_settings(self) -> list[tuple[str, str]]:
+        """The settings that name weights, each with its value."""
+        values = {
+            "model.weights": self.weights,
+            "model.image.weights": self.image.weights,
+            "model.text.weights": self.text.weights,
+        }
+        return [(setting, value) for setting, value in values.items() if value]
+
     def check_parts(self) -> None:
         """Raise UserError for an `architecture` without one of its parts."""
         for section in ("embed_dim", "vision_cfg", "text_cfg"):

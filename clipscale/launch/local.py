@@ -128,7 +128,7 @@ def launch(config: LaunchSettings, main: str = TRAIN_FUNCTION, *, isolated: bool
 def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
     """The function of this name. Its import does not find slow packages that the configured model does not need."""
     model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
-    fetches = any((model.weights, model.image.weights, model.text.weights))
+    fetches = bool(model.weight_settings)
     with hidden_packages(*unneeded_packages(model.description, fetches=fetches)):
         return cast(Callable[[LaunchSettings], object], resolve_name(name))
 

@@ -31,7 +31,7 @@ def main(config: TrainConfig) -> None:
     sources = config.data.train or []
     side, tokenizer = side_and_tokenizer(model)
     tokenizer([""])
-    if model.weights or model.image.weights or model.text.weights:
+    if model.weight_settings:
         build_model(model)
     shards = sets = 0
     if not is_missing(sources):  # a missing demo set is rendered at the start

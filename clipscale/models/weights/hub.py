@@ -43,10 +43,10 @@ def check_connection(model: ModelConfig) -> None:
 
 def repositories(model: ModelConfig) -> Iterator[str]:
     """The repositories that have a model's weights and tokenizer. Files and folders on this machine are left out."""
-    for value in filter(None, (model.weights, model.image.weights, model.text.weights)):
+    for setting, value in model.weight_settings:
         if value.startswith(HUB):
             yield value.removeprefix(HUB)
-        elif not local_source(value):
+        elif not local_source(value, setting):
             tag = pretrained().get_pretrained_cfg(model.name.replace("/", "-"), value)
             yield tag.get("hf_hub", "").rpartition("/")[0]
     tokenizer = model.description.get("text_cfg", {}).get("hf_tokenizer_name", "")

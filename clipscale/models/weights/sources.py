@@ -139,12 +139,8 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
 
 def check_tags(config: ModelConfig) -> None:
     """Raise UserError for tags of another model."""
-    for setting, weights in (
-        ("model.weights", config.weights),
-        ("model.image.weights", config.image.weights),
-        ("model.text.weights", config.text.weights),
-    ):
-        if config.name and weights and not weights.startswith(HUB) and not local_source(weights, setting):
+    for setting, weights in config.weight_settings:
+        if config.name and not weights.startswith(HUB) and not local_source(weights, setting):
             _pretrained(weights, config.name.replace("/", "-"), f"{setting}={weights!r}")
 
 

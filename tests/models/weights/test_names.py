@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clipscale.cli.train import check_weights
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.train import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.models.weights.hugging_face import MODEL_TYPES
 from clipscale.models.weights.loading import convert, read
@@ -276,6 +278,22 @@ def test_folders_that_are_nearly_weights_are_named_as_what_they_are(tmp_path: Pa
             local_source(str(places[name]))
     for name in ("image", "text"):
         assert local_source(str(places[name]), f"model.{name}.weights")
+
+
+@pytest.mark.parametrize(
+    ("tower", "content"),
+    [
+        ("image", {"model_type": "clip_vision_model"}),
+        ("image", {"architecture": "vit", "pretrained_cfg": {}}),
+        ("text", {"model_type": "clip_text_model"}),
+    ],
+)
+def test_a_folder_with_one_tower_is_taken_as_that_towers_weights(
+    tmp_path: Path, tower: str, content: dict[str, Any]
+) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    check_weights(TrainConfig(model=ModelConfig(**{tower: TowerConfig(str(tmp_path))})))
 
 
 def test_the_table_has_the_names_that_open_clip_gives(weights: State) -> None:
