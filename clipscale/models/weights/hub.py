@@ -42,7 +42,10 @@ def check_connection(model: ModelConfig) -> None:
 
 
 def repositories(model: ModelConfig) -> Iterator[str]:
-    """The repositories that have a model's weights and tokenizer. Files and folders on this machine are left out."""
+    """The repositories that have a model's weights and tokenizer. Files and folders on this machine are left out.
+
+    Raises UserError for a tokenizer's folder that is missing.
+    """
     for setting, value in model.weight_settings:
         if value.startswith(HUB):
             yield value.removeprefix(HUB)
@@ -51,4 +54,6 @@ def repositories(model: ModelConfig) -> Iterator[str]:
             yield tag.get("hf_hub", "").rpartition("/")[0]
     tokenizer = model.description.get("text_cfg", {}).get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():
+        if Path(tokenizer).is_absolute():
+            raise UserError(f"model.name={model.name}: its tokenizer's folder {tokenizer} is missing; put it there again")
         yield tokenizer

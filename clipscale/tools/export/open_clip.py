@@ -12,7 +12,11 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of, overrides_timm_sizes
+from clipscale.models.weights.descriptions import SAFE_TEXT
 from clipscale.models.weights.loading import Weights
+
+# Takes the place of a tokenizer's folder in a description. Readers of an export find the tokenizer in the export.
+TOKENIZER = "tokenizer"
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
@@ -51,6 +55,8 @@ def open_clip_description(model: ClipModel, config: ModelConfig) -> Record:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
     details["vision_cfg"].pop("patch_dropout", None)  # for training only
+    if not SAFE_TEXT.fullmatch(details["text_cfg"].get("hf_tokenizer_name") or TOKENIZER):  # a folder
+        details["text_cfg"]["hf_tokenizer_name"] = TOKENIZER
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
     content = {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}

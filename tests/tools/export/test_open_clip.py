@@ -14,6 +14,8 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.loading import completed_by_weights
+from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.open_clip import check_rebuilt_by_open_clip
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
@@ -121,6 +123,22 @@ def test_the_file_names_the_step_and_the_description_has_nothing_of_the_training
         assert file.metadata()["step"] == "7"
     description = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
     assert "patch_dropout" not in description["vision_cfg"]
+
+
+def test_a_tokenizer_of_its_own_is_found_in_the_exported_folder(tmp_path: Path) -> None:
+    """The description has no path, and both programs read the folder from wherever it is."""
+    pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+    (tmp_path / "words").mkdir()
+    write_tokenizer(tmp_path / "words", 12)
+    text = ARCHITECTURE["text_cfg"] | {"hf_tokenizer_name": str(tmp_path / "words")}
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE | {"text_cfg": text}))
+    out = main(ExportSettings(run=str(tmp_path / "run"))).rename(tmp_path / "moved")
+    expected = model.tokenizer(["a red ring"])
+    (tmp_path / "words").rename(tmp_path / "gone")
+    assert str(tmp_path) not in (out / "open_clip_config.json").read_text()
+    again = build_model(completed_by_weights(ModelConfig("", weights=str(out))))
+    assert torch.equal(again.tokenizer(["a red ring"]), expected)
+    assert torch.equal(open_clip.get_tokenizer(f"local-dir:{out}")(["a red ring"]), expected)
 
 
 SIGLIP = "vit_base_patch16_siglip_224"
