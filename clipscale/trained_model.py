@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, to_user_error
@@ -10,6 +11,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import adapters
 from clipscale.models.weights.loading import completed_by_weights, without_weights
+from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.chosen_checkpoint import locate
 
 
@@ -39,13 +41,15 @@ def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, Mo
 
 
 def load_run_or_weights(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., ModelConfig]
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., Any]
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
 
+    Rank 0 finds the checkpoint, which is then the same on every rank even if the run saves another one meanwhile.
     Raises UserError.
     """
     if run is not None:
-        return load_model(run, which, weights)
+        return load_checkpoint(on_rank0(lambda: locate(run, which)), weights)
     config = on_rank0(lambda: completed_by_weights(config))
-    return build_model(config).eval(), config, None
+    found = on_rank0(lambda: with_checkpoints_of_runs(config))
+    return build_model(found).eval(), config, None

@@ -2,8 +2,10 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,18 +14,22 @@ from clipscale.cli.main import main as command
 from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.config.eval import EvalRunConfig
-from clipscale.config.model import ModelConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
+from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.world import World
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import completed_by_weights
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
+from clipscale.trained_model import load_run_or_weights
 from tests.conftest import Capture
 from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
 from tests.support.checkpoints import ONE_RANK, save_model
+from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, four_step_config
 from tests.support.towers import architecture
 from tests.support.user_errors import refused
@@ -106,6 +112,29 @@ def test_a_checkpoint_of_another_run_or_set_aside_leaves_the_runs_results(tmp_pa
         with refused(f"checkpoint={path}: no checkpoint of {tmp_path / 'mine'}; give .*run=NAME"):
             evaluated(tmp_path / "mine", str(path), eval=config)
     assert read_evaluations(tmp_path / "mine") == before
+
+
+def loaded(rank: int, world_size: int, run: Path) -> list[str]:
+    """The image towers of a run, and of weights that name it. Only rank 0 sees the newest checkpoint, as if the run had
+    just saved."""
+    world = World(rank, world_size, torch.device("cpu"))
+    seen = patch("clipscale.run_folder.chosen_checkpoint.checkpoints_of", lambda run: checkpoints_of(run)[: 2 - rank])
+    weights = ModelConfig(name="", weights=str(run), image=TowerConfig(weights=str(run)))
+    with seen:
+        models = [
+            load_run_or_weights(*chosen, partial(run_on_rank0, world))[0]
+            for chosen in ((run, "latest", "trained", TINY), (None, "latest", "trained", weights))
+        ]
+    return [model.image.digest() for model in models]
+
+
+def test_all_ranks_evaluate_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
+    """The run may save another one meanwhile."""
+    for step in (2, 4):
+        torch.manual_seed(step)
+        newest = build_model(TINY)
+        save_model(tmp_path / "run", newest, TINY, step)
+    assert run_ranks(loaded, 2, tmp_path / "run") == [[newest.image.digest()] * 2] * 2
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Capture) -> None:

@@ -23,14 +23,14 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
-from clipscale.run_folder.names import RESULT
+from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build
 from clipscale.start.settle import precision_notices, settle
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
-from tests.support.checkpoints import ONE_RANK
+from tests.support.checkpoints import ONE_RANK, save_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     ARCHITECTURE,
@@ -113,6 +113,28 @@ def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_pat
     other = replace(config, run=str(tmp_path / "other"), cache=CacheConfig())
     resumed = replace(other, run=str(tmp_path / "resumed"), resume=str(tmp_path / "run"))
     assert run_ranks(started, 2, other, resumed) == [([0, 2], [False, False])] * 2
+
+
+def started_from(rank: int, world_size: int, config: TrainConfig) -> str:
+    """Begin a run. Only rank 0 sees the newest checkpoint of the run that it begins from. Returns the locked tower."""
+    seen = mock.patch(
+        "clipscale.run_folder.chosen_checkpoint.checkpoints_of", lambda run: checkpoints_of(run)[: 2 - rank]
+    )
+    with seen:
+        run = train_loop(config, World(rank, world_size, torch.device("cpu")))
+    run.stream.close()
+    return run.train_step.model.image.digest()
+
+
+def test_ranks_start_from_one_checkpoint_of_a_run_that_trains_on(shards: str, tmp_path: Path) -> None:
+    config = four_step_config(shards, tmp_path / "run", precision="fp32")
+    for step in (2, 4):
+        torch.manual_seed(step)
+        newest = build_model(config.model)
+        save_model(tmp_path / "run", newest, config.model, step)
+    model = replace(config.model, weights=str(tmp_path / "run"), image=TowerConfig(train="none"))
+    tuned = replace(config, run=str(tmp_path / "tuned"), model=model)
+    assert run_ranks(started_from, 2, tuned) == [newest.image.digest()] * 2
 
 
 @pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])

@@ -144,6 +144,26 @@ def check_tags(config: ModelConfig) -> None:
             _pretrained(weights, config.name.replace("/", "-"), f"{setting}={weights!r}")
 
 
+def with_checkpoints_of_runs(config: ModelConfig) -> ModelConfig:
+    """The settings with a checkpoint's path for each run that they name, whose newest one may soon be another.
+
+    Raises UserError.
+    """
+
+    def found(weights: str | None, setting: str) -> str | None:
+        source = local_source(weights, setting) if weights else None
+        if source is None or source.shards:
+            return weights
+        return SET.join(filter(None, (str(source.path), source.key)))
+
+    return replace(
+        config,
+        weights=found(config.weights, "model.weights"),
+        image=replace(config.image, weights=found(config.image.weights, "model.image.weights")),
+        text=replace(config.text, weights=found(config.text.weights, "model.text.weights")),
+    )
+
+
 def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
     """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
     theirs = source.model

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
-from clipscale.config.model import ModelConfig
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.join import init_world
@@ -88,7 +88,7 @@ def open_explorer(config: ExploreConfig) -> Explorer:
     return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
 
 
-def load_matching(config: ExploreConfig, on_rank0: Callable[..., ModelConfig]) -> tuple[ClipModel, str, EmbeddedSet]:
+def load_matching(config: ExploreConfig, on_rank0: Callable[..., Any]) -> tuple[ClipModel, str, EmbeddedSet]:
     """The model, its name on the page, and the set. Raises UserError if the set has features of another model."""
     (folder,) = config.data.train or []
     embedded = open_embedded_set(Path(folder).expanduser())
