@@ -55,5 +55,7 @@ def repositories(model: ModelConfig) -> Iterator[str]:
     tokenizer = model.description.get("text_cfg", {}).get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():
         if Path(tokenizer).is_absolute():
-            raise UserError(f"model.name={model.name}: its tokenizer's folder {tokenizer} is missing; put it there again")
+            raise UserError(
+                f"model.name={model.name}: its tokenizer's folder {tokenizer} is missing; put it there again"
+            )
         yield tokenizer

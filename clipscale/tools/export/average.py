@@ -7,8 +7,9 @@ from dataclasses import replace
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.loading import Weights, without_weights
-from clipscale.models.weights.sources import find
+from clipscale.models.weights.descriptions import difference
+from clipscale.models.weights.loading import AVERAGE, Weights, fit_positions, without_weights
+from clipscale.models.weights.sources import SET, find
 from clipscale.trained_model import load_checkpoint
 
 
@@ -21,8 +22,9 @@ def average(
     float64, and a share of 1 gives that model bit for bit. Running statistics are averaged, too; counts come from the
     model with the largest share.
 
-    `others`: values of `model.weights`. `weights`: `trained` or `ema`, which of a run's weights are taken. Raises
-    UserError for shares that do not add up to 1, and for models of another architecture or of other pixels.
+    `others`: values of `model.weights`. `weights`: `trained` or `ema`, which weights are taken of a run that is given
+    without `::ema`. Position embeddings are interpolated for the run's own sizes. Raises UserError for shares that do
+    not add up to 1, and for models of another architecture or of other pixels.
     """
     number = len(others) + 1
     chosen = [*shares] or [1 / number] * number
@@ -32,7 +34,7 @@ def average(
     totals: Weights = {}
     largest = chosen.index(max(chosen))
     for k, share in enumerate(chosen):  # one model at a time is in memory
-        state = weights_of(others[k - 1], ours, config, weights) if k else ours
+        state = weights_of(others[k - 1], model, config, weights) if k else ours
         for name, value in state.items():
             if value.is_floating_point() and share:
                 totals[name] = totals.get(name, 0) + share * value.double()
@@ -43,17 +45,25 @@ def average(
     return chosen
 
 
-def weights_of(other: str, ours: Weights, config: ModelConfig, weights: str) -> Weights:
-    """The weights of `other`. Raises UserError if its architecture or its pixels differ from `ours`."""
+def weights_of(other: str, model: ClipModel, config: ModelConfig, weights: str) -> Weights:
+    """The weights of `other`, in the sizes of `model`. Raises UserError for another architecture or other pixels."""
     source = find(other, config.name, "average")
+    differs = difference(config, source.model)
+    if config.is_captioner and source.model.name and not source.model.is_captioner:
+        differs = "without a decoder"
+    if differs:
+        raise UserError(f"average={other}: another architecture than the run's {config.name}, {differs}")
     if source.shards:
         pixels = replace(config, preprocess={**config.preprocess, **source.model.preprocess}).pixels
-        architecture = source.model if source.model.name else without_weights(config)
-        theirs = build_model(replace(architecture, weights=other))
+        state = build_model(replace(without_weights(config), weights=other)).state_dict()
     else:
-        theirs, trained, _ = load_checkpoint(source.path, weights)
+        if source.key not in ("", AVERAGE):
+            raise UserError(f"average={other}: the run has no {source.key!r}; leave {SET}{source.key} out")
+        theirs, trained, _ = load_checkpoint(source.path, source.key or weights)
         pixels = trained.pixels
-    state = theirs.state_dict()
+        state = theirs.state_dict()
+        fit_positions(state, model)
+    ours = model.state_dict()
     if {name: weight.shape for name, weight in state.items()} != {name: weight.shape for name, weight in ours.items()}:
         raise UserError(f"average={other}: another architecture than the run's {config.name}")
     if pixels != config.pixels:

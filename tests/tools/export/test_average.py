@@ -12,9 +12,10 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import build_model
 from clipscale.models.weights.loading import completed_by_weights
+from clipscale.tools.export.open_clip import weights
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
-from tests.support.checkpoints import save_model
+from tests.support.checkpoints import save, save_model
 from tests.support.towers import RESNET, architecture
 
 ARCHITECTURE = architecture(32, 8, 12) | {"vision_cfg": RESNET}
@@ -59,16 +60,46 @@ def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: P
     assert "0.5 tuned + 0.5 open_clip_model.safetensors (trained)" in (tuned / "export-average/README.md").read_text()
 
 
+def test_the_average_of_another_run_is_taken_where_it_is_chosen(tmp_path: Path) -> None:
+    config = ModelConfig("own", ARCHITECTURE)
+    trained, average = build_model(config), build_model(config)
+    ema = {"weights": dict(average.state_dict()), "updates": 3}
+    values = {"model": trained.state_dict(), "ema": ema, "model_config": {"name": "own", "architecture": ARCHITECTURE}}
+    save(tmp_path / "other", 3, values, keep=0)
+    run = saved(tmp_path / "run", 1)
+    expected = exported(tmp_path / "other", weights="ema")
+    result = exported(run, average=[f"run:{tmp_path}/other::ema"], shares=[0.0, 1.0])
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
+    with pytest.raises(UserError, match=r"average=.*other::typo.*: the run has no 'typo'; leave ::typo out"):
+        exported(run, average=[f"run:{tmp_path}/other::typo"])
+
+
+def test_a_start_of_another_resolution_and_context_is_resized_as_the_run_was(tmp_path: Path) -> None:
+    """The run has also a logit bias, which its start lacks."""
+    words = architecture(32, 8, 12)
+    folder = main(ExportSettings(run=str(saved(tmp_path / "start", 1, words))))
+    sizes: dict[str, Any] = {"image_size": 48, "context_length": 16}
+    for start, bias in ((str(folder), {"init_bias": -10.0}), (f"run:{tmp_path}/start", {})):
+        run = saved(tmp_path / f"run{len(bias)}", 2, words, **sizes, **bias)
+        result = exported(run, average=[start], shares=[0.0, 1.0])
+        begun = build_model(ModelConfig("own", words, weights=start, **sizes, **bias))
+        expected = weights(begun)
+        assert result.keys() == expected.keys()
+        assert all(torch.equal(result[name], expected[name]) for name in expected), start
+
+
 def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", 1)
-    saved(tmp_path / "wide", 1, ARCHITECTURE | {"embed_dim": 8})
+    exported(saved(tmp_path / "wide", 1, ARCHITECTURE | {"embed_dim": 8}))
     saved(tmp_path / "grey", 1, preprocess={"mean": [0.5] * 3})
     for other, shares, message in (
         ("wide", [], "average=.*wide: another architecture than the run's own"),
+        ("wide/export", [], "average=.*export: another architecture than the run's own, whose embed_dim is 8, not 16"),
         ("grey", [], r"average=.*grey: trained with another model\.preprocess"),
         ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
         ("run", [0.5, 0.4], "give 2 that add up to 1"),
         ("none", [], "average=.*none.*: there is no run"),
     ):
+        prefix = "" if "/" in other else "run:"
         with pytest.raises(UserError, match=message):
-            exported(run, average=[f"run:{tmp_path}/{other}"], shares=shares)
+            exported(run, average=[f"{prefix}{tmp_path}/{other}"], shares=shares)
