@@ -224,20 +224,24 @@ def fit_positions(weights: Weights, model: nn.Module) -> list[str]:
     for name, parameter in model.named_parameters():
         if name.endswith(POSITIONS) and name in weights and weights[name].shape != parameter.shape:
             tower = model.get_submodule(name.partition(".")[0])
-            weights[name] = interpolate_positions(weights[name], parameter.shape, getattr(tower, "encoder", tower))
+            encoder = getattr(tower, "encoder", tower)
+            class_tokens = int(f"{name.rpartition('.')[0]}.cls_emb" in weights)
+            weights[name] = interpolate_positions(weights[name], parameter.shape, encoder, class_tokens)
             names.append(name)
     return names
 
 
-def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Tensor:
+def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Module, class_tokens: int) -> Tensor:
     """Position embeddings of patches (bicubic) or tokens (linear) in another number, as by open_clip and timm.
 
-    positions: (..., T, W). shape: of the result; the same width. Other positions are returned as they are.
+    positions: (..., T, W). shape: of the result; the same width. Other positions are returned as they are. The
+    positions of an image tower's prefix tokens stay, and those of a text tower's last `class_tokens` tokens.
     """
     if positions.ndim != len(shape) or positions.shape[-1] != shape[-1]:
         return positions
     if isinstance(encoder, TextTransformer):
-        return F.interpolate(positions.T[None], size=shape[0], mode="linear")[0].T
+        captions, last = positions.split([len(positions) - class_tokens, class_tokens])
+        return torch.cat([F.interpolate(captions.T[None], size=shape[0] - class_tokens, mode="linear")[0].T, last])
     grid: Any = getattr(getattr(encoder, "trunk", None), "patch_embed", encoder)
     if not hasattr(grid, "grid_size"):
         return positions

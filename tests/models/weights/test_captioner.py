@@ -126,6 +126,19 @@ def test_clips_weights_begin_a_captioner(tmp_path: Path, caplog: pytest.LogCaptu
         built(weights=str(tmp_path / "part.safetensors"))
 
 
+def test_the_class_token_keeps_its_position_in_another_context(tmp_path: Path) -> None:
+    """The captions' positions alone are interpolated."""
+    trained = built(1)
+    save_file(weights(trained), tmp_path / "captioner.safetensors")
+    old = trained.text.encoder.positional_embedding
+    for length in (TOKENS - 7, TOKENS + 9):
+        model = built(weights=str(tmp_path / "captioner.safetensors"), context_length=length)
+        new = model.text.encoder.positional_embedding
+        assert torch.equal(new[-1], old[-1]) and len(new) == length + 1
+        expected = torch.nn.functional.interpolate(old[:-1].T[None], size=length, mode="linear")[0].T
+        assert torch.equal(new[:-1], expected)
+
+
 def test_an_experiments_captioner_begins_from_a_runs_two_towers(tmp_path: Path) -> None:
     """The weights' own architecture replaces that of an experiment, but would have no decoder."""
     config = compose.settings("train", compose.overrides("train", ["model=tiny"])[1]).model
