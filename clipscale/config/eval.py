@@ -20,6 +20,9 @@ EVAL_MODEL_SETTINGS = (
     "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
 )
 
+# Of these, the ones that the name of an evaluation's folder has.
+FOLDER_SETTINGS = ("image.weights", "text.weights", "image_size", "context_length")
+
 
 @dataclass(frozen=True)
 class RunModel:
@@ -151,6 +154,21 @@ def check_eval(config: EvalRunConfig) -> Path:
     if folder:
         locate(folder, config.which)
         return folder
-    named_model = "" if config.model.architecture else config.model.name
-    name = file_name("-".join(filter(None, ("eval", named_model, config.model.weights))))
-    return Path(config.out).expanduser() if config.out else run_folder(name)
+    return Path(config.out).expanduser() if config.out else run_folder(file_name(results_name(config.model)))
+
+
+def results_name(model: ModelConfig) -> str:
+    """The name of the folder of results of any weights. Other towers or sizes have another one."""
+    named_model = "" if model.architecture and model.weights else model.name
+    others = model_facts(model)
+    own = [f"{key}={others[key]}" for key in FOLDER_SETTINGS if key in others]
+    return "-".join(filter(None, ("eval", named_model, model.weights, *own)))
+
+
+def model_facts(model: ModelConfig) -> dict[str, object]:
+    """The settings that choose the model, beside its architecture and whole weights, where they are set."""
+    others = differences(asdict(ModelConfig()), asdict(model))
+    named = ("name", "architecture", "weights")
+    return {
+        key: value for key, (_, value) in others.items() if value is not None and key.partition(".")[0] not in named
+    }

@@ -7,7 +7,7 @@ from typing import cast
 
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
-from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
+from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run, model_facts
 from clipscale.distributed.agreement import raise_together, run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
@@ -62,7 +62,7 @@ def work(config: EvalRunConfig) -> Results:
                     partial(run_on_rank0, world),
                 ),
             )
-            source = {"model": settings.name, "source": config.model.weights}
+            source = {"model": settings.name, "source": config.model.weights} | model_facts(config.model)
             facts = {"checkpoint": Path(config.which).name} if run else source
             results = evaluate(
                 model.to(world.device),

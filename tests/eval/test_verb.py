@@ -1,5 +1,6 @@
 """The eval verb on real checkpoints: of a run, of all its steps, and of any other weights."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -159,6 +160,32 @@ def test_any_weights_are_evaluated_without_a_run(
     for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
         assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == expected
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 1, "by the name of the weights"
+
+
+def test_results_of_other_towers_and_sizes_lie_in_another_folder(
+    tmp_path: Path, model: ClipModel, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = "run:run/checkpoints/step_00000007"
+    save_model(tmp_path / "run", model, TINY)
+    own_text = TowerConfig(weights=weights)
+    models = [
+        replace(TINY, image=TowerConfig(weights=weights), text=own_text),
+        replace(TINY, text=own_text),
+        replace(TINY, name="other", text=own_text),
+        replace(TINY, weights=weights),
+        replace(TINY, weights=weights, image_size=24),
+    ]
+    for each in models:
+        main(EvalRunConfig(device="cpu", model=each, eval=EvalConfig(sets=sets[:1])))
+    noted = [
+        json.loads(path.read_text())["measured"]["classes"] for path in tmp_path.glob("runs/eval*/eval/final.json")
+    ]
+    keys = ("model", "source", "image.weights", "text.weights", "image_size")
+    assert sorted([str(facts.get(key)) for key in keys] for facts in noted) == sorted(
+        [str(value) for value in (each.name, each.weights, each.image.weights, each.text.weights, each.image_size)]
+        for each in models
+    )
 
 
 def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Capture) -> None:
