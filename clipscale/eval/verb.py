@@ -1,6 +1,7 @@
 """The verb `clipscale eval`: evaluates a run's checkpoints, or any weights. Every process does its share."""
 
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -49,7 +50,8 @@ def work(config: EvalRunConfig) -> Results:
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)
-        with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, {})) as sinks:
+        described = {} if run else {"model": asdict(config.model)}  # wandb has those of a run from its training
+        with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, described)) as sinks:
             show_task("loading the model")
             model, settings, step = raise_together(
                 world,
@@ -77,8 +79,7 @@ def work(config: EvalRunConfig) -> Results:
                 print_results(results, f"{title}, {config.precision}")
                 if config.eval.suite != "none":
                     show(suite_table(config.eval.suite, sets, results, title))
-                if step is not None:
-                    sinks.write_evaluation(step, results)
+                sinks.write_evaluation(step or 0, results)
     finally:
         destroy_world()
     return results

@@ -22,6 +22,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
+from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.run_folder.names import checkpoints_of, path_of
@@ -54,6 +55,15 @@ def evaluated(run: Path, checkpoint: str = "latest", **changes: Any) -> Results:
     return main(EvalRunConfig(str(run), checkpoint, device="cpu", **changes))
 
 
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    """The points of a curve in TensorBoard's files: step and value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
 def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Capture) -> None:
     run = tmp_path / "run"
     config = EvalConfig(sets=sets)
@@ -68,11 +78,7 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
     assert records == {5: sent[0], 10: sent[1]} and evaluated(run, "5", eval=config) == sent[0]
     out = capsys.readouterr().out
     assert all(words in out for words in ("run, step 5", "run, step 10", "classes", "captions")), out
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    points = [(event.step, event.value) for event in events.Scalars("eval/classes/top5")]
+    points = scalars(run, "eval/classes/top5")
     assert points == [(step, pytest.approx(results["classes"]["top5"])) for step, results in records.items()]
     (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
     assert list(evaluated(run)) == ["classes"], "the sets of the run's own settings"
@@ -160,6 +166,24 @@ def test_any_weights_are_evaluated_without_a_run(
     for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
         assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == expected
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 1, "by the name of the weights"
+
+
+def test_any_weights_have_their_points_and_settings_in_the_sinks(
+    tmp_path: Path, model: ClipModel, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def opened(folder: Path, mode: str, tensorboard: bool, settings: dict[str, Any]) -> Sinks:
+        given.append(settings)
+        return open_sinks(folder, mode, tensorboard, settings)
+
+    monkeypatch.setattr("clipscale.eval.verb.open_sinks", opened)
+    save_model(tmp_path / "run", model, TINY)
+    chosen = ModelConfig(name="", weights=str(tmp_path / "run"))
+    places = EvalRunConfig(device="cpu", model=chosen, out=str(tmp_path / "out"), log=SinkConfig(tensorboard=True))
+    results = main(replace(places, eval=EvalConfig(sets=sets[:1])))
+    assert scalars(tmp_path / "out", "eval/classes/top1") == [(0, pytest.approx(results["classes"]["top1"]))]
+    assert [settings["model"]["weights"] for settings in given] == [chosen.weights]
 
 
 def test_results_of_other_towers_and_sizes_lie_in_another_folder(
