@@ -67,7 +67,8 @@ class ShardEntry(TypedDict):
     """An entry of SHARDS_FILE for a file of features: the shard of its samples, and their number."""
 
     source: str
-    samples: int
+    # Missing until the file is complete.
+    samples: NotRequired[int]
 
 
 def array_path(path: Path, side: str) -> Path:
@@ -124,7 +125,10 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
         raise UserError(f"data: there is no folder {folder}; give one that `clipscale embed` has written")
     with damaged_set_to_user_error(folder):
         note = files.read_json(folder / FEATURES_FILE)["features"]
-        shards = files.read_json(folder / SHARDS_FILE)
+        entries = files.read_json(folder / SHARDS_FILE)
+        shards = {name: entry for name, entry in entries.items() if "samples" in entry}
+        if not shards:
+            raise ValueError(f"{SHARDS_FILE} names no complete file")
         sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         for source in sources.values():
             check_address(source, f"data: {folder}: source")

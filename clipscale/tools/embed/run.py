@@ -9,7 +9,7 @@ Rank r of P takes every P-th shard. D: feature width.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
@@ -81,7 +81,8 @@ def work(config: EmbedConfig) -> Embedded:
     entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.is_rank0:
-        files.write_json(out / SHARDS_FILE, dict(sorted((read(out / SHARDS_FILE) | entries).items())))
+        others = {name: entry for name, entry in read(out / SHARDS_FILE).items() if name not in sources}
+        write_shards_file(out, {**others, **entries})
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
         train = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
@@ -113,15 +114,15 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
 
 
 def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
-    """Write the note. Returns the shards by the names of their files in `out`.
+    """Write the note, and of which shard each file will be. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
     shards = {}
-    sources = {name: entry.get("source") for name, entry in read(out / SHARDS_FILE).items()}
+    entries = read(out / SHARDS_FILE)
     for url in list_shards(config.data)[0]:
         name = basename(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
-        other = sources.setdefault(name, address(url))
+        other = entries.setdefault(name, {"source": address(url)}).get("source")
         if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
@@ -136,7 +137,12 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
     out.mkdir(parents=True, exist_ok=True)
     others = notes_beside(next(iter(shards.values()))) if config.teacher else {}
     files.write_json(out / FEATURES_FILE, {**others, format_name: note})
+    write_shards_file(out, entries)  # before any work: a start after a kill then knows whose files are there
     return shards
+
+
+def write_shards_file(out: Path, entries: Mapping[str, Mapping[str, object]]) -> None:
+    files.write_json(out / SHARDS_FILE, dict(sorted(entries.items())))
 
 
 def read(path: Path) -> dict[str, dict[str, object]]:

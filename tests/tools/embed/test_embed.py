@@ -16,6 +16,7 @@ from clipscale.data.picture import Picture
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.tools.embed.arrays import open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.pictures import thumbnail
 from clipscale.tools.embed.run import main
@@ -130,6 +131,12 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
     monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         embed(run, tmp_path / "in", tmp_path / "out", **form)
+    write_shards(tmp_path / "b", [9, 10])
+    with refused(r"is of .*/in/00000\.tar and of .*/b/00000\.tar; choose"):
+        embed(run, tmp_path / "b", tmp_path / "out", **form)
+    if not form:
+        with refused("names no complete file.*embed its shards again"):
+            open_embedded_set(tmp_path / "out")
     passes.clear()
     assert contents(embed(run, tmp_path / "in", tmp_path / "out", **form)) == whole
     assert sum(passes) == 2 * 10, "the first shard is complete"
