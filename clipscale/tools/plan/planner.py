@@ -225,10 +225,11 @@ def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: Dry
     """The first remedy with which the run fits; None if there is none. `dry_run`: without it, each has its own."""
     for remedy in remedies:
         config = remedy.config
-        check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
-        with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
-            if Prediction(config, gpu, known).fits(config.batch // config.ranks):
-                return remedy
+        with suppress(UserError):  # it does not go together with the run
+            check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
+            with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
+                if Prediction(config, gpu, known).fits(config.batch // config.ranks):
+                    return remedy
     return None
 
 

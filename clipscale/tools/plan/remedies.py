@@ -19,22 +19,16 @@ class Remedy:
 
 
 def possible_remedies(config: PlanConfig) -> list[Remedy]:
-    """The settings of assumed.yaml that change the run and go together with it, the best first."""
+    """The settings of assumed.yaml that change the run, but not its objective (loss=infcl would), the best first."""
     remedies = []
     for words, values in ASSUMED.remedies.items():
         changed_config = config
         for name, value in values.items():
             changed_config = changed(changed_config, name, value)
-        if changed_config != config and suits(changed_config, config):
+        has_same_objective = changed_config.loss.objective == config.loss.objective
+        if changed_config != config and has_same_objective:
             remedies.append(Remedy(words, changed_config, has_same_step(changed_config, config)))
     return remedies
-
-
-def suits(changed_config: PlanConfig, config: PlanConfig) -> bool:
-    """Whether a run still has its objective (loss=infcl would replace a sigmoid), and chunks within its batch."""
-    has_same_objective = changed_config.loss.objective == config.loss.objective
-    local_batch = config.batch // config.ranks
-    return has_same_objective and all((size or 0) <= local_batch for size in changed_config.cache.sizes)
 
 
 def has_same_step(changed_config: PlanConfig, config: PlanConfig) -> bool:

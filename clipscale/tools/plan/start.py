@@ -14,7 +14,7 @@ from clipscale.tools.plan.settings import PlanConfig
 
 
 def start_plan(config: TrainConfig) -> Record:
-    """Plan the most demanding stage. Returns `fits`, and the `lines` to print (none for an unknown GPU).
+    """Plan every stage. Returns `fits` and the `lines` to print of the most demanding one; no lines for an unknown GPU.
 
     Raises UserError, and any error of the dry run.
     """

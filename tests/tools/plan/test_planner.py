@@ -15,6 +15,7 @@ from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import format_count, parse_count
+from clipscale.config.model import ModelConfig
 from clipscale.models.towers import build_model
 from clipscale.tools.plan import ASSUMED, planner, step_time
 from clipscale.tools.plan.dry_run import dry_run
@@ -116,9 +117,28 @@ def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy(monkeypatch: pytest.M
     assert plan(plan_settings(*words, "cache.chunk=64"), search=False)["fits"]
 
 
-def test_a_batch_smaller_than_a_remedys_chunks_is_told_that_it_does_not_fit() -> None:
-    """It said that cache.chunk=64 does not go with 32 samples, which nobody had typed."""
-    result = plan(plan_settings(*TINIEST, "batch=32", "hardware=cpu", "host_memory=1G"), search=False)
+RESNET = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64},
+    "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 1},
+}
+# With these settings few remedies are left, and the run does not fit.
+NOT_FITTING = "data.buffers=1 cache.keep=none model.grad_checkpointing=true optim=lamb hardware=cpu host_memory=1G".split()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        # A batch smaller than cache.chunk=64, and an optimizer that launch.parallel=zero3 does not take.
+        (ModelConfig(""), (*TINIEST, "batch=32")),
+        # A tower with batch normalisation, whose batch is one chunk.
+        (ModelConfig("resnet", RESNET), ("batch=128",)),
+    ],
+)
+def test_a_remedy_that_does_not_go_with_the_run_is_passed_over(config: ModelConfig, words: tuple[str, ...]) -> None:
+    """It ended the plan with an error about a setting that nobody had typed."""
+    settings = plan_settings(*words, *NOT_FITTING)
+    result = plan(replace(settings, model=config) if config.name else settings, search=False)
     assert (result["fits"], result["remedies"]) == (False, [])
 
 
