@@ -7,6 +7,7 @@ from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
 from clipscale.common.units import Bytes
 from clipscale.config.setting import setting
 from clipscale.config.train import TrainConfig, check_divisible, check_sigmoid
+from clipscale.launch.local import num_workers
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class PlanConfig(TrainConfig):
     hardware: str = setting(
         "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine's."
     )
-    gpus: int = setting(1, "GPUs per node; one process each.", least=1)
+    gpus: int = setting(1, "GPUs per node; one process each. Without `hardware`, 1: the processes of a run here.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: Bytes | None = setting(
         None,
@@ -32,27 +33,26 @@ class PlanConfig(TrainConfig):
 def on_machine(config: PlanConfig) -> PlanConfig:
     """Complete the settings with the machine to plan for.
 
-    If they name no hardware, it is this machine's GPUs, or its CPU if it has none. A plan for a CPU is compared with
-    this machine's free memory unless `host_memory` is set. Raises UserError for GPUs that the table does not have.
+    If they name no hardware, it is this machine's GPUs, or its CPU if it has none or `device` says so, with as many
+    processes as a run here, or `gpus`. A plan for a CPU is compared with this machine's free memory unless
+    `host_memory` is set. Raises UserError for GPUs that the table does not have.
     """
     if config.run:
         raise UserError(f"run={config.run}: a plan is of settings; give those of the run, without its name")
-    gpu = None if config.hardware else gpu_here()
+    gpu = None if config.hardware or config.device == "cpu" else gpu_here()
     if config.hardware not in ("", "cpu"):
         return config
     from clipscale.common.memory import free_memory
 
     config = replace(config, host_memory=config.host_memory or Bytes(free_memory()))
     if gpu is None:
-        return replace(config, hardware="cpu")
+        return replace(config, hardware="cpu", gpus=config.gpus if config.gpus > 1 else config.launch.procs or 1)
     name = hardware_of(gpu)
     if name is None:
         raise UserError(
             f"hardware is not set, and {gpu} is not in the table; give one like it, as in hardware=a100-80g"
         )
-    import torch
-
-    return replace(config, hardware=name, gpus=max(1, torch.cuda.device_count()), nodes=1)
+    return replace(config, hardware=name, gpus=config.gpus if config.gpus > 1 else num_workers(config))
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

@@ -165,6 +165,27 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
     assert out.startswith(first) and ("planned for this machine, without a GPU" in out) == (not hardware)
 
 
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        ((), ("h100-80g", 8, 1)),
+        (("launch.procs=2",), ("h100-80g", 2, 1)),
+        (("gpus=2", "nodes=4"), ("h100-80g", 2, 4)),
+        (("nodes=4",), ("h100-80g", 8, 4)),
+        (("device=cpu",), ("cpu", 1, 1)),
+        (("device=cpu", "launch.procs=4"), ("cpu", 4, 1)),
+        (("device=cpu", "gpus=2"), ("cpu", 2, 1)),
+    ],
+)
+def test_a_plan_for_this_machine_is_for_the_processes_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], machine: tuple[str, int, int]
+) -> None:
+    monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    config = on_machine(plan_settings(*TINIEST, *words))
+    assert (config.hardware, config.gpus, config.nodes) == machine
+
+
 def test_a_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: "Voodoo 2")
     with refused("hardware is not set, and Voodoo 2 is not in the table"):
