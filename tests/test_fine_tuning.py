@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.cli.compose import combinations
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.tools.export.settings import ExportSettings
@@ -14,6 +15,8 @@ from clipscale.tools.export.verb import main as export
 from clipscale.tools.report.page import charts_of, points, write_report
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
+from tests.cli.conftest import Cli, tiny
+from tests.cli.conftest import cli as cli
 from tests.conftest import Capture
 from tests.eval.sets import pair_set
 from tests.support.checkpoints import ONE_RANK
@@ -61,3 +64,26 @@ def test_weights_without_a_bias_do_not_train_with_the_sigmoid_loss_alone(shards:
     run = train_loop(replace(config, model=replace(model, init_bias=-10.0)), ONE_RANK)
     run.stream.close()
     assert run.train_step.model.logit_bias == -10.0
+
+
+def test_a_run_goes_on_where_its_start_is_gone(cli: Cli, shards: str, tmp_path: Path) -> None:
+    """Its checkpoint holds all weights. It goes on as one whose start is still there, in a sweep, too."""
+    assert cli(*tiny(f"data.train={shards}", "run=start"))[0] == 0
+    words = [word for word in tiny(f"data.train={shards}") if not word.startswith("model")] + ["optim.lr=1e-5"]
+    for run in ("kept", "moved"):
+        assert cli(*words, f"run={run}", "model.weights=start")[::2] == (0, "")
+    longer = [word for word in words if not word.startswith("samples=")] + ["samples=64"]
+    assert cli(*longer, "run=kept", "model.weights=start")[0] == 0
+    (tmp_path / "runs/start").rename(tmp_path / "elsewhere")
+    for weights in ("start", "runs/start"):
+        assert cli(*longer, "run=moved", f"model.weights={weights}", "--check")[::2] == (0, "")
+    status, _, err = cli(*longer, "run=moved", "model.weights=start")
+    assert status == 0, err
+    assert curve(tmp_path / "runs/moved") == curve(tmp_path / "runs/kept")
+    for run in ("s/seed=1", "s/seed=2"):
+        (tmp_path / "runs" / run).parent.mkdir(exist_ok=True)
+        (tmp_path / "runs" / run).symlink_to(tmp_path / "runs/moved")
+    swept = combinations([*longer[1:], "run=s", "model.weights=start", "seed=1,2"], None)
+    assert [config.model.name for _, config in swept] == ["tiny", "tiny"]
+    status, _, err = cli(*longer, "run=new", "model.weights=start")
+    assert status == 2 and "model.weights='start' is no file, no folder, no run and no tag" in err

@@ -31,6 +31,7 @@ from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
 from clipscale.models.weights.sources import resolve_architecture
+from clipscale.run_folder.names import run_folder, run_to_resume
 
 QUOTES = "'\""
 # Behave as this version of Hydra.
@@ -196,8 +197,11 @@ def quote(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
-def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> Any:
-    """The settings of a verb: its defaults, conf/ and Hydra's overrides `words`. Raises UserError for any mistake."""
+def settings(name: str, words: Sequence[str], config_dir: str | None = None, *, in_sweep: str = "") -> Any:
+    """The settings of a verb: its defaults, conf/ and Hydra's overrides `words`. Raises UserError for any mistake.
+
+    `in_sweep`: the name of the run's folder in that of its sweep.
+    """
     verb = VERBS[name]
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
@@ -228,7 +232,11 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     if not hasattr(values, "model"):
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
-    return replace(values, model=resolve_architecture(values.model, chosen=chosen))
+    resumed = None
+    if isinstance(values, TrainConfig):
+        folder = run_folder(values.run) / in_sweep if values.run and in_sweep else values.run
+        resumed = run_to_resume(str(folder), values.resume)
+    return replace(values, model=resolve_architecture(values.model, chosen=chosen, resumed=resumed))
 
 
 def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
@@ -296,7 +304,16 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
         raise one_line_error(error) from error
     jobs = [*product(*choices)]
     common = set.intersection(*map(set, jobs))
-    return [([word for word in job if word not in common], settings("train", job, config_dir)) for job in jobs]
+    all_differing = [[word for word in job if word not in common] for job in jobs]
+    return [
+        (differing, settings("train", job, config_dir, in_sweep=folder_name(differing)))
+        for job, differing in zip(jobs, all_differing)
+    ]
+
+
+def folder_name(combination: Sequence[str]) -> str:
+    """The name of a run's folder in a sweep, from the words in which it differs from the other runs."""
+    return files.file_name(re.sub(r"['\"\\]", "", ",".join(combination))) if combination else "0"
 
 
 def demo_folder() -> str:

@@ -215,7 +215,7 @@ class Job:
         job = HydraConfig.get()
         words = [word.lstrip("+") for word in job.overrides.task]
         GlobalHydra.instance().clear()  # it has composed the job
-        name = sweep.folder_name([word for word in words if word not in self.common])
+        name = compose.folder_name([word for word in words if word not in self.common])
         with self.jobs.lock(name):
             if self.jobs.is_stopping:
                 return None
@@ -239,7 +239,9 @@ class Job:
 
     def train(self, words: Sequence[str], name: str) -> float:
         """Check and train the run; the result for the sweeper."""
-        config = sweep.run_in_sweep(compose.settings("train", words, self.config_dir), self.jobs.sweep, name)
+        config = sweep.run_in_sweep(
+            compose.settings("train", words, self.config_dir, in_sweep=name), self.jobs.sweep, name
+        )
         cli_train.check(config)
         cli_train.check_weights(config)
         return objective(cli_train.main(config, isolated=True), config.sweep.metric)

@@ -5,7 +5,6 @@ no further.
 """
 
 import os
-import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from clipscale.cli import compose
 from clipscale.cli import train as cli_train
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.files import file_name, unused_path
+from clipscale.common.files import unused_path
 from clipscale.common.terminal import print_failure, print_line
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
@@ -95,7 +94,7 @@ def runs_of(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[Tr
     by_settings = {repr(config): (differing, config) for differing, config in compose.combinations(words, config_dir)}
     combinations = [*by_settings.values()]  # combinations with equal settings run once
     folder = folder_of_sweep(combinations[0][1].run)
-    names = [folder_name(differing) for differing, _ in combinations]
+    names = [compose.folder_name(differing) for differing, _ in combinations]
     configs = [run_in_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
     shared = {name for name in names if names.count(name) > 1}
     if shared:
@@ -114,8 +113,3 @@ def run_in_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     if copy:
         copy = f"{copy.rstrip('/')}/{name}"
     return replace(config, run=str(folder / name), checkpoint=replace(config.checkpoint, copy=copy))
-
-
-def folder_name(combination: Sequence[str]) -> str:
-    """The name of a run's folder, from the words in which it differs from the other runs."""
-    return file_name(re.sub(r"['\"\\]", "", ",".join(combination))) if combination else "0"

@@ -17,7 +17,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import MAX_SAMPLES, TrainConfig, differences_from_file, samples_of, to_yaml, with_defaults
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
-from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder
+from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder, run_to_resume
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # Settings, and whole sections, that may differ while a complete run stays complete. They change its weights by rounding
@@ -68,8 +68,10 @@ def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> No
     from clipscale.models.weights.hub import check_connection
     from clipscale.models.weights.sources import check_tags
 
+    if isinstance(config, TrainConfig) and run_to_resume(config.run, config.resume):
+        return  # the checkpoint holds all weights
     check_tags(config.model)
-    if fetched and not (ranks.under_launcher() or (isinstance(config, TrainConfig) and has_checkpoint(config))):
+    if fetched and not ranks.under_launcher():
         check_connection(config.model)
 
 

@@ -40,6 +40,20 @@ def path_or_run(name: str) -> Path:
 # ---- checkpoints ----
 
 
+def run_to_resume(run: str, resume: str) -> Path | None:
+    """The folder of the run whose checkpoints a start may resume: its own, if it has some, else that of `resume`.
+
+    None if there is none. `run`: its name, or empty.
+    """
+    if resume == "none":
+        return None
+    folders = [run_folder(run)] if run else []
+    if resume != "auto":
+        path = path_or_run(resume)
+        folders += [path, path.parent.parent]
+    return next((folder for folder in folders if checkpoints_of(folder)), None)
+
+
 def is_run(folder: Path) -> bool:
     """Whether this is the folder of a run, or one of its checkpoints."""
     return (folder / "checkpoints").is_dir() or (folder / META).is_file()

@@ -33,6 +33,7 @@ from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
+from clipscale.models.weights.loading import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.robustness.disk import check_room
 from clipscale.start.settle import SettledRun
@@ -94,8 +95,12 @@ def build(settled: SettledRun, world: World) -> Components:
 
         show_task("building the model")
         torch.manual_seed(config.seed)
-        found = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # the same on every rank
-        model = build_model(found, tokenizer=tokenizer).to(world.device)
+        if settled.checkpoint_path:
+            # It holds all weights. Those that the run began with may be gone by now.
+            described = without_weights(config.model)
+        else:
+            described = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # the same on every rank
+        model = build_model(described, tokenizer=tokenizer).to(world.device)
         precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 

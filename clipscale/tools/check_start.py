@@ -12,7 +12,7 @@ from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import completed_by_weights
-from clipscale.run_folder.names import run_folder
+from clipscale.run_folder.names import run_folder, run_to_resume
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo_folder import is_missing
 
@@ -27,11 +27,12 @@ def main(config: TrainConfig) -> None:
     """
     for stage in stages_of(config):
         architecture(stage.model)
-    model = completed_by_weights(config.model)
+    resumed = run_to_resume(config.run, config.resume)  # its checkpoint holds the weights
+    model = config.model if resumed else completed_by_weights(config.model)
     sources = config.data.train or []
     side, tokenizer = side_and_tokenizer(model)
     tokenizer([""])
-    if model.weight_settings:
+    if model.weight_settings and not resumed:
         build_model(model)
     shards = sets = 0
     if not is_missing(sources):  # a missing demo set is rendered at the start

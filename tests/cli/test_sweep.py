@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli import compose
+from clipscale.cli.compose import folder_name
 from clipscale.cli.main import main
-from clipscale.cli.sweep import folder_name
 from clipscale.common import files
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli

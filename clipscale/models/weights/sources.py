@@ -7,7 +7,7 @@ on the network only where the setting itself is a tag or begins with hf-hub:.
 import re
 import zipfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from clipscale.models.weights.descriptions import (
 from clipscale.models.weights.names import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import META, is_run, run_folder
+from clipscale.run_folder.names import META, is_run, run_folder, settings_of_run
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.
@@ -113,13 +113,17 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
     return _in_run(run_named, origin, key) if is_run(run_named) else None
 
 
-def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
+def resolve_architecture(config: ModelConfig, *, chosen: bool, resumed: Path | None = None) -> ModelConfig:
     """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
     `chosen`: the user has also chosen a model, which has to be the weights' own. Otherwise the settings have a default
     model, or an experiment's, and the weights' model replaces it. But a captioner stays, and begins from the weights'
-    two towers. Raises UserError.
+    two towers. `resumed`: the folder of the run that goes on, if one does. Its checkpoint holds all weights, so where
+    these were, there may be others or none. Raises UserError.
     """
+    if resumed:
+        by_weights = config.weights and not (chosen or pretrained().list_pretrained_models_by_tag(config.weights))
+        return with_trained_architecture(config, resumed) if by_weights else config
     if config.weights:
         source = local_source(config.weights)
         names_its_model = config.weights.startswith(HUB) or bool(source and source.model.name)
@@ -135,6 +139,17 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
         if source:
             _check_fit(config, source, section)
     return config
+
+
+def with_trained_architecture(config: ModelConfig, run: Path) -> ModelConfig:
+    """The settings with the architecture of a run that has checkpoints. Raises UserError where it cannot be read.
+
+    config.yaml has that of the whole run: a checkpoint's pictures may have the size of its stage.
+    """
+    trained = None
+    with suppress(UserError, *files.DAMAGED):
+        trained = ModelConfig.of(settings_of_run(run)["model"])
+    return _with_model(config, trained or _in_run(run, f"run={run}", "").model)
 
 
 def check_tags(config: ModelConfig) -> None:
@@ -179,12 +194,17 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
+    return _with_model(config, theirs)
+
+
+def _with_model(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """The settings with another model's architecture, and with its sizes where they have none."""
     return replace(
         config,
-        name=theirs.name,
-        architecture=theirs.architecture,
-        image_size=config.image_size or theirs.image_size,
-        context_length=config.context_length or theirs.context_length,
+        name=other.name,
+        architecture=other.architecture,
+        image_size=config.image_size or other.image_size,
+        context_length=config.context_length or other.context_length,
     )
 
 
