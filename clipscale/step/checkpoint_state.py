@@ -61,15 +61,20 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     scaler = train_step.precision.scaler
     name_by_id = {id(p): name for name, p in model.named_parameters()}
     names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in state.optimizer["param_groups"]] != names:
+    group_of = {name: group for group in state.optimizer["param_groups"] for name in group["params"]}
+    only_one = sorted(group_of.keys() ^ {name for group_names in names for name in group_names})
+    if only_one:
+        trains = "the checkpoint" if only_one[0] in group_of else "this run"
         raise UserError(
-            "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
-            "choose another run=NAME"
+            f"resume: the checkpoint's optimizer does not fit this model's parameters: only {trains} trains "
+            f"{only_one[0]}; train the same ones, or begin another run=NAME with model.weights="
         )
-    # The run's settings replace the checkpoint's. torch also needs them to place the state, for example of fused
-    # optimizers.
-    for group, settings in zip(state.optimizer["param_groups"], optimizer.param_groups):
-        group.update({key: value for key, value in settings.items() if key != "params"})
+    # The run's settings replace the checkpoint's, and with them its groups, which are by rate. torch also needs them to
+    # place the state, for example of fused optimizers.
+    state.optimizer["param_groups"] = [
+        {**group_of[group_names[0]], **settings, "params": group_names}
+        for group_names, settings in zip(names, optimizer.param_groups)
+    ]
     if policy is not OptimizerPolicy.TAKE_ALL:
         for weights in (state.model, state.ema["weights"] if state.ema else {}):
             for name in fit_positions(weights, model):

@@ -177,7 +177,11 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
         ({"optim": OptimConfig(name="lamb")}, "trained with .adamw."),
         (
             {"model": ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none"))},
-            "does not fit this model's parameters",
+            "does not fit this model's parameters: only the checkpoint trains image.encoder",
+        ),
+        (
+            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0)},
+            "only this run trains logit_bias; train the same ones",
         ),
     ):
         with refused(message):

@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
 from clipscale.config.model import ModelConfig, TowerConfig
+from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models.families import Family
 from clipscale.models.towers import build_model
 from clipscale.run_folder.names import path_of
+from clipscale.step.checkpoint_state import load_state
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
 from tests.conftest import Capture
@@ -50,6 +52,24 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     assert actual.optimizer["param_groups"] == expected.optimizer["param_groups"]
     assert actual.ema["updates"] == 4
     assert any(not torch.equal(value, expected.model[name]) for name, value in expected.ema["weights"].items())
+
+
+def test_another_factor_of_the_learning_rate_resumes_with_the_optimizers_state(shards: str, tmp_path: Path) -> None:
+    """The factors split the parameters into groups, in which some optimizers count their steps."""
+    slow_text = ModelConfig(name="test", architecture=ARCHITECTURE, text=TowerConfig(lr_factor=0.1))
+    train(four_step_config(shards, tmp_path / "run", samples=24, model=slow_text))
+    run = train_loop(four_step_config(shards, tmp_path / "run"), ONE_RANK)
+    run.stream.close()
+    saved = checkpoint.load(path_of(tmp_path / "run", 2))
+    groups = run.train_step.optimizer.param_groups
+    assert len(groups) < len(saved.optimizer["param_groups"]) and {group["lr_scale"] for group in groups} == {1.0}
+    names = {parameter: name for name, parameter in run.train_step.model.named_parameters()}
+    resumed = {names[parameter]: state for parameter, state in run.train_step.optimizer.state.items()}
+    torch.testing.assert_close(resumed, saved.optimizer["state"], rtol=0, atol=0)
+    for group in saved.optimizer["param_groups"]:
+        group["step"] = 2
+    load_state(run.train_step, saved, OptimizerPolicy.TAKE_ALL)
+    assert [group["step"] for group in run.train_step.optimizer.param_groups] == [2] * len(groups)
 
 
 @pytest.mark.slow
