@@ -21,7 +21,6 @@ from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train import TrainConfig
-from clipscale.models.families import Family
 from clipscale.models.towers import build_model
 from clipscale.run_folder.names import path_of
 from clipscale.step.checkpoint_state import load_state
@@ -161,7 +160,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
     whole = four_step_config(shards, tmp_path / "given", precision="fp32")
     context = whole.model.architecture["text_cfg"]["context_length"]
     with monkeypatch.context() as unsorted:
-        unsorted.setattr("clipscale.start.build.family_of", lambda encoder: Family())
+        unsorted.setattr("clipscale.start.build.may_cut_captions", lambda encoder, pad: False)
         train(whole)
     train(replace(whole, run=str(tmp_path / "sorted")))
     unsorted_records = records(tmp_path / "given")
