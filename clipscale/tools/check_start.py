@@ -1,4 +1,9 @@
-"""`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing."""
+"""`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing.
+
+A run in stages has its model built once, in the sizes of the whole run.
+"""
+
+from dataclasses import replace
 
 from clipscale.checkpoint import check_copy
 from clipscale.common.errors import UserError
@@ -25,6 +30,8 @@ def main(config: TrainConfig) -> None:
 
     The settings have passed their own checks. Raises UserError for the first mistake.
     """
+    if not config.model.name:  # the weights name it, before the stages replace parts of the model
+        config = replace(config, model=completed_by_weights(config.model))
     for stage in stages_of(config):
         architecture(stage.model)
     resumed = run_to_resume(config.run, config.resume)  # its checkpoint holds the weights

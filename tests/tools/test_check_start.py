@@ -9,6 +9,7 @@ from tests.cli.conftest import Cli, tiny
 from tests.cli.conftest import cli as cli
 from tests.data.files import write_tar
 from tests.eval.sets import classification_set
+from tests.models.weights.test_loading import open_clip_folder, random_model
 
 CUT = b"not a picture"
 WRONG = {"shards": "data.train={}/bad.tar", "weights": "model.weights={}/half.pt", "set": "eval.sets={}/set"}
@@ -20,6 +21,15 @@ def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tm
     status, out, err = cli(*tiny(f"data.train={shards}", "run=a", sets, "batch=1k", "samples=2k"), "--check")
     assert status == 0 and "batch=1024 is larger than the" in err, err
     assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
+
+
+def test_weights_of_a_repository_bring_their_model(
+    cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_clip_folder(tmp_path / "theirs", random_model(1))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: str(folder))
+    status, out, err = cli("train", f"data.train={shards}", "model.weights=hf-hub:org/their-clip", "--check")
+    assert status == 0 and "nothing is started: their-clip of 32 pixels" in out, err
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m",)], ids=["a run", "a sweep"])
