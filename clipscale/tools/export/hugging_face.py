@@ -109,14 +109,16 @@ def transformer_config(blocks: Any, norm: Any) -> Record:
 @torch.no_grad()
 def check_same_features(model: ClipModel, config: Record, state: Weights) -> None:
     """Raise ValueError unless a model that is read from this folder has the same features."""
+    text: Any = model.text.encoder
     again = encoders_of(hugging_face.description_of(config)).eval()
     again.load_state_dict(from_transformers(state), strict=False)
     side = model.image_size
     pixels = torch.arange(3 * side**2).view(1, 3, side, side).sin()
-    tokens = torch.arange(1, model.context_length + 1)[None]
+    tokens = torch.arange(1, model.context_length + 1).repeat(2, 1)
+    tokens[1, model.context_length // 2 :] = text.pad_id  # a caption whose end is not its last token
     for name, ours, theirs, inputs in (
         ("image", model.image.encoder, again.visual, pixels),
-        ("text", model.text.encoder, again.text, tokens),
+        ("text", text, again.text, tokens),
     ):
         if not torch.allclose(unit_rows(ours(inputs)), unit_rows(theirs(inputs)), atol=1e-3):
             raise ValueError(f"its {name} tower would have other features")

@@ -18,6 +18,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import OPEN_CLIP_CONFIG, described_model
+from clipscale.models.weights.hugging_face import TANH
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import local_source
 from clipscale.tools.export.hugging_face import write_tokenizer
@@ -186,6 +187,16 @@ def test_a_model_that_transformers_does_not_have_is_refused(
     with pytest.raises(UserError, match=rf"format=hf.*(?i:{message}).*format=open_clip"):
         main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
     assert not (tmp_path / "run/export-hf").exists()
+
+
+def test_a_siglip_that_pools_the_end_token_is_refused(tmp_path: Path) -> None:
+    """SigLIP of transformers pools the last token, which is a pad after every caption but the longest."""
+    reference("siglip", TANH).save_pretrained(tmp_path / "theirs")
+    _, config = model_of(tmp_path / "theirs")
+    text = config.architecture["text_cfg"] | {"pool_type": "argmax"}
+    saved(tmp_path / "run", replace(config, weights=None, architecture=config.architecture | {"text_cfg": text}))
+    with pytest.raises(UserError, match=r"format=hf: .*its text tower would have other features"):
+        main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
 
 
 def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_path: Path) -> None:
