@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LoaderError, StoppedError, UserError
+from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.terminal import clear, is_main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if is_main_rank():  # all ranks compose, and make the same mistakes
             print_failure(explained_failure)
-        is_mistake = isinstance(explained_failure, UserError) and not isinstance(explained_failure, LoaderError)
-        return 2 if is_mistake else 1
+        may_pass = isinstance(explained_failure, LoaderError | UnreachableError)
+        return 2 if isinstance(explained_failure, UserError) and not may_pass else 1
     finally:
         clear()
 

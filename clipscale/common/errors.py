@@ -38,6 +38,10 @@ class LoaderError(DataError):
     """
 
 
+class UnreachableError(UserError):
+    """The ranks do not reach each other. The command line exits with status 1: the same command may succeed later."""
+
+
 @contextmanager
 def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from clipscale.common import ranks
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UnreachableError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.memory import keep_freed_memory
 from clipscale.distributed.rank_signals import RankSignals
@@ -64,8 +64,8 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
 
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
     own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
-    picks a random prefix, and the other ranks ask for it. Without torchrun rank 0 opens the store. Raises UserError if
-    a rank does not ask, or rank 0 does not answer, in time.
+    picks a random prefix, and the other ranks ask for it. Without torchrun rank 0 opens the store. Raises
+    UnreachableError if a rank does not ask, or rank 0 does not answer, in time, and UserError for a port that is taken.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -75,7 +75,11 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
         prefix = agree_on_prefix(store, rank, size, timeout)
         signal_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     except dist.DistError as error:
-        raise UserError(
+        if rank0_hosts_store and rank == 0:
+            raise UserError(
+                f"MASTER_PORT={port}: rank 0 cannot open it ({one_line(error)}); give a free port"
+            ) from error
+        raise UnreachableError(
             f"launch.timeout_s={timeout.total_seconds():g}: rank {rank} reached no rank 0 at {address}:{port} "
             f"({one_line(error)}); see whether rank 0 has started, and raise the limit if it only needs longer"
         ) from error
@@ -84,7 +88,7 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
 
 
 def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """The prefix of this attempt, which all ranks agree on. Raises UserError if a rank does not ask in time."""
+    """The prefix of this attempt, which all ranks agree on. Raises UnreachableError if a rank does not ask in time."""
     name = uuid.uuid4().hex
     if rank:
         store.set(f"asks/{rank}", name)
@@ -94,7 +98,9 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta)
     deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"{name}/joined", 0) < size - 1:
         if time.monotonic() > deadline:
-            raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
+            raise UnreachableError(
+                f"launch.timeout_s={timeout.total_seconds():g}: not all of {size} ranks came in so many seconds"
+            )
         for other in range(1, size):
             # The question may be left from the last attempt. Then the rank of this attempt asks again.
             if store.check([f"asks/{other}"]):

@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol, cast
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import StoppedError, UserError, one_line
+from clipscale.common.errors import StoppedError, UnreachableError, UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.signals import SIGNALS, blocked
 from clipscale.config.libraries import hidden_packages, unneeded_packages
@@ -252,6 +252,7 @@ def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
+    lost |= isinstance(error, UnreachableError)
     error = as_user_error(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))

@@ -15,7 +15,7 @@ from clipscale import __version__
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
-from clipscale.common.errors import StoppedError
+from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import sections_of, settings_of
 from clipscale.config.stages import STAGE_SETTINGS
@@ -250,6 +250,15 @@ def test_no_output_ends_what_writes_files(shards: str, tmp_path: Path) -> None:
 
 
 # ---- before and beside the verbs ----
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError, 2), (LoaderError, 1), (UnreachableError, 1)])
+def test_what_may_succeed_later_is_no_mistake(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: type[UserError], status: int
+) -> None:
+    """Launchers start the command again after a status of 1, and not after 2."""
+    monkeypatch.setattr("clipscale.tools.report.page.main", Mock(side_effect=error("why")))
+    assert cli("report", "a")[::2] == (status, "error: why\n")
 
 
 def test_shared_memory_that_cannot_be_written_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

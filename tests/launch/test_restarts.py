@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UnreachableError, UserError
 from clipscale.distributed.join import connect_store
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
@@ -129,9 +129,20 @@ def test_a_rank_that_reaches_no_rank_0_says_it_in_one_line(monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     limit = timedelta(seconds=1)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(UserError, match="rank 1 reached no rank 0"):
+    with pytest.raises(UnreachableError, match="rank 1 reached no rank 0"):
         connect_store(1, 2, limit)
     silent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_PORT", str(silent.port))
-    with pytest.raises(UserError, match="rank 1 reached no rank 0"):
+    with pytest.raises(UnreachableError, match="rank 1 reached no rank 0"):
         connect_store(1, 2, limit)
+
+
+def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: rank 0 cannot open it"):
+            connect_store(0, 2, timedelta(seconds=1))
