@@ -21,18 +21,19 @@ class Letters:
 
 
 class Words:
-    """Tokens are START, the words' first letters, and END; then `pad`. Pickles to workers."""
+    """Tokens are the `first`, the words' first letters, and END; then `pad`. Pickles to workers."""
 
     START, END = 1, 2
 
-    def __init__(self, context: int, pad: int) -> None:
-        self.context, self.pad = context, pad
+    def __init__(self, context: int, pad: int, first: tuple[int, ...] = (START,)) -> None:
+        self.context, self.pad, self.first = context, pad, first
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         tokens = torch.full((len(texts), self.context), self.pad)
         for row, text in zip(tokens, texts):
-            words = [ord(word[0]) for word in text.split()][: self.context - 2]
-            row[: len(words) + 2] = torch.tensor([self.START, *words, self.END])
+            words = [ord(word[0]) for word in text.split()][: self.context - len(self.first) - 1]
+            used = [*self.first, *words, self.END]
+            row[: len(used)] = torch.tensor(used)
         return tokens
 
 

@@ -242,6 +242,15 @@ def lengths(tokens: np.ndarray, pad: int, *, end_is_pad: bool = False) -> np.nda
     return np.minimum(used + 1, tokens.shape[1]) if end_is_pad else used
 
 
+def ends_with_pad(empty: np.ndarray, other: np.ndarray, pad: int) -> bool:
+    """Whether captions end with the padding token, given the tokens (T,) of an empty caption and of another one.
+
+    An end token that is not the padding is the last other token of both.
+    """
+    ends = [row[max(int(lengths(row[None], pad)[0]) - 1, 0)] for row in (empty, other)]
+    return bool(ends[0] != ends[1])
+
+
 @dataclass(frozen=True)
 class Report:
     """A worker's message: it has filled `done` of its rows of batch `step`. Step -1: it is alive."""

@@ -24,7 +24,7 @@ from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_ar
 from clipscale.data.loader.memory import check_memory
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.shard_stream import WorkerSpec, open_filler
+from clipscale.data.loader.shard_stream import WorkerSpec, ends_with_pad, open_filler
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
@@ -284,10 +284,11 @@ def open_stream(
     UserError for settings or shards that cannot work.
     """
     chosen = parse_selection(config, takes_first=bool(shards.teachers))
-    empty = np.asarray(tokenizer([""]))
+    empty, other = np.asarray(tokenizer(["", "a"]))
+    pad = int(empty[-1])
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.local_batch, side, empty.shape[1], workers, shards.teachers)
+    layout = layout_of(config, share.local_batch, side, len(empty), workers, shards.teachers)
     memory_line = check_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
@@ -298,8 +299,8 @@ def open_stream(
         timeout_s=config.timeout_s,
         transform=TrainTransform(side, config.augment),
         tokenizer=tokenizer,
-        pad=int(empty[0, -1]),
-        end_is_pad=bool(empty[0, :2][-1] == empty[0, -1]),  # after an empty caption there is its end token
+        pad=pad,
+        end_is_pad=ends_with_pad(empty, other, pad),
         selection=chosen,
         start_of=start,
         share=share,

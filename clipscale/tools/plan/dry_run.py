@@ -22,7 +22,7 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
 from clipscale.loss.runtime import running_on
-from clipscale.models.families import family_of
+from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
@@ -100,6 +100,8 @@ class DryRun:
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
+    # Whether captions are sorted by their length; see `StepInputs`.
+    sorts_captions: bool
 
     @property
     def model(self) -> ClipModel:
@@ -135,8 +137,7 @@ class DryRun:
 
         It is 1, or less if captions are sorted.
         """
-        encoder = self.model.text.encoder
-        if not family_of(encoder).ignores_padding(encoder):
+        if not self.sorts_captions:
             return 1.0
         return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / self.model.context_length)
 
@@ -323,6 +324,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     if config.trains_captioner:
         assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
+    sorts_captions = may_cut_captions(model.text.encoder, pad=int(model.tokenizer([""])[0, -1]))
     runtime = DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
@@ -333,4 +335,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
         if world_size > 1:
             memory = divided_among_ranks(memory, towers, step.precision.dtype, world_size, config.launch.parallel)
         meters = [leave_blocks_out(tower, tracker) for tower in towers]
-        yield DryRun(config, tracker, step, flops, decoder, memory, meters, parameters, is_alone=world_size == 1)
+        yield DryRun(
+            config, tracker, step, flops, decoder, memory, meters, parameters,
+            is_alone=world_size == 1, sorts_captions=sorts_captions,
+        )  # fmt: skip

@@ -101,17 +101,17 @@ def texts(batch: HostBatch) -> list[str]:
     return [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.num_texts)]
 
 
-@pytest.mark.parametrize("pad", [0, Words.END])
-def test_a_caption_keeps_its_end_token_in_its_chunk(tmp_path: Path, pad: int) -> None:
-    """transformers' tokenizers of CLIP and SigLIP pad with their end token."""
+@pytest.mark.parametrize(("pad", "first"), [(0, (Words.START,)), (Words.END, (Words.START,)), (Words.END, ()), (0, ())])
+def test_a_caption_keeps_its_end_token_in_its_chunk(tmp_path: Path, pad: int, first: tuple[int, ...]) -> None:
+    """transformers' tokenizers of CLIP and SigLIP pad with their end token; SigLIP's and T5's have no first one."""
     members = []
     for i in range(24):
         members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.txt", " ".join(["a"] * (i + 1)).encode())]
     write_tar(tmp_path / "0.tar", members)
-    options = {"shard_streams": 1, "shuffle": 0, "tokenizer": Words(20, pad)}
+    options = {"shard_streams": 1, "shuffle": 0, "tokenizer": Words(20, pad, first)}
     with open_stream(tmp_path, batch=24, **options) as stream:
         batch = stream.next_batch()
-        assert batch.lengths().tolist() == [min(words + 2, 20) for words in range(1, 25)]
+        assert batch.lengths().tolist() == [min(len(first) + words + 1, 20) for words in range(1, 25)]
         captions = SortedCaptions(batch.tokens, batch.lengths, 24, torch.device("cpu"), is_resident=False)
         chunks = [captions.chunk(*span) for span in captions.spans(1)]
     assert {chunk.shape[1] for chunk in chunks} == {8, 16, 20}
