@@ -221,9 +221,9 @@ class TrainLoop:
         return is_raised_on_all_ranks(self.world, error) and not self.train_step.is_updating
 
 
-def mark_complete(folder: Path, results: RunResult) -> None:
+def mark_complete(folder: Path, result: RunResult) -> None:
     """Write result.json into the run's folder. With it the same command prints the results, and trains no more."""
-    files.write_json(folder / RESULT, results)
+    files.write_json(folder / RESULT, result)
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

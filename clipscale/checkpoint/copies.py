@@ -223,7 +223,7 @@ class CopyThread:
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
-        self.results: RunResult | None = None
+        self.result: RunResult | None = None
         # Whether the run has ended without its last copy.
         self.is_abandoned = False
         # True: copy the present state. False: end.
@@ -239,15 +239,15 @@ class CopyThread:
         """Copy the present state, after any copy that is being made."""
         self._tasks.put(True)
 
-    def close(self, limit_s: float, results: RunResult | None = None) -> bool:
+    def close(self, limit_s: float, result: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most SILENT_S + `limit_s` seconds.
 
         Returns whether the store has the state; true if nothing is copied. A warning says if it lacks the state.
 
-        `results`: what a complete run returns. They are copied last, as result.json. The caller writes them into the
+        `result`: what a complete run returns. It is copied last, as result.json. The caller writes them into the
         run's folder if this returns true. Without them, the same command starts again and copies again.
         """
-        self.results = results
+        self.result = result
         self.request()
         self._tasks.put(False)
         if self.thread.ident:
@@ -293,8 +293,8 @@ class CopyThread:
             copy_checkpoint(store, path)
             for old in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
                 store.rm(str(old), recursive=True)
-        if self.results:
-            store.pipe_file(RESULT, json.dumps(self.results).encode())
+        if self.result:
+            store.pipe_file(RESULT, json.dumps(self.result).encode())
 
 
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:

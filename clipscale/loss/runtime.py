@@ -87,7 +87,7 @@ def current_runtime() -> LossRuntime:
 
 @contextlib.contextmanager
 def running_on(runtime: LossRuntime) -> Iterator[None]:
-    """Inside, losses are computed by this runtime, their backward passes included."""
+    """Losses that are called inside are computed by this runtime. Their backward passes are too, wherever they run."""
     token = _current.set(runtime)
     try:
         yield

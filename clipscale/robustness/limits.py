@@ -12,6 +12,8 @@ NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new
 E = TypeVar("E", bound=BaseException)
 # Linux's folder for shared memory.
 SHARED_MEMORY = "/dev/shm"
+# The system's answers where shared memory cannot be had. ENOSYS: of glibc before 2.34, if it is not mounted.
+NO_SHARED_MEMORY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSYS)
 # SHARED_MEMORY is not full if it has this many free bytes.
 MIN_SHARED_BYTES = 2**16
 
@@ -37,7 +39,7 @@ def problem_of_shared_memory(error: OSError) -> str:
     """
     if error.filename is not None and not str(error.filename).startswith(SHARED_MEMORY):
         return ""
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT) and not os.access(SHARED_MEMORY, os.W_OK):
+    if error.errno in NO_SHARED_MEMORY and not os.access(SHARED_MEMORY, os.W_OK):
         return "cannot be written"
     if error.errno == errno.ENOSPC and shutil.disk_usage(SHARED_MEMORY).free < MIN_SHARED_BYTES:
         return "is full"

@@ -63,7 +63,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
     config = settled.config
 
     with ExitStack() as undo:
-        # Data, model, chunk sizes, loss, wrap, cache, optimizer, average.
+        # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
         components = build(settled, world)
         undo.callback(components.stream.close)
 

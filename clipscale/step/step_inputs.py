@@ -84,20 +84,20 @@ class StepInputs:
         `chunk_size`: captions of a chunk. A collective if captions are sorted and the last step's all-reduce did not
         say the number of chunks.
         """
-        caption_loader = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
-        if isinstance(caption_loader, SortedCaptions):
+        captions = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
+        if isinstance(captions, SortedCaptions):
             num_chunks = self.agreement.num_text_chunks if self.agreement else 0
             if not num_chunks:
-                [num_chunks] = self.world.all_reduce_max(caption_loader.num_chunks)
-            caption_loader.split(num_chunks)
-        return caption_loader
+                [num_chunks] = self.world.all_reduce_max(captions.num_chunks)
+            captions.split(num_chunks)
+        return captions
 
     def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input. If captions are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
-        caption_loader = SortedCaptions(
+        captions = SortedCaptions(
             batch.tokens,
             batch.lengths,
             batch.num_texts,
@@ -105,8 +105,8 @@ class StepInputs:
             is_resident=self.is_resident,
             has_images=self.has_pairs,
         )
-        caption_loader.make_chunks(chunk_size)
-        return caption_loader
+        captions.make_chunks(chunk_size)
+        return captions
 
     def num_caption_labels(self, own: int) -> int:
         """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it.

@@ -55,9 +55,9 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the step updates no weights, and the run ends.
+        """Whether loss and norm are finite. Without fp16 a step that is not updates no weights, and the run ends.
 
-        With fp16 the norm alone decides; see `overflows`.
+        With fp16 `overflows` decides instead.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
@@ -170,7 +170,9 @@ class TrainStep:
     # ---- update ----
 
     def check_and_update(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
-        """The step's numbers. Updates the weights if they are finite. A collective. Raises as `run` does.
+        """The step's numbers. Updates the weights, unless the numbers are not finite (with fp16: the norm).
+
+        A collective. Raises as `run` does.
 
         The host waits for the device here. It also waits in the loss: the Triton kernels read the logit scale where
         they compute gradients (softmax: backward pass, sigmoid: forward pass), and torch's tiles read bounds and sums
@@ -181,12 +183,12 @@ class TrainStep:
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
         numbers = self.read_numbers(losses, norm)
-        if numbers.overflows or not (numbers.is_finite or self.precision.scaler):
+        is_bad = numbers.overflows if self.precision.scaler else not numbers.is_finite
+        if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
             self.raise_failure_or_divergence(numbers, stream, step)
-        if numbers.is_finite or self.precision.scaler:  # after an overflow the scaler skips, and lowers its scale
-            self.is_updating = True
-            self.update(norm, overflows=numbers.overflows)
-            self.is_updating = False
+        self.is_updating = True
+        self.update(norm, overflows=numbers.overflows)
+        self.is_updating = False
         return numbers
 
     def fail_on_all_ranks(self) -> None:
@@ -258,7 +260,7 @@ class TrainStep:
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
     def set_keep_budget_if_unknown(self, timer: StepTimer) -> None:
-        """After the first step with `cache.keep=auto`, set the memory for kept graphs to what this step left free.
+        """With `cache.keep=auto`, after the first update, set the memory for kept graphs to what this step left free.
 
         A collective in that step. Later calls do nothing.
         """

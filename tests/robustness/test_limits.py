@@ -20,7 +20,7 @@ def system_error(number: int, file: str | None = None) -> OSError:
 def test_an_error_is_of_shared_memory_only_if_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system names no file of shared memory, or one there. Another file's error stays as it is."""
     monkeypatch.setattr(os, "access", lambda path, mode: path != SHARED_MEMORY)
-    for number in (errno.EACCES, errno.EROFS, errno.ENOENT):
+    for number in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOSYS):
         for file in (None, f"{SHARED_MEMORY}/torch_1"):
             assert f"{SHARED_MEMORY} cannot be written" in str(as_user_error(system_error(number, file)))
         other = system_error(number, "runs/a/checkpoints/step_00000004/meta.json")

@@ -3,8 +3,10 @@
 import shutil
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
+from clipscale.loss.runtime import current_runtime
 from clipscale.run_folder.names import checkpoints_of, path_of, step_of
 from clipscale.start.begin import begin
 from clipscale.train import train
@@ -218,3 +221,9 @@ def test_a_run_says_that_it_is_done_after_its_last_stage_alone(
 ) -> None:
     train(staged(shards, tmp_path / "run", [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]))
     assert capsys.readouterr().out.count("done: ") == 1
+
+
+def test_losses_of_a_run_wait_as_long_as_its_other_collectives(shards: str, tmp_path: Path) -> None:
+    with mock.patch("clipscale.train.train_stages", lambda *_: current_runtime().timeout):
+        config = four_step_config(shards, tmp_path / "run", launch=LaunchConfig(timeout_s=7.0))
+        assert train(config) == timedelta(seconds=7)

@@ -16,8 +16,8 @@ class GraphBudget:
     """Divides the memory for kept graphs among towers, earlier ones first; gives it up if a graph does not fit."""
 
     total: KeepBudget
-    # The kept graphs of each tower.
-    towers: list[KeptGraphs]
+    # What each tower keeps of its graphs, in the cache's order.
+    graphs_of_towers: list[KeptGraphs]
     # Whether a graph did not fit in an earlier step. Then no more are kept.
     is_given_up: bool = False
 
@@ -27,7 +27,7 @@ class GraphBudget:
         `reserved`: bytes of `total` that hold other tensors, such as the outputs of a frozen image tower.
         """
         left = self.total.minus(reserved)
-        for graphs in self.towers[:i]:
+        for graphs in self.graphs_of_towers[:i]:
             left = left.after_tower(graphs.num_kept, graphs.meter.bytes_each)
         return replace(left, bytes=0) if self.is_given_up else left
 
@@ -38,18 +38,18 @@ class GraphBudget:
         synchronised batch normalisation all ranks decide together: while graphs are kept, this call is a collective.
         `device`: of the ranks' message.
         """
-        is_short = any(graphs.is_out_of_memory for graphs in self.towers)
+        is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
         keeps_graphs = self.total.bytes and not self.is_given_up
-        may_repeat_alone = all(graphs.on_short_memory is OnShortMemory.RETRY for graphs in self.towers)
+        may_repeat_alone = all(graphs.on_short_memory is OnShortMemory.RETRY for graphs in self.graphs_of_towers)
         if keeps_graphs and not may_repeat_alone:
             is_short = bool(largest_of_ranks(is_short, device))
         if is_short:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self.is_given_up = True
-            for graphs in self.towers:
+            for graphs in self.graphs_of_towers:
                 graphs.give_up()
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
-        return next((graphs.meter.bytes_each for graphs in self.towers if graphs.meter.bytes_each), 0)
+        return next((graphs.meter.bytes_each for graphs in self.graphs_of_towers if graphs.meter.bytes_each), 0)
