@@ -11,7 +11,7 @@ from open_clip.hf_model import HFTextEncoder
 from open_clip.timm_model import TimmModel
 from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.models.vision_transformer import Block
-from torch import nn
+from torch import Tensor, nn
 
 from clipscale.models.lean import LeanCaptions, LeanText, LeanVision
 
@@ -89,7 +89,10 @@ def family_of(encoder: nn.Module) -> Family:
     return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER_FAMILY)
 
 
-def may_cut_captions(encoder: nn.Module, pad: int) -> bool:
-    """Whether captions may lose their padding, which is this token, for a text tower's encoder."""
+def may_cut_captions(encoder: nn.Module, tokenizer: Callable[[list[str]], Tensor]) -> bool:
+    """Whether captions may lose their padding, for a text tower's encoder. The tokenizer says which token that is."""
     family = family_of(encoder)
-    return family.ignores_padding(encoder) and family.masked_pad(encoder) in (None, pad)
+    if not family.ignores_padding(encoder):
+        return False
+    masked_pad = family.masked_pad(encoder)
+    return masked_pad is None or masked_pad == int(tokenizer([""])[0, -1])

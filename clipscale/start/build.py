@@ -114,7 +114,7 @@ def build(settled: SettledRun, world: World) -> Components:
             precision,
             chunk_sizes,
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
-            sort_captions=may_cut_captions(model.text.encoder, pad=int(tokenizer([""])[0, -1])),
+            sort_captions=may_cut_captions(model.text.encoder, tokenizer),
         )
         if settled.checkpoint_path:
             state = checkpoint.load(settled.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
