@@ -198,13 +198,14 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _with_model(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """The settings with another model's architecture, and with its sizes where they have none."""
+    """The settings with another model's architecture, and with its sizes and its logit bias where they have none."""
     return replace(
         config,
         name=other.name,
         architecture=other.architecture,
         image_size=config.image_size or other.image_size,
         context_length=config.context_length or other.context_length,
+        init_bias=other.init_bias if config.init_bias is None else config.init_bias,
     )
 
 

@@ -63,6 +63,17 @@ def test_a_run_brings_its_model_whatever_the_preset_says(place: Path, verb: str,
     assert composed.model.image.layer_decay == 0.75, "the rest of the preset stays"
 
 
+def test_a_run_brings_its_logit_bias(place: Path) -> None:
+    started = config(init_bias=-7.0)
+    trained = build_model(started)
+    torch.nn.init.constant_(trained.logit_bias, -3.0)
+    save_model(Path("runs/sigmoid"), trained, started)
+    composed = settings("train", ["model.weights=sigmoid", "loss.objective=sigmoid"]).model
+    assert build_model(composed).logit_bias == -3
+    given = settings("train", ["model.weights=sigmoid", "loss=siglip"]).model
+    assert given.init_bias == -10, "a value that is given stays"
+
+
 def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_default(place: Path) -> None:
     for verb in ("train", "eval", "embed", "explore"):
         composed = settings(verb, ["model.weights=theirs"])
