@@ -71,7 +71,10 @@ def _of_others(folder: Path) -> FolderConfig:
     model_type, _, tower = str(content.get("model_type")).partition("_")
     if model_type not in hugging_face.MODEL_TYPES:  # it may be a tower of timm
         pictures = content.get("pretrained_cfg") or content
-        return FolderConfig(pixels={key: pictures[key] for key in ("mean", "std") if key in pictures})
+        pixels = {key: pictures[key] for key in ("mean", "std", "interpolation") if key in pictures}
+        if pixels.get("interpolation") not in hugging_face.INTERPOLATIONS.values():  # such as `random`
+            pixels.pop("interpolation", None)
+        return FolderConfig(pixels=pixels)
     pixels = hugging_face.pixels(folder, model_type)
     if tower:
         return FolderConfig(pixels=pixels)

@@ -25,6 +25,7 @@ from clipscale.checkpoint.format import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.descriptions import described_model
 from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import find
 from clipscale.tools.export.open_clip import open_clip_description, weights
@@ -118,6 +119,13 @@ def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path
     assert torch.equal(features(build_model(config))[1], features(reference)[1])
     with pytest.raises(UserError, match="does not describe its architecture; give a preset"):
         completed_by_weights(ModelConfig(name="", weights=str(custom(tmp_path, reference))))
+
+
+@pytest.mark.parametrize(("said", "taken"), [("bilinear", "bilinear"), ("random", "bicubic")])
+def test_pictures_are_resized_as_a_tower_of_timm_was_trained(tmp_path: Path, said: str, taken: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": HALF, "interpolation": said}}))
+    pixels = described_model(tmp_path, "tower").pixels
+    assert (pixels.mean, pixels.interpolation) == (HALF, taken)
 
 
 def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_on_so(tmp_path: Path) -> None:
