@@ -19,6 +19,8 @@ class CastLayer:
     """A base of modules with a linear layer. In a pass, `cast` replaces the layer's weight and bias."""
 
     cast: Cast | None = None
+    # False for a module that calls its linear layer as a module, which has a cast of its own.
+    takes_cast: bool = True
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """The layer's weight (outputs, inputs) and bias (outputs,)."""

@@ -33,13 +33,11 @@ class AdaptedBlock(LeanBlock):
     """A `LeanBlock` with an `AdaptedAttention`."""
 
     attn: Any
+    takes_cast = False
 
     def __init__(self, block: LeanBlock) -> None:
         super().__init__(block)
         self.attn = AdaptedAttention(block.attn)
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        return self.attn.in_proj.weight, self.attn.in_proj.bias
 
     def project(self, y: Tensor) -> Tensor:
         return self.attn.in_proj(y)

@@ -126,7 +126,7 @@ def layers_to_cast(
 ) -> Iterator[tuple[CastLayer, torch.dtype]]:
     """The layers whose weights autocast casts, each with the type that it casts to."""
     for layer in encoder.modules():
-        if isinstance(layer, CastLayer):
+        if isinstance(layer, CastLayer) and layer.takes_cast:
             weight, _ = layer.weights()
             dtype = autocast_dtype(autocast, weight.device.type)
             if dtype and weight.dtype == torch.float32 and not has_hooks(weight):

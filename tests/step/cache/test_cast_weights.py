@@ -188,6 +188,17 @@ def test_a_weight_is_cast_once_however_many_chunks() -> None:
     assert layers and all(layer.cast is None for layer in layers), "an evaluation uses the new weights"
 
 
+def test_a_packed_projection_with_adapters_is_cast_once() -> None:
+    pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    model = small_model(lora=3)
+    projections = [
+        block.attn.in_proj for tower in (model.image, model.text) for block in tower.encoder.transformer.resblocks
+    ]
+    with Casts() as casts:
+        cached(model, 4).step(*samples(N))
+    assert casts.elements.count(projections[0].weight.numel()) == len(projections)
+
+
 def test_compiled_blocks_have_the_same_gradients() -> None:
     """In a process of its own: compiling changes torch for good."""
     run_ranks(compiled, 1)
