@@ -47,7 +47,8 @@ class Family:
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
     # The one padding token for which this holds. None: any.
     masked_pad: Callable[[Any], int | None] = lambda encoder: None
-    # Whether adapters suit it: its blocks call their linear layers as modules, and read no weight past them.
+    # Whether adapters suit it: its blocks call their linear layers as modules, or are `LeanBlock`s, which lora.py
+    # replaces.
     calls_layers: Callable[[Any], bool] = lambda encoder: False
     groups: LayerGroups = field(default_factory=lambda: GROUPS)
 
