@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from clipscale.checkpoint import copied_if_failed
+from clipscale.checkpoint import CopyThread, copied_if_failed
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll
@@ -18,7 +18,7 @@ from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.distributed.agreement import is_raised_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import is_raised_on_all_ranks, run_long_on_rank0, run_on_rank0
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
@@ -70,8 +70,8 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
         result = TrainLoop(parts, world, lock).run()
         copies = parts.saver.copies
         if parts.stage.is_last:
-            if world.is_rank0 and copies.close(config.launch.timeout_s, result):
-                mark_complete(parts.folder, result)
+            # All ranks stay: Slurm would end rank 0 two minutes after the others.
+            run_long_on_rank0(world, partial(end_copies, copies, parts.folder, config.launch.timeout_s, result))
             return result
         del parts  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
@@ -221,9 +221,11 @@ class TrainLoop:
         return is_raised_on_all_ranks(self.world, error) and not self.train_step.is_updating
 
 
-def mark_complete(folder: Path, result: RunResult) -> None:
-    """Write result.json into the run's folder. With it the same command prints the results, and trains no more."""
-    files.write_json(folder / RESULT, result)
+def end_copies(copies: CopyThread, folder: Path, limit_s: float, result: RunResult) -> None:
+    """Wait for the last copy, and then write result.json into the run's folder. With it the same command prints the
+    results, and trains no more."""
+    if copies.close(limit_s, result):
+        files.write_json(folder / RESULT, result)
 
 
 def wait_for_first_samples(batch: HostBatch) -> None:

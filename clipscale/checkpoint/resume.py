@@ -10,7 +10,7 @@ from pathlib import Path
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
-from clipscale.distributed.agreement import raise_together, run_on_rank0
+from clipscale.distributed.agreement import raise_together, run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_checkpoint_aside
 from clipscale.run_folder.names import checkpoints_of, path_or_run
@@ -45,7 +45,7 @@ def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "")
         else:
             undamaged = candidate
             break
-    if copy and run_on_rank0(world, partial(restore_from_copy, run_dir, copy, resume, undamaged)):
+    if copy and run_long_on_rank0(world, partial(restore_from_copy, run_dir, copy, resume, undamaged)):
         return prepare_checkpoint(run_dir, resume, world)
     if undamaged:
         run_on_rank0(world, partial(report_damaged, damaged, undamaged, rename=resume == "auto"))

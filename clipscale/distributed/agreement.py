@@ -26,6 +26,21 @@ def run_on_rank0(world: World, work: Callable[[], T]) -> T:
     return cast(T, world.broadcast_object(result))
 
 
+def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
+    """`run_on_rank0` for work that has limits of its own, and may take longer than `World.timeout`. A collective."""
+    result: T | None = None
+    problem: UserError | None = None
+    if world.is_rank0:
+        try:
+            result = work()
+        except UserError as error:
+            problem = error
+    result, problem = world.broadcast_object((result, problem), is_late=True)
+    if problem:
+        raise_on_all_ranks(problem)
+    return cast(T, result)
+
+
 def raise_together(world: World, work: Callable[[], T]) -> T:
     """Call `work` on every rank, and gather the ranks' errors. A collective. Returns this rank's result.
 

@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
@@ -23,6 +26,7 @@ from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
+from clipscale.distributed.world import World
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
 from tests.conftest import Capture
@@ -67,6 +71,49 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
     assert (run / "result.json").is_file()
     start(replace(config, run=str(tmp_path / "whole"), checkpoint=CheckpointConfig()))
     assert curve(run) == curve(tmp_path / "whole")
+
+
+def ended_with_a_slow_store(rank: int, world_size: int, config: TrainConfig) -> float:
+    """Train, with a store that takes a while for each file. Returns when this rank has ended."""
+
+    def put(*given: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        put_file(*given, **options)
+
+    put_file = LocalFileSystem.put_file
+    with mock.patch.object(LocalFileSystem, "put_file", put):
+        train(config)
+    return time.time()
+
+
+def test_all_ranks_stay_until_the_last_copy_is_complete(shards: str, tmp_path: Path) -> None:
+    """A launcher may end rank 0 some time after the others."""
+    config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig())
+    ends = run_ranks(ended_with_a_slow_store, 2, replace(config, samples=12))
+    assert min(ends) > (tmp_path / "run/result.json").stat().st_mtime
+
+
+def fetched_slowly(rank: int, world_size: int, root: Path) -> Path | None:
+    """Resume from a store that delivers for longer than the ranks wait for each other."""
+    limit = timedelta(seconds=3)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{root}/group", limit, world_size, rank)
+
+    def get(*given: Any, **options: Any) -> None:
+        time.sleep(5)
+        get_files(*given, **options)
+
+    get_files = LocalFileSystem.get
+    with mock.patch.object(LocalFileSystem, "get", get):
+        world = World(rank, world_size, torch.device("cpu"), limit)
+        return checkpoint.prepare_checkpoint(root / "run", "auto", world, str(root / "store"))
+
+
+@pytest.mark.slow
+def test_a_copy_may_take_longer_than_the_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    save(tmp_path, [1])
+    shutil.rmtree(tmp_path / "run")
+    assert run_ranks(fetched_slowly, 2, tmp_path) == [path_of(tmp_path / "run", 1)] * 2
 
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
