@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import raise_together, run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_checkpoint_aside
-from clipscale.run_folder.names import checkpoints_of, path_or_run
+from clipscale.run_folder.names import checkpoints_of, named_checkpoints, path_or_run
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,10 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
         return []
     if resume == "auto":
         return checkpoints_of(run_dir)[::-1]
-    path = path_or_run(resume)
-    if path in checkpoints_of(path.parent.parent):
-        return [path]
-    candidates = checkpoints_of(path)[::-1]
+    candidates = named_checkpoints(resume)
     if not candidates:
-        raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
-    return candidates
+        raise UserError(f"resume={resume}: no checkpoint in {path_or_run(resume) / 'checkpoints'}")
+    return candidates[::-1]
 
 
 def report_damaged(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:

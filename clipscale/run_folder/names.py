@@ -48,10 +48,15 @@ def run_to_resume(run: str, resume: str) -> Path | None:
     if resume == "none":
         return None
     folders = [run_folder(run)] if run else []
-    if resume != "auto":
-        path = path_or_run(resume)
-        folders += [path, path.parent.parent]
+    if resume != "auto" and (named := named_checkpoints(resume)):
+        folders.append(named[-1].parent.parent)
     return next((folder for folder in folders if checkpoints_of(folder)), None)
+
+
+def named_checkpoints(resume: str) -> list[Path]:
+    """The checkpoints of `resume=PATH`, by step: the one at the path, or all of that run's."""
+    path = path_or_run(resume)
+    return [path] if path in checkpoints_of(path.parent.parent) else checkpoints_of(path)
 
 
 def is_run(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from clipscale.cli.compose import folder_name
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.config.train import TrainConfig
+from clipscale.run_folder.names import META, path_of
 from tests.cli.conftest import Cli
 from tests.conftest import TINY, Capture
 
@@ -92,6 +93,22 @@ def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
 def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str) -> None:
     assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2")) == 143
     assert [config.seed for config in trained] == [1, 99]
+
+
+def test_a_run_that_has_gone_on_from_a_path_goes_on_from_its_own_checkpoint(
+    trained: list[TrainConfig], shards: str, tmp_path: Path
+) -> None:
+    """The others begin with the path: a new one, and one whose checkpoints are not beyond it."""
+    start = path_of(tmp_path / "runs/b32", 4)
+    steps = {1: 6, 2: 4}
+    for path in (start, *(path_of(tmp_path / f"runs/s/seed={seed}", step) for seed, step in steps.items())):
+        path.mkdir(parents=True)
+        (path / META).touch()
+    for resume in ("b32", "runs/b32", str(start)):
+        words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", f"resume={resume}", "seed=1,2,3")
+        assert main(words) == 0
+        assert [config.resume for config in trained] == ["auto", resume, resume]
+        trained.clear()
 
 
 def test_a_runs_folder_is_named_after_its_values_and_safe() -> None:
