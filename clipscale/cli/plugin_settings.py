@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from clipscale.cli import compose, sweep
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean, one_of
-from clipscale.config.train import TrainConfig
 from clipscale.run_folder.chosen_checkpoint import Goal
 
 # Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.
@@ -32,9 +30,8 @@ class PluginSweep:
     run_words: list[str]
     # Hydra's own settings.
     hydra: DictConfig
-    folder: Path
-    # The sweep's runs. If a sweeper chooses them later, only one that it may choose.
-    configs: list[TrainConfig]
+    # If a sweeper chooses the runs later, only one that it may choose.
+    runs: sweep.SweepRuns
 
     @property
     def launcher(self) -> str:
@@ -55,7 +52,7 @@ class PluginSweep:
 
     @property
     def metric(self) -> str:
-        return self.configs[0].sweep.metric
+        return self.runs.configs[0].sweep.metric
 
 
 def compose_sweep(words: Sequence[str], config_dir: str | None) -> PluginSweep:
@@ -66,8 +63,7 @@ def compose_sweep(words: Sequence[str], config_dir: str | None) -> PluginSweep:
     _, run_words = compose.overrides("train", [word for word in words if word not in hydra_words], sweep=True)
     all_known = chosen.runtime.choices["hydra/sweeper"] == "basic"
     find_runs = sweep.runs_of if all_known else first_run
-    folder, configs = find_runs(run_words, config_dir)
-    return PluginSweep(hydra_words, run_words, chosen, folder, configs)
+    return PluginSweep(hydra_words, run_words, chosen, find_runs(run_words, config_dir))
 
 
 def key_of(word: str) -> str:
@@ -139,7 +135,7 @@ def common_words(words: Sequence[str]) -> list[str]:
     ]
 
 
-def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[TrainConfig]]:
+def first_run(words: Sequence[str], config_dir: str | None) -> sweep.SweepRuns:
     """The sweep's folder, and the run with the first of each key's values. Raises UserError."""
     chosen = common_words(words)
     for override in parse(words):
@@ -157,7 +153,7 @@ def first_run(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[
             chosen.append(f"{override.get_key_element()}={value}")
     config = compose.settings("train", chosen, config_dir)
     folder = sweep.folder_of_sweep(config.run)
-    return folder, [sweep.run_in_sweep(config, folder, "first")]
+    return sweep.SweepRuns(folder, [sweep.run_in_sweep(config, folder, "first")], bool(config.run))
 
 
 def default_words(swept: PluginSweep) -> list[str]:

@@ -56,16 +56,17 @@ def main(line: Namespace) -> int:
         swept = prepare_sweep(line)
     if not swept:
         return 0
-    jobs = JobFolder(swept.folder)
+    jobs = JobFolder(swept.runs.folder)
     jobs.begin()
     if swept.is_on_slurm:
         prepare_slurm(swept.hydra.launcher)
-        print_line(f"submitting the runs to Slurm; what they print is in {swept.folder}/.submitit")
+        print_line(f"submitting the runs to Slurm; what they print is in {swept.runs.folder}/.submitit")
     common = frozenset(common_words(swept.run_words))
     job = Job(
         jobs,
         common,
         line.config_dir,
+        swept.runs.advice,
         parent=os.getpid(),
         has_sweeper=swept.has_sweeper,
         shares_output=swept.launcher == "joblib",
@@ -78,28 +79,29 @@ def main(line: Namespace) -> int:
         if isinstance(error, StoppedError) or not jobs.failed():
             raise
         print_failure(error)
-        return sweep.report_end(swept.folder, jobs.failed())
+        return sweep.report_end(swept.runs.folder, jobs.failed())
     except KeyboardInterrupt:
         if swept.is_on_slurm:
             print_line("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
         raise
-    results = swept.folder / "optimization_results.yaml"
+    results = swept.runs.folder / "optimization_results.yaml"
     if swept.sweeper == "optuna" and results.is_file():
         print_best(files.read_record(results), swept.metric)
-    return sweep.report_end(swept.folder, jobs.failed())
+    return sweep.report_end(swept.runs.folder, jobs.failed())
 
 
 def prepare_sweep(line: Namespace) -> PluginSweep | None:
     """Compose and check the sweep, and render its data. Returns None if nothing is to start. Raises UserError."""
     swept = compose_sweep(line.words, line.config_dir)
     if not swept.has_sweeper:
-        sweep.warn_of_metric(swept.configs[0])
-    # the machine of the command line may have no GPU
-    checked = [replace(config, device="auto") for config in swept.configs] if swept.is_on_slurm else swept.configs
+        sweep.warn_of_metric(swept.runs.configs[0])
+    checked = swept.runs.configs
+    if swept.is_on_slurm:  # the machine of the command line may have no GPU
+        checked = [replace(config, device="auto") for config in checked]
     sweep.check_runs(checked, line)
     if line.cfg or line.check:
         return None
-    if any(is_missing(config.data.train or ()) for config in swept.configs):
+    if any(is_missing(config.data.train or ()) for config in swept.runs.configs):
         from clipscale.tools.data import demo
 
         demo.main()  # once, and not in several jobs at the same time
@@ -135,7 +137,7 @@ def hydra_command_line(job: "Job", swept: PluginSweep) -> list[str]:
     words = [*swept.hydra_words, *default_words(swept), *swept.run_words]
     declared = [f"++{word}" if compose.is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
     own = [
-        f"hydra.sweep.dir={compose.quote(str(swept.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
+        f"hydra.sweep.dir={compose.quote(str(swept.runs.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",
     ]  # fmt: skip
     if job.config_dir:
@@ -196,6 +198,8 @@ class Job:
     # The words that all runs share. The other words name a run's folder.
     common: frozenset[str]
     config_dir: str | None
+    # Which command goes on after a signal.
+    advice: str
     # The process of the command line.
     parent: int
     # Whether a sweeper gets the result, or the failure.
@@ -244,7 +248,7 @@ class Job:
         )
         cli_train.check(config)
         cli_train.check_weights(config)
-        return objective(cli_train.main(config, isolated=True), config.sweep.metric)
+        return objective(cli_train.main(config, isolated=True, advice=self.advice), config.sweep.metric)
 
     def report_failure(self, name: str, error: Exception) -> None:
         """Print why the run has failed, and note it; for a sweeper, raise it again."""
@@ -289,6 +293,6 @@ def passing_signals_on(jobs: JobFolder, swept: PluginSweep) -> Iterator[None]:
 def what_remains(swept: PluginSweep) -> str:
     """The end of the line about a sweep that a signal has ended."""
     if swept.has_sweeper:  # its runs are not known beforehand
-        return "the same command goes on"
-    complete = sum((Path(config.run) / RESULT).is_file() for config in swept.configs)
-    return f"{complete} of {counted(len(swept.configs), 'run')} complete; the same command goes on"
+        return swept.runs.advice
+    complete = sum((Path(config.run) / RESULT).is_file() for config in swept.runs.configs)
+    return f"{complete} of {counted(len(swept.runs.configs), 'run')} complete; {swept.runs.advice}"

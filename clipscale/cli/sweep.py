@@ -1,14 +1,14 @@
 """`clipscale train -m ...`: a run for every combination of values, one after another; `plugins.py` has other ways.
 
-The same command again goes on with the sweep: every run resumes from its newest checkpoint, and a complete one trains
-no further.
+The same command again goes on with a sweep that has a name (`run=NAME`): every run resumes from its newest checkpoint,
+and a complete one trains no further.
 """
 
 import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -36,7 +36,8 @@ def main(name: str, line: Namespace) -> int:
         from clipscale.cli import plugins
 
         return plugins.main(line)
-    folder, configs = runs_of(line.words, line.config_dir)
+    runs = runs_of(line.words, line.config_dir)
+    folder, configs = runs.folder, runs.configs
     warn_of_metric(configs[0])
     check_runs(configs, line)
     if line.cfg or line.check:
@@ -47,7 +48,7 @@ def main(name: str, line: Namespace) -> int:
         name = Path(config.run).name
         print_line(f"run {number} of {len(configs)}: {name}")
         try:
-            cli_train.main(config, isolated=True)
+            cli_train.main(config, isolated=True, advice=runs.advice)
         except StoppedError:
             raise
         except (UserError, local.WorkerError) as error:  # does not end the sweep
@@ -86,20 +87,39 @@ def warn_of_metric(config: TrainConfig) -> None:
         )
 
 
-def runs_of(words: Sequence[str], config_dir: str | None) -> tuple[Path, list[TrainConfig]]:
+@dataclass(frozen=True)
+class SweepRuns:
+    """A sweep's folder and its runs."""
+
+    folder: Path
+    configs: list[TrainConfig]
+    # Whether the command names the folder. Otherwise the same command begins another sweep.
+    has_name: bool
+
+    @property
+    def advice(self) -> str:
+        """Which command goes on with the sweep after a signal."""
+        words = [] if self.has_name else [shlex.quote(f"run={self.folder}")]
+        if any(config.resume == "none" for config in self.configs):
+            words.append("resume=auto")
+        return f"the same command{' with ' if words else ''}{' '.join(words)} goes on"
+
+
+def runs_of(words: Sequence[str], config_dir: str | None) -> SweepRuns:
     """The sweep's folder and its runs. Each run has its own folder, and its own address of a copy.
 
     Raises UserError where two runs would share them.
     """
     by_settings = {repr(config): (differing, config) for differing, config in compose.combinations(words, config_dir)}
     combinations = [*by_settings.values()]  # combinations with equal settings run once
-    folder = folder_of_sweep(combinations[0][1].run)
+    name_of_sweep = combinations[0][1].run
+    folder = folder_of_sweep(name_of_sweep)
     names = [compose.folder_name(differing) for differing, _ in combinations]
     configs = [run_in_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
     shared = {name for name in names if names.count(name) > 1}
     if shared:
         raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
-    return folder, configs
+    return SweepRuns(folder, configs, bool(name_of_sweep))
 
 
 def folder_of_sweep(run: str) -> Path:

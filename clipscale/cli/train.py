@@ -95,11 +95,12 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     return None
 
 
-def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
+def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:
     """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
-    `isolated`: the run gets processes of its own, even if one suffices. Raises as `launch.local.launch`, and UserError
-    for a run that cannot fit.
+    `isolated`: the run gets processes of its own, even if one suffices. `advice`: which command goes on after a signal;
+    empty for a run that is no part of a sweep. Raises as `launch.local.launch`, and UserError for a run that cannot
+    fit.
     """
     resumes_by_itself = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)
@@ -133,11 +134,9 @@ def main(config: TrainConfig, *, isolated: bool = False) -> RunResult:
                 wait_until_free(Path(config.run))
             return cast(RunResult, local.launch(config, isolated=isolated))
     except StoppedError as stopped:
-        if not has_checkpoint(config):
+        if not (advice or has_checkpoint(config)):
             raise
-        advice = (
-            "the same command goes on"
-            if resumes_by_itself
-            else f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
-        )
+        if not advice:
+            own = f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
+            advice = "the same command goes on" if resumes_by_itself else own
         raise StoppedError(f"{stopped}; {advice}", stopped.number) from None

@@ -90,9 +90,23 @@ def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
     assert [config.seed for config in trained] == [1, 2]
 
 
-def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str) -> None:
-    assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2")) == 143
+@pytest.mark.parametrize("plugin", [(), ("hydra/launcher=basic",)], ids=["own", "plugin"])
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("run=s",), "the same command goes on"),
+        ((), "the same command with run={} goes on"),
+        (("run=s", "resume=none"), "the same command with resume=auto goes on"),
+    ],
+)
+def test_a_signal_ends_the_sweep_and_the_line_says_what_goes_on(
+    trained: list[TrainConfig], shards: str, capsys: Capture, words: tuple[str, ...], advice: str, plugin: tuple[str]
+) -> None:
+    """A command without a name would begin another sweep."""
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2", *words, *plugin)) == 143
     assert [config.seed for config in trained] == [1, 99]
+    folder = Path(trained[0].run).parent
+    assert f"stopped by SIGTERM; {advice.format(folder)}\n" in capsys.readouterr().err
 
 
 def test_a_run_that_has_gone_on_from_a_path_goes_on_from_its_own_checkpoint(
