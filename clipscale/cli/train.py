@@ -85,14 +85,25 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    set_by_weights = ("model.preprocess",) if config.model.weights else ()
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
-        keys = differences_from_file(folder / CONFIG, to_yaml(config)).keys() - {*NOT_TRAINED}
-        changed = any(not key.startswith((*set_by_weights, *NOT_TRAINED_SECTIONS)) for key in keys)
+        differing = differences_from_file(folder / CONFIG, to_yaml(config))
+        changed = any(starts_again(key, typed) for key, (_, typed) in differing.items())
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None
+
+
+def starts_again(key: str, typed: object) -> bool:
+    """Whether a complete run starts again for a setting that differs from those it was trained with.
+
+    The weights complete what the model's settings leave open. A copy at another address has yet to be made.
+    """
+    if key.startswith("model."):
+        return typed not in (None, "", {})
+    if key == "checkpoint.copy":
+        return bool(typed)
+    return key not in NOT_TRAINED and not key.startswith(NOT_TRAINED_SECTIONS)
 
 
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:

@@ -3,8 +3,10 @@
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from clipscale import checkpoint
-from clipscale.common import ranks
+from clipscale.common import files, ranks
 from clipscale.config.train import TrainConfig, difference_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
@@ -43,8 +45,24 @@ def move_unused_aside(settled: SettledRun) -> None:
         read_or_move_aside(settled.folder / CONFIG, partial(difference_lines, settings=settled.config_yaml))
 
 
+def note_evaluation_and_copy(file: Path, settings: str) -> None:
+    """Put the evaluation and the copy's address of `settings` (as YAML) into a run's config.yaml, if it has one."""
+    trained = files.read_record(file)
+    present = files.parse_yaml(settings)
+    changes = {"eval": present["eval"]}
+    if copy := present["checkpoint"]["copy"]:
+        changes["checkpoint"] = {**trained.get("checkpoint", {}), "copy": copy}
+    if trained and trained != (noted := {**trained, **changes}):
+        files.write_text(file, yaml.safe_dump(noted, sort_keys=False, allow_unicode=True))
+
+
 def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> MetricLog:
-    """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks."""
+    """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks.
+
+    A complete run keeps the settings that it was trained with, but for its evaluation and the address of its copy.
+    """
+    if settled.step >= schedule.end:
+        note_evaluation_and_copy(settled.folder / CONFIG, settled.config_yaml)
     sinks = settled.config.log
     return open_log(
         settled.folder,

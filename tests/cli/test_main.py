@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from clipscale import __version__
 from clipscale.cli.main import main
@@ -17,7 +18,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
 from clipscale.config.presets import group_options
-from clipscale.config.setting import sections_of, settings_of
+from clipscale.config.setting import differences, sections_of, settings_of
 from clipscale.config.stages import STAGE_SETTINGS
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
@@ -88,14 +89,38 @@ def test_a_finished_run_is_answered_from_its_folder_and_keeps_its_settings(
     status, out, _ = cli(*words, "optim.lr=1")
     assert status == 0 and "nothing is left to train" in out
     assert [path.read_bytes() for path in kept] == written
+    run = files.read_yaml(kept[0])
+    run["model"] |= {"preprocess": {"mean": [0.5, 0.5, 0.5]}, "correct_cls_mask": True}  # as weights complete it
+    kept[0].write_text(yaml.safe_dump(run, sort_keys=False))
     monkeypatch.setattr("clipscale.launch.local.launch", lambda *given, **options: pytest.fail("it starts again"))
     status, out, err = cli(*words, "log.every=7")
     assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
     with pytest.raises(pytest.fail.Exception, match="it starts again"):
         cli(*words, "seed=1")
+    with pytest.raises(pytest.fail.Exception, match="it starts again"):
+        cli(*words, "model.init_scale=20")
     (tmp_path / "runs/a/result.json").unlink()
     with pytest.raises(pytest.fail.Exception, match="it starts again"):
         cli(*words)
+
+
+def test_a_finished_run_is_evaluated_and_copied_elsewhere_once(
+    cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tiny(f"data.train={shards}", "run=a")
+    assert cli(*words)[0] == 0
+    trained = (tmp_path / "runs/a/metrics.jsonl").read_bytes()
+    settings = files.read_yaml(tmp_path / "runs/a/config.yaml")
+    words += [f"eval.sets={classification_set(tmp_path / 'colours')}", f"checkpoint.copy={tmp_path / 'copy'}"]
+    assert cli(*words, "optim.lr=1")[0] == 0
+    copied = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*") if path.is_file()}
+    assert {"checkpoints/step_00000002/meta.json", "result.json", "metrics.jsonl"} <= copied
+    assert (tmp_path / "copy/metrics.jsonl").read_bytes() == trained
+    noted = files.read_yaml(tmp_path / "runs/a/config.yaml")
+    assert {*differences(settings, noted)} == {"eval.sets", "checkpoint.copy"}
+    monkeypatch.setattr("clipscale.launch.local.launch", lambda *given, **options: pytest.fail("it starts again"))
+    status, out, _ = cli(*words)
+    assert status == 0 and "run=runs/a is complete at step 2" in out and "colours" in out
 
 
 # ---- composing ----
