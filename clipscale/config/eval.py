@@ -131,6 +131,8 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
     """Complete the settings with the run's `sets`, `suite`, `root` and `precision` where they give none.
 
+    The run's `root` counts for a suite alone.
+
     Raises UserError if there is no set.
     """
     run_settings = settings_of_run(run_folder(config.run)) if config.run else {}
@@ -142,7 +144,9 @@ def completed_by_run(config: EvalRunConfig) -> EvalRunConfig:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
     candidates = (config.precision, run_settings.get("precision"))
     precision = next((name for name in candidates if name in sections.PRECISIONS), "fp32")
-    return replace(config, eval=replace(chosen, root=chosen.root or eval_of_run.get("root")), precision=precision)
+    if chosen.suite != "none" and not chosen.root:
+        chosen = replace(chosen, root=eval_of_run.get("root"))
+    return replace(config, eval=chosen, precision=precision)
 
 
 def check_eval(config: EvalRunConfig) -> Path:

@@ -14,7 +14,7 @@ import torch
 from clipscale.cli.main import main as command
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.config.eval import EvalRunConfig
+from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
 from clipscale.distributed.agreement import run_on_rank0
@@ -142,6 +142,16 @@ def test_all_ranks_evaluate_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> 
         newest = build_model(TINY)
         save_model(tmp_path / "run", newest, TINY, step)
     assert run_ranks(loaded, 2, tmp_path / "run") == [[newest.image.digest()] * 2] * 2
+
+
+def test_sets_that_are_given_need_no_root_of_the_run(tmp_path: Path, model: ClipModel) -> None:
+    save_model(tmp_path / "run", model, TINY)
+    (tmp_path / "run/config.yaml").write_text(f"eval:\n  suite: imagenet\n  root: '{tmp_path / 'gone'}'\n")
+    chosen = EvalRunConfig(run=str(tmp_path / "run"), eval=EvalConfig(sets=[str(tmp_path)]))
+    check_eval(chosen)
+    assert completed_by_run(chosen).eval == chosen.eval
+    with refused("eval.root=.*/gone: there is no such folder"):
+        check_eval(EvalRunConfig(run=str(tmp_path / "run")))
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Capture) -> None:
