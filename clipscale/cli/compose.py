@@ -283,6 +283,23 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
     """The runs of a sweep in Hydra's order: the words in which each differs from the others, and its settings. Raises
     UserError.
     """
+    choices = choices_of(words)
+    common = words_of_all_runs(choices)
+    jobs = [*product(*choices)]
+    all_differing = [[word for word in job if word not in common] for job in jobs]
+    return [
+        (differing, settings("train", job, config_dir, in_sweep=folder_name(differing)))
+        for job, differing in zip(jobs, all_differing)
+    ]
+
+
+def words_of_all_runs(choices: Sequence[Sequence[str]]) -> set[str]:
+    """The words that all runs of a sweep have, of those in `choices_of`. The others name a run's folder."""
+    return {words[0] for words in choices if len(set(words)) == 1}
+
+
+def choices_of(words: Sequence[str]) -> list[list[str]]:
+    """For each setting of a sweep, the words KEY=VALUE of its values, as a run gets them. Raises UserError."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
         choices = []
@@ -302,13 +319,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
             choices.append([f"{key}={value}" for value in values])
     except HydraException as error:
         raise one_line_error(error) from error
-    jobs = [*product(*choices)]
-    common = set.intersection(*map(set, jobs))
-    all_differing = [[word for word in job if word not in common] for job in jobs]
-    return [
-        (differing, settings("train", job, config_dir, in_sweep=folder_name(differing)))
-        for job, differing in zip(jobs, all_differing)
-    ]
+    return choices
 
 
 def folder_name(combination: Sequence[str]) -> str:

@@ -127,7 +127,7 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def common_words(words: Sequence[str]) -> list[str]:
-    """The words with one value, which all runs of a sweep have, as Hydra gives them to a job."""
+    """The words without choices, which all runs of a sweep have, as Hydra gives them to a job."""
     return [
         f"{override.get_key_element()}={override.get_value_element_as_str()}"
         for override in parse(words)

@@ -61,7 +61,10 @@ def main(line: Namespace) -> int:
     if swept.is_on_slurm:
         prepare_slurm(swept.hydra.launcher)
         print_line(f"submitting the runs to Slurm; what they print is in {swept.runs.folder}/.submitit")
-    common = frozenset(common_words(swept.run_words))
+    if swept.has_sweeper:
+        common = frozenset(common_words(swept.run_words))
+    else:
+        common = frozenset(compose.words_of_all_runs(compose.choices_of(swept.run_words)))
     job = Job(
         jobs,
         common,
