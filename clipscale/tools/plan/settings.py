@@ -17,7 +17,9 @@ class PlanConfig(TrainConfig):
     hardware: str = setting(
         "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine's."
     )
-    gpus: int = setting(1, "GPUs per node; one process each. Without `hardware`, 1: the processes of a run here.", least=1)
+    gpus: int = setting(
+        1, "GPUs per node; one process each. Without `hardware`, 1: the processes of a run here.", least=1
+    )
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: Bytes | None = setting(
         None,

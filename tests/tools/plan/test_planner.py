@@ -123,7 +123,10 @@ RESNET = {
     "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 1},
 }
 # With these settings few remedies are left, and the run does not fit.
-NOT_FITTING = "data.buffers=1 cache.keep=none model.grad_checkpointing=true optim=lamb hardware=cpu host_memory=1G".split()
+NOT_FITTING = (
+    *("data.buffers=1", "cache.keep=none", "model.grad_checkpointing=true"),
+    *("optim=lamb", "hardware=cpu", "host_memory=1G"),
+)
 
 
 @pytest.mark.parametrize(
