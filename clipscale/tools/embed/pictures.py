@@ -20,6 +20,8 @@ def stored_picture(embedded: EmbeddedSet, sample: Sample) -> bytes:
     row = sample["row"]
     for raw in read_shard(url, problem, lambda n: n == row, limits(IMAGE_TYPES), offsets=sample_offsets):
         if raw.index == row:
+            if raw.key != sample["key"]:
+                raise BrokenSampleError("changed_shard", f"{url}: sample {row} is {raw.key}, not {sample['key']}")
             if raw.error:
                 raise BrokenSampleError(raw.error, raw.detail)
             return image_bytes(raw.members)
