@@ -5,7 +5,7 @@ D: feature width.
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,8 +96,7 @@ def find_teachers(
     """
     if not names:
         return ()
-    shards = chain.from_iterable(map(expand, data.train or []))
-    urls = list({dirname(url): url for url in shards}.values())
+    urls = one_of_each_folder(chain.from_iterable(map(expand, data.train or [])))
     notes = {url: notes_beside(url) for url in urls}
     captions = source_names(data.captions)
     teachers = []
@@ -112,6 +111,11 @@ def find_teachers(
                     f"write both with one `clipscale embed teacher={name}`"
                 )
     return tuple(teachers)
+
+
+def one_of_each_folder(urls: Iterable[str]) -> list[str]:
+    """A shard of each folder."""
+    return list({dirname(url): url for url in urls}.values())
 
 
 def _reader(name: str, url: str, note: TeacherNote, captions: Sequence[str], scale: float | None) -> TeacherFeatures:

@@ -27,7 +27,7 @@ from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, without_query
 from clipscale.data.sample import IMAGE_TYPES, limits
 from clipscale.data.shards.errors import SourceError
-from clipscale.data.shards.features import FEATURES_FILE, encoded_array, notes_beside
+from clipscale.data.shards.features import FEATURES_FILE, TeacherNote, encoded_array, notes_beside, one_of_each_folder
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -135,10 +135,29 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
         difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    others = notes_beside(next(iter(shards.values()))) if config.teacher else {}
+    others = other_teachers(config, shards.values()) if config.teacher else {}
     files.write_json(out / FEATURES_FILE, {**others, format_name: note})
     write_shards_file(out, entries)  # before any work: a start after a kill then knows whose files are there
     return shards
+
+
+def other_teachers(config: EmbedConfig, shards: Iterable[str]) -> dict[str, TeacherNote]:
+    """The notes of the other teachers whose features all folders of the shards have.
+
+    Raises UserError where two notes of a teacher differ: one folder cannot say both.
+    """
+    first, *rest = one_of_each_folder(shards)
+    common = notes_beside(first)
+    common.pop(config.teacher, None)
+    for url in rest:
+        notes = notes_beside(url)
+        common = {name: note for name, note in common.items() if name in notes}
+        for name, note in common.items():
+            if note != notes[name]:
+                raise UserError(
+                    f"out={config.out}: {url} has features of another {name} than {first}; choose an out=DIR for each"
+                )
+    return common
 
 
 def write_shards_file(out: Path, entries: Mapping[str, Mapping[str, object]]) -> None:

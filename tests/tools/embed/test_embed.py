@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from PIL import Image
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
 from clipscale.data.picture import Picture
+from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.arrays import open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder
-from clipscale.tools.embed.pictures import thumbnail
+from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
 from tests.conftest import Capture
@@ -152,6 +154,34 @@ def test_a_second_teacher_reads_the_shards_of_the_first(run: str, tmp_path: Path
     raws = [*read_shard(str(second / "x.tar"), ReadFailure())]
     assert [(raw.key, len(raw.members)) for raw in raws] == [("a", 5), ("b", 2), ("c", 5)]
     assert np.allclose(one.of(raws[0].members), two.of(raws[0].members), atol=1e-3)
+
+
+def test_teachers_that_are_not_the_same_in_all_folders_are_not_noted_as_one(run: str, tmp_path: Path) -> None:
+    folders = [write_shards(tmp_path / name, [1])[0].parent for name in ("in", "x", "y")]
+    for number, folder in enumerate(folders):
+        shutil.move(folder / "00000.tar", folder / f"{number}.tar")
+        note = {"width": 16, "dtype": "float32", "scale": 1.0}
+        notes = {"one": note, "two": note | {"scale": float(number)}} if number else {"one": note}
+        (folder / "features.json").write_text(json.dumps(notes))
+
+    def noted(*folders: Path) -> set[str]:
+        data = DataConfig(train=[str(folder) for folder in folders])
+        out = tmp_path / "out"
+        main(EmbedConfig(data=data, run=run, out=str(out), device="cpu", teacher="t"))
+        return set(json.loads((out / "features.json").read_text()))
+
+    with refused(r"y/2\.tar has features of another two than .*/x/1\.tar; choose"):
+        noted(*folders[1:])
+    assert noted(*folders[:2]) == {"one", "t"}, "a folder lacks the features of the other"
+
+
+def test_a_picture_of_a_changed_shard_is_not_shown_under_another_samples_caption(run: str, tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", [*sample("a", 0), *sample("b", 1)])
+    embedded = open_embedded_set(embed(run, tmp_path / "x.tar", tmp_path / "out"))
+    assert stored_picture(embedded, embedded.sample(1)) == picture(1)
+    write_tar(tmp_path / "x.tar", [*sample("b", 1), *sample("a", 0)])
+    with pytest.raises(BrokenSampleError, match="sample 1 is a, not b"):
+        stored_picture(embedded, embedded.sample(1))
 
 
 def share(rank: int, size: int, run: str, source: str, out: str) -> None:
