@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE, TEXT
 
+if TYPE_CHECKING:
+    from pyarrow import Array
+
 # Examples on each side of a threshold.
 EXAMPLES = 16
 # Pixels of the longer side of a picture on the page.
@@ -41,10 +45,11 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
     if out.exists() or page_file.exists():
         raise UserError(f"out={out}: it, or {page_file}, exists; remove both, or choose another file")
     embedded = open_embedded_set(Path(*words).expanduser())
+    keys = keys_of(embedded)
     weights, shown = choose(embedded, settings, out.parent)
     with embedded.damage_to_user_error():
         text = selection_page(embedded, **shown)
-    write_weights(out, embedded, weights)
+    write_weights(out, keys, weights)
     files.write_text(page_file, text)
     print_line(f"{out}: look at {page_file}, then train with data.sample_weights={out}")
 
@@ -116,16 +121,32 @@ def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
     return lambda numbers: torch.from_numpy(rows[numbers.numpy()]).to(device, torch.float32)
 
 
-def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
-    """Write a Parquet file of the samples' keys and weights; 0 leaves out. Raises UserError for damaged keys."""
+def keys_of(embedded: EmbeddedSet) -> "Array":
+    """The samples' keys. Raises UserError for damaged ones, and if one comes twice: sample weights go by key."""
+    import pyarrow
+
+    with embedded.damage_to_user_error():
+        keys = pyarrow.array([utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()])
+        if len(keys) != len(embedded):
+            raise ValueError(f"{len(keys)} keys of {len(embedded)} samples")
+    different = keys.value_counts()
+    counts = different.field("counts").to_numpy()
+    if (counts > 1).any():
+        key = different.field("values")[int(counts.argmax())]
+        raise UserError(
+            f"data: {embedded.folder}: {counts.max():,} samples have the key {key}, and sample weights go by key; give "
+            "each sample in the shards a key of its own, and embed them again"
+        )
+    return keys
+
+
+def write_weights(out: Path, keys: "Array", weights: Tensor) -> None:
+    """Write a Parquet file of the samples' keys and weights; 0 leaves out."""
     import pyarrow
     from pyarrow.parquet import write_table
 
-    with embedded.damage_to_user_error():
-        keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
-        table = pyarrow.table({"key": keys, "weight": weights.numpy()})
     with files.replacing(out) as file:
-        write_table(table, file)
+        write_table(pyarrow.table({"key": keys, "weight": weights.numpy()}), file)
 
 
 def selection_page(embedded: EmbeddedSet, **shown: Tensor) -> str:

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.tools.data import near
-from clipscale.tools.data.select import write_weights
+from clipscale.tools.data.select import keys_of
 from clipscale.tools.embed.arrays import open_embedded_set
 from tests.conftest import Capture
 from tests.data.files import picture, write_tar
@@ -122,7 +122,15 @@ def test_a_damaged_file_of_an_embedded_set_is_one_line(tmp_path: Path, name: str
         kind, *shape = content
         np.save(folder / name, np.ones(shape, kind))
     with refused("embed its shards again|neither a path nor"):
-        write_weights(tmp_path / "weights", open_embedded_set(folder), torch.ones(8))
+        keys_of(open_embedded_set(folder))
+
+
+def test_a_key_that_comes_twice_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Training would refuse the weights: they go by key."""
+    folder = embedded(tmp_path / "of", features(8), features(8))
+    (folder / "1.jsonl").write_text((folder / "0.jsonl").read_text())
+    with refused("2 samples have the key 0000, and sample weights go by key; give each"):
+        keys_of(open_embedded_set(folder))
 
 
 def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Capture) -> None:
