@@ -30,8 +30,13 @@ def findings() -> Iterator[tuple[str, str]]:
         else:
             yield "note", "no GPU: training runs on the CPU"
     for number in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
+        try:
+            gpu = torch.cuda.get_device_properties(number)
+            free, total = torch.cuda.mem_get_info(number)
+        except RuntimeError as error:  # as of a GPU in exclusive mode that another process has taken
+            first_line = str(error).partition("\n")[0]
+            yield "problem", f"GPU {number} cannot be used: {first_line}"
+            continue
         summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free"
         if gpu.major < 8:
             yield "note", f"{summary}; no bf16 arithmetic: use precision=fp16"
