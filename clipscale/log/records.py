@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -81,9 +82,11 @@ def lr_of_step(run_dir: Path, step: int) -> float | None:
 
 
 def read_evaluations(run_dir: Path) -> list[EvalRecord]:
-    """The contents of `eval/step_N.json`, by step."""
+    """The contents of `eval/step_N.json`, by step. Files of other names, as of a copy, are not read."""
     records: list[tuple[int, EvalRecord]] = []
     for file in (run_dir / EVAL).glob("step_*.json"):
+        if not re.fullmatch(r"step_\d+", file.stem):
+            continue
         with files.damage_to_user_error("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
             step = int(file.stem.removeprefix("step_"))
