@@ -36,13 +36,13 @@ def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:
 
 
 def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float) -> tuple[Tensor, Tensor]:
-    """For each sample, by its number: its largest cosine with an earlier kept sample, and that sample's number.
+    """For each sample, by its number: its largest cosine with a kept sample before it, and that sample's number.
 
-    The cosine is 0 if no earlier kept sample is in its clusters. A sample with a cosine of at least `cosine` is a
-    duplicate, and not kept. Among samples that are all near each other the first stays.
+    The cosine is 0 if no kept sample before it is in its clusters. A sample with a cosine of at least `cosine` is a
+    duplicate, and not kept; the sample of which it is one is kept. Among samples that are all near each other the first
+    stays.
 
     samples: numbers, the preferred ones first. clusters: their `nearest_clusters`.
-    G: samples of a cluster, in their order. b: samples of a block of them. S: samples of the blocks up to this one.
     """
     largest = torch.zeros(int(samples.max()) + 1)
     nearest = torch.arange(len(largest))
@@ -50,22 +50,38 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
     ordered = samples[clusters_in_a_row.argsort(stable=True) // clusters.shape[1]]
     groups = ordered.split(clusters_in_a_row.bincount().tolist())
     for group in tracked(groups, "comparing inside clusters", len(groups)):
-        sample_G = group[largest[group] < cosine]
-        features_GD = load(sample_G)
-        kept_G = torch.ones(len(sample_G), dtype=torch.bool, device=features_GD.device)
-        step = max(1, CELLS // max(1, len(sample_G)))
-        for first in range(0, len(sample_G), step):
-            block = slice(first, first + step)
-            up_to_block = slice(first + step)
-            # cosines with earlier samples; 0 for the sample itself and for later ones
-            cosines_bS = (features_GD[block] @ features_GD[up_to_block].T).tril(first - 1)
-            kept_G[block] = keep_greedily(cosines_bS, kept_G[up_to_block], cosine)
-            values_b, indices_b = (tensor.cpu() for tensor in (cosines_bS * kept_G[up_to_block]).max(1))
-            sample_b = sample_G[block]
-            nearer_b = values_b > largest[sample_b]
-            largest[sample_b[nearer_b]] = values_b[nearer_b]
-            nearest[sample_b[nearer_b]] = sample_G[indices_b[nearer_b]]
+        compare(load, group[largest[group] < cosine], cosine, largest, nearest)
+    # The sample that a duplicate was compared with may have gone in a later cluster. Compare such a duplicate again,
+    # after the kept ones. Each round settles at least the first of them.
+    while (again := (largest >= cosine) & (largest[nearest] >= cosine)).any():
+        largest[again] = 0
+        nearest[again] = torch.arange(len(largest))[again]
+        for group in groups:
+            if again[group].any():
+                group = torch.cat([group[~again[group]], group[again[group]]])
+                compare(load, group[largest[group] < cosine], cosine, largest, nearest)
     return largest, nearest
+
+
+def compare(load: Load, sample_G: Tensor, cosine: float, largest: Tensor, nearest: Tensor) -> None:
+    """Compare the samples of a cluster with the kept ones before them; see `near_duplicates`, whose results it updates.
+
+    G: samples of the cluster, in their order. b: samples of a block of them. S: samples of the blocks up to this one.
+    """
+    features_GD = load(sample_G)
+    kept_G = torch.ones(len(sample_G), dtype=torch.bool, device=features_GD.device)
+    step = max(1, CELLS // max(1, len(sample_G)))
+    for first in range(0, len(sample_G), step):
+        block = slice(first, first + step)
+        up_to_block = slice(first + step)
+        # cosines with earlier samples; 0 for the sample itself and for later ones
+        cosines_bS = (features_GD[block] @ features_GD[up_to_block].T).tril(first - 1)
+        kept_G[block] = keep_greedily(cosines_bS, kept_G[up_to_block], cosine)
+        values_b, indices_b = (tensor.cpu() for tensor in (cosines_bS * kept_G[up_to_block]).max(1))
+        sample_b = sample_G[block]
+        nearer_b = values_b > largest[sample_b]
+        largest[sample_b[nearer_b]] = values_b[nearer_b]
+        nearest[sample_b[nearer_b]] = sample_G[indices_b[nearer_b]]
 
 
 def keep_greedily(cosines_bS: Tensor, kept_S: Tensor, cosine: float) -> Tensor:

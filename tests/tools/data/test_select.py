@@ -95,6 +95,25 @@ def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
     assert torch.allclose((rows * rows[nearest]).sum(1)[found], largest[found], atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_each_duplicate_is_one_of_a_sample_that_stays_whatever_the_clusters(seed: int) -> None:
+    """A sample went as the duplicate of one that went itself, in its second cluster, as that of a third."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = features(200, seed, width=3)
+    samples = torch.randperm(200, generator=generator)
+    clusters = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in samples])
+    cosine = 0.9
+    largest, nearest = near.near_duplicates(rows.__getitem__, samples, clusters, cosine)
+    gone = largest >= cosine
+    assert 20 < gone.sum() < 180
+    assert not gone[nearest[gone]].any()
+    assert ((rows * rows[nearest]).sum(1)[gone] >= cosine - 1e-6).all()
+    for cluster in range(6):
+        members = samples[(clusters == cluster).any(1)]
+        kept = members[~gone[members]]
+        assert (rows[kept] @ rows[kept].T).fill_diagonal_(0).max() < cosine + 1e-6
+
+
 def test_clusters_come_by_the_power_of_their_samples(tmp_path: Path) -> None:
     sizes = torch.tensor([400, 100, 25])
     images = torch.eye(3).repeat_interleave(sizes, 0)
