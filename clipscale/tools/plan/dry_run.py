@@ -30,7 +30,7 @@ from clipscale.models.weights.loading import without_weights
 from clipscale.start.build import build_loss, build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput
-from clipscale.step.pair_encoder import pair_encoder
+from clipscale.step.pair_encoder import PairEncoder, pair_encoder
 from clipscale.step.precision import AUTOCAST_DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan import ASSUMED
@@ -333,7 +333,10 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
         towers = tower_modules(config, model)
         memory = state_memory(step, towers, tracker, before)
         if world_size > 1:
-            memory = divided_among_ranks(memory, towers, step.precision.dtype, world_size, config.launch.parallel)
+            wrapped = [[*tower.captioner.children()] if isinstance(tower, PairEncoder) else [tower] for tower in towers]
+            memory = divided_among_ranks(
+                memory, model, wrapped, step.precision.dtype, world_size, config.launch.parallel
+            )
         meters = [leave_blocks_out(tower, tracker) for tower in towers]
         yield DryRun(
             config, tracker, step, flops, decoder, memory, meters, parameters,

@@ -3,6 +3,7 @@
 All sizes in bytes.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,22 +31,22 @@ class GatheredWeights:
     replay: int = 0
 
     @classmethod
-    def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
-        """Compute the bytes. In stage 3 a block's weights are gathered while the block before it computes."""
-        type_of = type_under_autocast(tower, dtype)
+    def of(cls, towers: Sequence[nn.Module], parallel: str, dtype: torch.dtype) -> "GatheredWeights":
+        """Compute the bytes of the modules that are sharded one by one.
 
-        def size(parameters: set[nn.Parameter]) -> int:
-            return sum(p.numel() * type_of(p).itemsize for p in parameters)
-
-        everything = set(tower.parameters())
-        rest = everything
-        block = 0
-        for module in nested_blocks(tower):
-            block = max(block, size(rest & set(module.parameters())))
-            rest = rest - set(module.parameters())
+        In stage 3 a block's weights are gathered while the block before it computes.
+        """
+        everything = rest = block = 0
+        for tower in towers:
+            type_of = type_under_autocast(tower, dtype)
+            sizes = {p: p.numel() * type_of(p).itemsize for p in tower.parameters()}
+            everything += sum(sizes.values())
+            for module in nested_blocks(tower):
+                block = max(block, sum(sizes.pop(p, 0) for p in module.parameters()))
+            rest += sum(sizes.values())
         if parallel == "zero2":
-            return cls(size(everything), 0, 2 * block)
-        return cls(size(rest), 2 * block, 4 * block)
+            return cls(everything, 0, 2 * block)
+        return cls(rest, 2 * block, 4 * block)
 
 
 @dataclass(frozen=True)
@@ -130,23 +131,28 @@ def cast_bytes(tower: nn.Module, precision: Precision) -> int:
 
 
 def divided_among_ranks(
-    memory: StateMemory, towers: Sequence[nn.Module], dtype: torch.dtype, world_size: int, parallel: str
+    memory: StateMemory,
+    model: nn.Module,
+    towers: Sequence[Sequence[nn.Module]],
+    dtype: torch.dtype,
+    world_size: int,
+    parallel: str,
 ) -> StateMemory:
     """Divide state and gradients among ranks. Casts weights that FSDP2 gathers to the types in which it gathers them.
 
     DDP's buckets are as large as all gradients, and summed gradients are views of them. `dtype`: autocast's type.
+    `towers`: the modules of each tower's passes that `parallel.wrap` gets. It shards those that train; each rank has
+    the others whole, and what lies outside of all.
     """
     if parallel == "ddp":
         return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
     gathered_dtype = dtype if PER_PARAMETER else torch.float32
-    undivided = 0
-    gathered = [GatheredWeights(), GatheredWeights()]
-    for i, tower in enumerate(towers):
-        if trains(tower):
-            gathered[i] = GatheredWeights.of(tower, parallel, gathered_dtype)
-            cast_product_weights_(tower, gathered_dtype)
-        else:
-            undivided += sum(p.nbytes for p in tower.parameters())
+    sharded = [[module for module in modules if trains(module)] for modules in towers]
+    divided = {p for modules in sharded for module in modules for p in module.parameters()}
+    undivided = sum(p.nbytes for p in model.parameters() if p not in divided)
+    gathered = [GatheredWeights.of(modules, parallel, gathered_dtype) for modules in sharded]
+    for module in itertools.chain.from_iterable(sharded):
+        cast_product_weights_(module, gathered_dtype)
     share = [size // world_size for size in memory.gradients]
     return StateMemory(
         state=undivided + (memory.state - undivided) // world_size,

@@ -97,8 +97,15 @@ def lowest(ranks: list[StepMemory]) -> StepMemory:
     return StepMemory(*({key: min(each[key] for each in every) for key in every[0]} for every in (befores, peaks)))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("float32", "ddp"),
+        pytest.param("float32", "zero3", marks=pytest.mark.slow),
+        pytest.param("captioner, frozen image tower", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_the_memory_of_one_rank_of_two_is_predicted(name: str, parallel: str) -> None:
     """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
 
     A rank is measured too high where gloo's thread is the last to hold what it has sent: torch's profiler does not see
@@ -107,11 +114,25 @@ def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
     FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
     growth in each phase is compared; that of `encode`, predicted 2.45 MiB, was 2.45 to 2.95.
     """
-    changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
+    changed = CASES[name] | {"batch": 192, "chunk": 32, "launch__parallel": parallel}
     real = lowest(run_ranks(measured_on_a_rank, 2, changed))
     step = predicted(measured_config(**changed), ranks=2)
     sharded = parallel == "zero3"
     assert_agree(step, real, peaks=not sharded, small=2**19 if sharded else SMALL)
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("changed", "frozen"),
+    [({"model__image__train": "none"}, "image"), ({"caption__weight": 0.0}, "decoder")],
+    ids=["frozen image tower", "contrast alone"],
+)
+def test_what_does_not_train_is_whole_on_every_rank_of_a_captioner(parallel: str, changed: dict, frozen: str) -> None:
+    """Each of so many ranks has next to nothing of what is divided."""
+    config = measured_config(**CASES["captioner"] | changed, launch__parallel=parallel)
+    with dry_run(config, 2**16, None) as run:
+        whole = sum(p.nbytes for p in getattr(run.model, frozen).parameters())
+        assert run.memory.state == pytest.approx(whole, rel=0.02)
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
