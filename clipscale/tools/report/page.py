@@ -213,7 +213,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
     loss: list[Chart] = [{**chart, "title": title.capitalize()} for chart in charts[:1] if title]
-    evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key)]
+    evaluations = [chart for key in keys if key.startswith("eval/") and (chart := evaluation_chart(key))]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST_CHARTS
     return [*loss, *evaluations, *charts[1:]]
@@ -230,14 +230,14 @@ def loss_title(batches: Set[int], objectives: Set[str]) -> str:
     return "" if "sigmoid" in objectives else "loss less ln(batch)"
 
 
-def evaluation_chart(key: str) -> list[Chart]:
-    """The chart of `eval/SET/METRIC`."""
+def evaluation_chart(key: str) -> Chart | None:
+    """The chart of `eval/SET/METRIC`; None for a metric that is not shown."""
     name, metric = key.removeprefix("eval/").rsplit("/", 1)
     chart: Chart = {"evaluation": True, "key": key}
     if metric not in FIGURES["plain"]:
         chart = {**chart, "unit": "%", "per": 0.01, "zero": True}
     title = FIGURES["evaluations"].get(metric)
-    return [{**chart, "title": f"{name}, {title}"}] if title else []
+    return {**chart, "title": f"{name}, {title}"} if title else None
 
 
 def points(run: Run, chart: Chart) -> np.ndarray:
