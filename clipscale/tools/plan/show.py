@@ -9,14 +9,6 @@ from clipscale.config.stages import stages_of
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
-# Part of a step -> what the step does in it.
-PARTS = {
-    "encode": "the features of the whole batch",
-    "loss": "the loss, and the gradients of the features",
-    "replay": "the gradients of the weights",
-    "optim": "the update of the weights",
-}
-
 
 def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
@@ -32,9 +24,7 @@ def main(config: PlanConfig) -> int:
         clear()
         print(json.dumps({"stages": results} if results[1:] else results[0], indent=1))
     else:
-        pages = [
-            render("page", **result, config=stage, here=here, parts=PARTS) for result, stage in zip(results, stages)
-        ]
+        pages = [render("page", **result, config=stage, here=here) for result, stage in zip(results, stages)]
         for line in "\n".join(pages).splitlines():
             print_line(line)
     return 0 if all(result["fits"] for result in results) else 1
