@@ -98,19 +98,33 @@ class EmbeddedSet:
 
     def features(self, side: str) -> Iterator[np.ndarray]:
         """The features of each part, (rows, D), mapped into memory. Raises ValueError, and what numpy raises."""
-        for path, (first, stop) in zip(self.paths, itertools.pairwise(self.firsts)):
-            array = np.lib.format.open_memmap(array_path(path, side), mode="r")
-            form = f"{self.note['dtype']} {(stop - first, self.note['width'])}"
-            actual = f"{array.dtype} {array.shape}"
-            if (stop - first or len(array)) and (array.dtype.kind != "f" or actual != form):
-                raise ValueError(f"{array_path(path, side).name}: {actual}, not {form}")
-            yield array
+        for part in range(len(self.paths)):
+            yield self.features_of_part(part, side)
+
+    def features_of_part(self, part: int, side: str) -> np.ndarray:
+        path = array_path(self.paths[part], side)
+        rows = self.firsts[part + 1] - self.firsts[part]
+        array = np.lib.format.open_memmap(path, mode="r")
+        form = f"{self.note['dtype']} {(rows, self.note['width'])}"
+        actual = f"{array.dtype} {array.shape}"
+        if (rows or len(array)) and (array.dtype.kind != "f" or actual != form):
+            raise ValueError(f"{path.name}: {actual}, not {form}")
+        return array
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The part and the row of the sample with that number, counted through all parts."""
+        part = bisect_right(self.firsts, number) - 1
+        return part, number - self.firsts[part]
+
+    def feature(self, number: int, side: str) -> np.ndarray:
+        """The feature (D,) of the sample with that number. Opens one part's file."""
+        part, row = self.place(number)
+        return self.features_of_part(part, side)[row]
 
     def sample(self, number: int) -> Sample:
-        """The sample with that number, counted through all parts, as the page names and shows it."""
-        number_of_part = bisect_right(self.firsts, number) - 1
-        path = self.paths[number_of_part]
-        row = number - self.firsts[number_of_part]
+        """The sample with that number, as the page names and shows it."""
+        part, row = self.place(number)
+        path = self.paths[part]
         entry = json.loads(linecache.getline(str(path), row + 1))
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}
 

@@ -60,13 +60,16 @@ class Explorer:
 
     def picture_feature(self, number: int) -> np.ndarray:
         """The stored feature of a picture of the set. Raises BrokenSampleError if there is no such picture."""
-        sample = self.sample(number)
-        arrays = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
-        return arrays[sample["part"]][sample["row"]].astype(np.float32)
+        self.check_number(number)
+        return self.embedded.feature(number, IMAGE).astype(np.float32)
 
-    def sample(self, number: int) -> Sample:
+    def check_number(self, number: int) -> None:
+        """Raise BrokenSampleError if there is no such sample."""
         if number >= len(self.embedded):
             raise BrokenSampleError("no_such_sample", str(number))
+
+    def sample(self, number: int) -> Sample:
+        self.check_number(number)
         return {**self.embedded.sample(number), "number": number}
 
     def matches(self, query_D: np.ndarray, side: str, count: int) -> list[Sample]:
