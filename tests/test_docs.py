@@ -29,6 +29,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.config.train import MAX_SAMPLES, check
+from clipscale.run_folder.names import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
 from tests.loss.cases import assert_exact, oracle
@@ -382,3 +383,10 @@ def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
     assert 'display="block"' in html and "&lt;u_i, v_j&gt;" in html
     with pytest.raises(PluginError, match=r"loss\.md: the HTML parser takes <u_i, for a tag"):
         built("the scores <u_i, v_j> are")
+
+
+def test_a_loop_of_slurm_jobs_is_reported_by_the_name_on_the_page() -> None:
+    page = (ROOT / "docs/howto/slurm.md").read_text(encoding="utf-8")
+    (run,) = re.findall(r" run=(\S+)/\$lr ", page)
+    (sweep,) = re.findall(r"clipscale report (\w+)`", page)
+    assert run_folder(f"{run}/1e-3").parent == run_folder(sweep)
