@@ -36,7 +36,16 @@ from clipscale.common.remote import (
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.robustness.moving_aside import move_records_aside
-from clipscale.run_folder.names import META, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
+from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.names import (
+    META,
+    METRICS,
+    RESULT,
+    RUN_RECORDS,
+    checkpoints_of,
+    settings_of_run,
+    step_of,
+)
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 # Beginning and end of messages about a store.
@@ -145,6 +154,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
                 "resume=auto to go on from it"
             )
         if restore_newest(store, newer, run, address, has_own=newest_own is not None):
+            restore_best(store, in_store, run)
             return True
         if resume == "auto" and not (run / METRICS).exists():  # the start will drop lines of later steps
             copy_records(store, DirFileSystem(str(run), LOCAL))
@@ -171,17 +181,39 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
 
 def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
-    target = run / path
-    temporary = target.with_suffix(TEMPORARY)
+    with fetched(store, path, run) as temporary:
+        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+        move_records_aside(run, "goes on from its copy")
+        copy_records(store, DirFileSystem(str(run), LOCAL))
+        discard(run / path)
+        temporary.replace(run / path)
+
+
+def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
+    """Fetch the run's best checkpoint, too, if it is not the newest. Where it cannot be fetched, a line says so."""
+    goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
+    own = checkpoints_of(run)
+    earlier = [path for path in in_store if step_of(path) <= step_of(own[-1])]
+    best = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, [*own, *earlier])) if goal else None
+    for path in earlier:
+        if step_of(path) == best and not (run / path).exists():
+            try:
+                with fetched(store, path, run) as temporary:
+                    temporary.replace(run / path)
+                log_line(f"{path.name}, the best by checkpoint.best={goal}, is taken from checkpoint.copy, too")
+            except Exception as error:  # each library behind fsspec has its own
+                log_warning(f"checkpoint.copy: the best checkpoint, {path.name}, stays there ({one_line(error)})")
+
+
+@contextmanager
+def fetched(store: DirFileSystem, path: Path, run: Path) -> Iterator[Path]:
+    """A checkpoint of the store, in a temporary folder of the run. Raises UserError if it is damaged."""
+    temporary = (run / path).with_suffix(TEMPORARY)
     names = store.ls(str(path), detail=False)
     try:
         store.get(names, [str(temporary / Path(name).name) for name in names])
         verify(temporary)
-        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
-        move_records_aside(run, "goes on from its copy")
-        copy_records(store, DirFileSystem(str(run), LOCAL))
-        discard(target)
-        temporary.replace(target)
+        yield temporary
     finally:
         discard(temporary)
 

@@ -30,7 +30,7 @@ from clipscale.distributed.world import World
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
 from tests.conftest import Capture
-from tests.support.checkpoints import ONE_RANK, steps
+from tests.support.checkpoints import ONE_RANK, steps, write_result
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, four_step_config, train_on_rank
 from tests.support.user_errors import refused
@@ -191,6 +191,21 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     (path_of(store, 1) / ".metadata").unlink()
     with refused("holds no whole checkpoint .*; give another address"):
         restore_from_copy(run, str(store), "auto")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: Capture, *, is_damaged: bool) -> None:
+    save(tmp_path, [2, 3, 4], keep_newest=0)
+    run, store = tmp_path / "run", tmp_path / "store"
+    for step, score in ((2, 0.9), (3, 0.1), (4, 0.5)):
+        write_result(store, step, score)
+    (store / "config.yaml").write_text("checkpoint: {best: birds/top1}")
+    if is_damaged:
+        (path_of(store, 2) / ".metadata").write_bytes(b"")
+    shutil.rmtree(run)
+    assert restore_from_copy(run, str(store), "auto")
+    assert steps(run) == ([4] if is_damaged else [2, 4]) and not [*run.rglob("*.tmp")]
+    assert ("best checkpoint, step_00000002, stays there" in capsys.readouterr().out) == is_damaged
 
 
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
