@@ -81,18 +81,23 @@ def move_later_aside(run_dir: Path, step: int) -> None:
     """
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
     renamed = [move_checkpoint_aside(path, "aside") for path in later]
+    evaluations = [path for path in (run_dir / EVAL).glob("step_*.json") if re.fullmatch(r"step_\d+", path.stem)]
+    results = [path for path in evaluations if step_of(path.with_suffix("")) > step]
+    if not later and not results:
+        return
+    aside = unused_path(run_dir / "earlier")
+    aside.mkdir()
+    with suppress(FileNotFoundError):
+        shutil.copy(run_dir / METRICS, aside)
+    for path in results:
+        path.rename(aside / path.name)
     if later:
-        aside = unused_path(run_dir / "earlier")
-        aside.mkdir()
-        with suppress(FileNotFoundError):
-            shutil.copy(run_dir / METRICS, aside)
-        for path in (run_dir / EVAL).glob("step_*.json"):
-            if re.fullmatch(r"step_\d+", path.stem) and step_of(path.with_suffix("")) > step:
-                path.rename(aside / path.name)
         log.warning(
             "%s and what is later is beyond step %d, from which the run goes on; it is now %s, and its records are in "
             "%s", later[0].name, step, renamed[0].name, aside
         )  # fmt: skip
+    else:
+        log.warning("evaluations beyond step %d, from which the run goes on, are now in %s", step, aside)
 
 
 def move_checkpoint_aside(checkpoint: Path, ending: str) -> Path:

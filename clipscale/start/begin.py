@@ -12,7 +12,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
-from clipscale.eval.run import Evaluation
+from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
@@ -55,7 +55,8 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
     evaluation = make_evaluation(config, world)
     for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
         if goal:
-            check_goal(key, goal, [eval_set.label for eval_set in evaluation.sets])
+            labels = [[each.label for each in sized_sets(one, evaluation.sizes)] for one in evaluation.sets]
+            check_goal(key, goal, [whole for whole, *_ in labels], [label for _, *sized in labels for label in sized])
 
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
@@ -117,12 +118,17 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
     )
 
 
-def check_goal(key: str, goal: str, labels: list[str]) -> None:
-    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's."""
-    found = Goal.parse(key, goal).possible_sets(labels)
+def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None = None) -> None:
+    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's.
+
+    `sized`: the names of results by the first numbers of the features. They are meant only where no set itself is.
+    """
+    parsed = Goal.parse(key, goal)
+    found = parsed.possible_sets(labels) or parsed.possible_sets(sized or [])
     if len(found) != 1:
         what = "several such sets are" if found else "no such set is"
-        raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {', '.join(found or labels)}")
+        names = ", ".join(found or [*labels, *(sized or [])])
+        raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
 def begin_copies(settled: SettledRun, world: World) -> checkpoint.CopyThread:

@@ -14,7 +14,15 @@ from torch import nn
 from clipscale.cli import train as verb
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    EvalConfig,
+    LaunchConfig,
+    LossConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from clipscale.config.stages import StageConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.position import DataPosition
@@ -23,6 +31,7 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
+from clipscale.robustness.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build
@@ -30,6 +39,7 @@ from clipscale.start.settle import precision_notices, settle
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
+from tests.eval.sets import classification_set
 from tests.support.checkpoints import ONE_RANK, save_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -318,3 +328,22 @@ def test_a_goal_means_one_evaluated_set() -> None:
         check_goal("checkpoint.best", "holdout/loss", ["shop/holdout", "objects", "zoo/holdout"])
     with refused(r"sweep\.metric=birds/top1: no such set is evaluated; .* of objects"):
         check_goal("sweep.metric", "birds/top1", ["objects"])
+
+
+def test_a_best_checkpoint_may_be_that_of_a_size(shards: str, tmp_path: Path) -> None:
+    """Without the size the goal means the whole features."""
+    sets = EvalConfig(sets=[str(classification_set(tmp_path / "classes"))])
+    config = four_step_config(shards, tmp_path / "run", eval=sets, loss=LossConfig(sizes=[8]))
+    for goal in ("classes (size 8)/top1", "classes/top1"):
+        train_loop(replace(config, checkpoint=CheckpointConfig(best=goal)), ONE_RANK).stream.close()
+    with refused(r"classes \(size 9\)/top1: no such set .* classes, classes \(size 8\)"):
+        train_loop(replace(config, checkpoint=CheckpointConfig(best="classes (size 9)/top1")), ONE_RANK)
+
+
+def test_results_after_the_resumed_step_are_set_aside_without_a_later_checkpoint(tmp_path: Path) -> None:
+    """The run was killed between an evaluation and its next save."""
+    for step in (2, 4):
+        ResultsFile(tmp_path, step).add("birds", {"top1": 0.5}, {})
+    move_outdated_aside(tmp_path, 2, begins_elsewhere=False)
+    assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step_00000002.json"]
+    assert [path.name for path in (tmp_path / "earlier").iterdir()] == ["step_00000004.json"]
