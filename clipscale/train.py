@@ -94,6 +94,8 @@ class TrainLoop:
         self.end_step = parts.schedule.end
         # The last completed step's loss.
         self.loss = parts.loss
+        # What the ranks have agreed on for the next step; None before the first one.
+        self.agreement: StepAgreement | None = None
         self.signal_poller = SignalPoller(world)
         self.saved_at = time.monotonic()
 
@@ -143,7 +145,12 @@ class TrainLoop:
                 show_task(f"step {step}, the first of this start")
             is_overdue = self.world.is_rank0 and parts.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
-                batch, self.stream, step, wants_save=is_overdue, before_chunk=self.make_before_chunk(len(batch))
+                batch,
+                self.stream,
+                step,
+                self.agreement,
+                wants_save=is_overdue,
+                before_chunk=self.make_before_chunk(len(batch)),
             )
         self.step = step  # the step is complete: an error from here on does not roll it back
         self.loss = result.numbers.loss
@@ -157,7 +164,8 @@ class TrainLoop:
         parts.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.set_keep_budget_if_unknown(result.timer)
-        return result.agreement
+        self.agreement = result.next_agreement
+        return self.agreement
 
     def make_before_chunk(self, local_batch: int) -> Poll:
         """The function that a step calls before each chunk. It never waits for the device.

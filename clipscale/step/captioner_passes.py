@@ -42,8 +42,8 @@ class CaptionerPasses:
     # Labels in the captions of this step's global batch; 0 before the first one is encoded.
     num_labels: int = 0
 
-    def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        pairs = self.load_pairs(batch)
+    def encode(self, batch: HostBatch, agreement: StepAgreement | None, before_chunk: Poll) -> EncodedBatch:
+        pairs = self.load_pairs(batch, agreement)
         captions = pairs.captions
         reserved = 0.0
         if self.frozen_images is not None:
@@ -53,12 +53,12 @@ class CaptionerPasses:
         if isinstance(pairs.images, FrozenImages):
             self.image_bytes = pairs.images.bytes_each
         # No label at all: no sample has arrived, and the step ends with the loader's error.
-        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
+        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch), agreement))
         return EncodedBatch([features], captions)
 
-    def load_pairs(self, batch: HostBatch) -> PairLoader:
+    def load_pairs(self, batch: HostBatch, agreement: StepAgreement | None) -> PairLoader:
         """The encoder's input: images and captions of the same samples."""
-        captions = self.inputs.captions(batch, self.cache.chunks[0])
+        captions = self.inputs.captions(batch, self.cache.chunks[0], agreement)
         if isinstance(captions, SortedCaptions):
             return SortedPairs(batch.pixels, captions)
         return PairLoader(self.inputs.images(batch), captions)

@@ -16,7 +16,7 @@ class StepAgreement:
     """The facts of the next step on which all ranks agree: how many chunks and labels it has, and whether a checkpoint
     is saved before it. Reading a fact waits for the all-reduce.
 
-    step n:    replay begins -> `begin` starts the all-reduce, with this rank's counts of step n + 1
+    step n:    before the replay `begin_agreement` starts the all-reduce, with this rank's counts of step n + 1
                replay, update
     step n+1:  reads `num_text_chunks` and `num_caption_labels`; 0 means unknown: the step makes its own all-reduce
     """
@@ -24,19 +24,8 @@ class StepAgreement:
     # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
     # a rank sends zeros for the others.
     message: AsyncReduction
-
-    @classmethod
-    def begin(
-        cls, world: World, *, text_chunks: int, is_known: bool, wants_save: bool, caption_labels: int | None
-    ) -> "StepAgreement":
-        """Begin the all-reduce. A collective.
-
-        `text_chunks`, `caption_labels`: of this rank's next batch. `is_known`: whether that batch has arrived; if not,
-        they are 0. Without a captioner `caption_labels` is None.
-        """
-        labels = [] if caption_labels is None else world.at_own_rank(caption_labels)
-        is_unknown = int(not is_known)
-        return cls(world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels))
+    # This rank's captions of the next step, if they had arrived and are sorted.
+    captions: SortedCaptions | None = None
 
     @property
     def num_text_chunks(self) -> int:
@@ -56,10 +45,12 @@ class StepAgreement:
         return self.message.values()[WANTS_SAVE] > 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepInputs:
-    """Builds the encoders' inputs of a batch. All ranks make equally many text chunks; the last step's all-reduce has
-    the number."""
+    """Builds the encoders' inputs of a batch, and the ranks' agreement on the next one.
+
+    All ranks make equally many text chunks; the agreement has the number.
+    """
 
     world: World
     # Whether a batch's pixels and captions stay on the device between the passes.
@@ -69,24 +60,21 @@ class StepInputs:
     sort_captions: bool
     # Whether captions are sorted as those of a captioner's pairs; see `SortedCaptions`.
     has_pairs: bool = False
-    # What the last step's all-reduce says of this step; None in the first one.
-    agreement: StepAgreement | None = None
-    # This step's captions, if they had arrived in the last step.
-    sorted_ahead: SortedCaptions | None = None
 
     def images(self, batch: HostBatch) -> ChunkLoader:
         """The image tower's input."""
         return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
 
-    def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+    def captions(self, batch: HostBatch, chunk_size: int, agreement: StepAgreement | None) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
 
-        `chunk_size`: captions of a chunk. A collective if captions are sorted and the last step's all-reduce did not
-        say the number of chunks.
+        `chunk_size`: captions of a chunk. `agreement`: on this step; None in a run's first one. A collective if
+        captions are sorted and the agreement does not have the number of chunks.
         """
-        captions = self.own_captions(batch, chunk_size) if self.sorted_ahead is None else self.sorted_ahead
+        captions: ChunkLoader | None = agreement.captions if agreement else None
+        captions = captions or self.own_captions(batch, chunk_size)
         if isinstance(captions, SortedCaptions):
-            num_chunks = self.agreement.num_text_chunks if self.agreement else 0
+            num_chunks = agreement.num_text_chunks if agreement else 0
             if not num_chunks:
                 [num_chunks] = self.world.all_reduce_max(captions.num_chunks)
             captions.split(num_chunks)
@@ -108,29 +96,26 @@ class StepInputs:
         captions.make_chunks(chunk_size)
         return captions
 
-    def num_caption_labels(self, own: int) -> int:
-        """The labels in the captions of the global batch. A collective if the last step's all-reduce did not say it.
+    def num_caption_labels(self, own: int, agreement: StepAgreement | None) -> int:
+        """The labels in the captions of the global batch. A collective if the agreement does not have the number.
 
-        `own`: the labels in this rank's captions.
+        `own`: the labels in this rank's captions. `agreement`: see `captions`.
         """
-        known = self.agreement.num_caption_labels if self.agreement else 0
+        known = agreement.num_caption_labels if agreement else 0
         return known or sum(self.world.all_reduce_max(*self.world.at_own_rank(own)))
 
     def begin_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
     ) -> StepAgreement:
-        """Begin the step's all-reduce, and sort the next batch's captions ahead. A collective.
+        """Begin the all-reduce of the next step's facts, and sort its captions ahead. A collective.
 
-        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: see
-        `StepAgreement.begin`.
+        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: of a
+        captioner's next batch, 0 if it has not arrived; None without a captioner.
         """
         captions = self.own_captions(upcoming, chunk_size) if upcoming else None
-        self.sorted_ahead = captions if isinstance(captions, SortedCaptions) else None
-        self.agreement = StepAgreement.begin(
-            self.world,
-            text_chunks=self.sorted_ahead.num_chunks if self.sorted_ahead else 0,
-            is_known=upcoming is not None,
-            wants_save=wants_save,
-            caption_labels=caption_labels,
-        )
-        return self.agreement
+        sorted_captions = captions if isinstance(captions, SortedCaptions) else None
+        text_chunks = sorted_captions.num_chunks if sorted_captions else 0
+        labels = [] if caption_labels is None else self.world.at_own_rank(caption_labels)
+        is_unknown = int(upcoming is None)
+        message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
+        return StepAgreement(message, sorted_captions)

@@ -72,7 +72,7 @@ class StepResult:
     """The result of a step, for the run's loop."""
 
     numbers: StepNumbers
-    agreement: StepAgreement
+    next_agreement: StepAgreement
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
@@ -102,13 +102,21 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, step: int, *, wants_save: bool, before_chunk: Poll
+        self,
+        batch: HostBatch,
+        stream: TrainStream,
+        step: int,
+        agreement: StepAgreement | None,
+        *,
+        wants_save: bool,
+        before_chunk: Poll,
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1. Messages name it, and it decides whether statistics are computed.
+            agreement: what the ranks have agreed on for this step; None in the first step of a start.
             wants_save: whether this rank wishes to save a checkpoint; see `StepAgreement`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
@@ -119,21 +127,21 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, captions = self.passes.encode(batch, before_chunk)
+            features, captions = self.passes.encode(batch, agreement, before_chunk)
         statistics = self.begin_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
+        next_agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
             numbers = self.check_and_update(self.passes.losses(value), stream, step)
         return StepResult(
             numbers=numbers,
-            agreement=agreement,
+            next_agreement=next_agreement,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
             widths=self.widths(captions),

@@ -40,7 +40,7 @@ from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import KeptGraphs
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
-from clipscale.step.step_inputs import StepInputs
+from clipscale.step.step_inputs import StepAgreement, StepInputs
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
@@ -127,15 +127,20 @@ def step_of(case: Case, world: World) -> TrainStep:
     return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
 
 
-def last_of(
-    step: TrainStep, rank: int, ranks: int, numbers: range, teachers: tuple[TeacherFeatures, ...] = ()
+def one_step(
+    step: TrainStep,
+    rank: int,
+    ranks: int,
+    agreement: StepAgreement | None = None,
+    teachers: tuple[TeacherFeatures, ...] = (),
 ) -> StepResult:
-    """Run several steps with this rank's share of the batch. Returns the last one's answer."""
+    """Run a step with this rank's share of the batch: the first one, or one on which the ranks have agreed."""
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
     batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None, waited_s=0.0)
-    return [step.run(batch, stream, number, wants_save=False, before_chunk=lambda: None) for number in numbers][-1]
+    number = 2 if agreement else 1
+    return step.run(batch, stream, number, agreement, wants_save=False, before_chunk=lambda: None)
 
 
 class Answer(NamedTuple):
@@ -152,10 +157,10 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        last_of(step, rank, ranks, range(1, 2), case.teachers)
+        first = one_step(step, rank, ranks, None, case.teachers)
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
-        result = last_of(step, rank, ranks, range(2, 3), case.teachers)
+        result = one_step(step, rank, ranks, first.next_agreement, case.teachers)
         losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
         answers.append(Answer(losses, gradients(step.model), *step.cache.num_kept_graphs, sum(encoded)))
     return answers
@@ -316,7 +321,7 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
     step.cache.keep_bytes = math.inf
-    last_of(step, rank, ranks, range(1, 2))
+    one_step(step, rank, ranks)
     return gradients(step.model), *step.cache.num_kept_graphs
 
 
@@ -340,4 +345,4 @@ def test_a_step_without_any_sample_ends_with_the_loaders_error() -> None:
 
     stream: Any = SimpleNamespace(upcoming=lambda: None, failure=failure, raise_failure=raise_failure, waited_s=0.0)
     with pytest.raises(DataError, match="no usable sample"):
-        step.run(batch, stream, 1, wants_save=False, before_chunk=lambda: None)
+        step.run(batch, stream, 1, None, wants_save=False, before_chunk=lambda: None)
