@@ -74,5 +74,5 @@ def test_a_step_waits_for_two_values_of_the_device(
     train(four_step_config(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
     assert len(steps) == 4
     expected = READ | {"block.py:scale_number": passes}  # of the loss; on a GPU the softmax reads it in one
-    for places in steps[2:]:  # the first ones check the inputs and measure graphs
+    for places in steps[2:]:  # the first ones measure graphs
         assert {name: count for name, count in places.items() if name not in ON_A_CPU} == expected

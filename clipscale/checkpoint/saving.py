@@ -161,8 +161,8 @@ class Saver:
     def close(self) -> None:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""
         try:
-            self._wait_or_warn()
-        except (CheckpointException, RuntimeError) as error:  # for example, a rank was lost while it wrote
+            self.wait_for_save()
+        except (UnwritableError, CheckpointException, RuntimeError) as error:  # or a rank was lost while it wrote
             if self.world.is_rank0:
                 log_warning(f"the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()

@@ -278,20 +278,21 @@ PRETRAINING_LR = 5e-4
 
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
+    found = []
     if config.loss.backend == "triton" and config.distill.teachers:
-        return ["loss.backend=triton: the teachers' loss has no kernels; it is computed as with loss.backend=auto"]
+        found.append("loss.backend=triton: the teachers' loss has no kernels; it is computed as with loss.backend=auto")
     if config.model.image.groups == 0 and not (config.model.weights or config.model.image.weights):
-        return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
+        found.append("model.image.train=none locks a tower of random weights; give model.image.weights=PATH")
     lora = config.model.lora
     if lora and not config.model.weights:
-        return [f"model.lora={lora} adapts random weights; give what it adapts, model.weights=..."]
+        found.append(f"model.lora={lora} adapts random weights; give what it adapts, model.weights=...")
     trains_whole_tower = not lora and None in (config.model.image.groups, config.model.text.groups)
     if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
         rate = "1e-6 to 1e-5 for whole towers" if trains_whole_tower else "about 1e-4 for adapters and the last layers"
-        return [
+        found.append(
             f"optim.lr={config.optim.lr:g} is a rate of pretraining, and the run begins with weights; usual is {rate}"
-        ]
-    return []
+        )
+    return found
 
 
 def differences_from_file(file: Path, settings: str) -> dict[str, tuple[object, object]]:

@@ -97,7 +97,7 @@ class BatchShare:
         return self.global_batch // self.world_size
 
     def stream_ids(self, count: int) -> range:
-        """The rank's shard streams, out of `count`. A stream that fills rows of two ranks belongs to both."""
+        """The rank's shard streams, out of `count`. One that fills rows of several ranks belongs to each of them."""
         bounds = stream_bounds(self.global_batch, count)
         first = int(np.searchsorted(bounds, self.rank * self.local_batch, side="right")) - 1
         return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.local_batch, side="left")))
@@ -112,8 +112,8 @@ class BatchShare:
 
 
 def default_streams(global_batch: int, world_size: int, samples: int | None) -> int:
-    """The usual number of shard streams: the least common multiple of 64 and of 8 a rank. For example, it is 64 for
-    8 ranks, 128 for 16, and 192 for 3. It is halved for a small batch or data set.
+    """The default number of shard streams, lcm(64, 8 * world_size): 64 for 8 ranks, 128 for 16, 192 for 3. It is halved
+    for a small batch or data set.
 
     1, 2, 4 and 8 ranks have the same number, so that their runs see the same batches. It is always a multiple of
     `world_size`, so that no stream is read twice.

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.terminal import is_main_rank, log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
@@ -32,7 +34,8 @@ class Savable(Protocol):
 def saving_completed_steps(run: Savable) -> Iterator[None]:
     """Around a run's loop: saves the completed steps after a signal, and after an error where that is possible.
 
-    Raises StoppedError after a signal.
+    Raises StoppedError after a signal, and UnwritableError if a disk does not take the steps then. After an error that
+    is a warning.
     """
     try:
         yield
@@ -43,7 +46,11 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
         raise
     except (UserError, OSError) as error:
         if run.can_save_after(error):
-            run.save_at_once()
+            try:
+                run.save_at_once()
+            except UnwritableError as unwritable:  # what ended the run stays its end
+                if is_main_rank():
+                    log_warning(str(unwritable))
         raise
 
 

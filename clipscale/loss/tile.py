@@ -20,7 +20,7 @@ class TileOps:
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
-        """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
+        """N times the derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
         It may be the scores' own memory. Adds to the bias's gradient, and to the rows' values if the loss has
         terms of single pairs.

@@ -58,6 +58,8 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
             labels = [[each.label for each in sized_sets(one, evaluation.sizes)] for one in evaluation.sets]
             check_goal(key, goal, [whole for whole, *_ in labels], [label for _, *sized in labels for label in sized])
 
+    expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
+
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
     settled = settle(config, path, world)
@@ -93,7 +95,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         loss=settled.loss,
         **vars(components),
         evaluation=evaluation,
-        expected=Expected(bands_of(config.expected), str(config.expected.get(SOURCE, ""))),
+        expected=expected,
         evaluates_start=bool(config.model.weights and evaluation.sets),
         intervals=Intervals(config.eval.every, save_steps, save_seconds),
         records=records,

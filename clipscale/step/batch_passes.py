@@ -1,4 +1,4 @@
-"""A batch's two passes through the model, as a step calls them; those of a model with two towers.
+"""The two passes of a batch through the model: what a step calls, and how a model with two towers does it.
 
 A captioner has one encoder of pairs in the place of two towers; see `captioner_passes.py`.
 N: samples of this rank, D: feature width.

@@ -43,11 +43,24 @@ def gather_checkpoint_state(
         random=random,
         position=merge_positions(world.all_gather_object(position)),
         model=cast("dict[str, Tensor]", get_model_state_dict(train_step.model)),
-        optimizer=cast(OptimizerState, get_optimizer_state_dict(train_step.model, train_step.optimizer)),
+        optimizer=optimizer_state(train_step),
         chunks=train_step.chunk_sizes,
         scaler=train_step.precision.scaler.state_dict() if train_step.precision.scaler else None,
         ema=train_step.ema.state_dict() if train_step.ema else None,
     )
+
+
+def optimizer_state(train_step: TrainStep) -> OptimizerState:
+    """The optimizer's state, sharded as the weights are.
+
+    timm's LAMB counts its steps in a tensor of each group, which is a number here.
+    """
+    state = cast(OptimizerState, get_optimizer_state_dict(train_step.model, train_step.optimizer))
+    state["param_groups"] = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in state["param_groups"]
+    ]
+    return state
 
 
 def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerPolicy) -> None:

@@ -55,7 +55,7 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. Without fp16 a step that is not updates no weights, and the run ends.
+        """Whether loss and norm are finite. Without fp16, one that is not ends the run before the update.
 
         With fp16 `overflows` decides instead.
         """

@@ -1,6 +1,6 @@
 """The distillation's tile: a softmax tile whose targets are computed, not read off the diagonal.
 
-    dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - W_ij,  W_ij = a_i P_ij + b_j Q_ij
+    N dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - W_ij,  W_ij = a_i P_ij + b_j Q_ij
 
 Letters: n rows (images) and m columns (texts) of the tile; P and Q the targets of rows and columns; r and c the
 log-sum-exps, a and b their weights.

@@ -1,6 +1,6 @@
 """The sigmoid's tile: its part of the value and the gradient of its scores at once. No pair needs another's scores.
 
-    dL/dx_ij = sigmoid(x_ij + bias) - [j belongs to i]
+    N dL/dx_ij = sigmoid(x_ij + bias) - [j belongs to i]
 
 Letters: n rows (images) and m columns (texts) of the tile.
 """

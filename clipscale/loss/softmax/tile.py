@@ -1,6 +1,6 @@
 """The softmax's tile: log-sum-exps forward, the scores' gradient backward.
 
-    dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i / k + b_j) [j is one of the k captions of i]
+    N dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i / k + b_j) [j is one of the k captions of i]
 
 Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their
 weights.
