@@ -284,7 +284,7 @@ def open_stream(
     UserError for settings or shards that cannot work.
     """
     chosen = parse_selection(config, takes_first=bool(shards.teachers))
-    empty, other = np.asarray(tokenizer(["", "a"]))
+    empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
     pad = int(empty[-1])
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
