@@ -76,6 +76,9 @@ def known_shards(
                 )
             if outcome is not None:
                 entries[url] = outcome._replace(offsets=None)
+        # Another process may have written an entry since the look-up: such a shard is not scanned again.
+        if since := [url for url in unknown if url not in entries]:
+            entries |= index.lookup(since, subset).entries
     damaged = [url for url in urls if url in entries and entries[url].reason]
     if damaged:
         first = f"{damaged[0]}, {why_damaged(damaged[0], entries[damaged[0]])}"

@@ -1,14 +1,16 @@
 """Shards that cannot be read are counted as empty, with a warning, and end no start."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs
+from clipscale.data.shards import index
 from clipscale.data.shards.counts import build_order, count_if_quick, count_samples
+from clipscale.data.shards.subset import Subset
 from tests.data.files import write_shards
 
 
@@ -42,3 +44,23 @@ def test_where_counts_cannot_be_remembered_an_unreadable_shard_is_counted_as_els
     (user_cache / "clipscale").write_text("no folder")
     assert count_samples([str(good), str(tmp_path / "set/bad.tar")]) == [3, 0]
     assert "counts are not remembered" in caplog.text and "1 of 2 shards are damaged" in caplog.text
+
+
+def test_a_shard_that_another_process_has_counted_meanwhile_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs on the same new data start at once, and share the cache."""
+    urls = [str(path) for path in write_shards(tmp_path, [3, 5])]
+    lookup = index.lookup
+    looks = []
+
+    def look(urls: Sequence[str], subset: Subset | None = None) -> index.KnownShards:
+        looks.append(urls)
+        known = lookup(urls, subset)
+        if len(looks) == 1:  # the other process writes its entry after this look
+            count_samples([urls[1]])
+        return known
+
+    monkeypatch.setattr(index, "lookup", look)
+    order = build_order(DataConfig(), urls, None, BatchShare(1, 0, 1), 0)
+    assert isinstance(order, Epochs) and order.counts == (3, 5)
