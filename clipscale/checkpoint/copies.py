@@ -276,8 +276,8 @@ class CopyThread:
 
         Returns whether the store has the state; true if nothing is copied. A warning says if it lacks the state.
 
-        `result`: what a complete run returns. It is copied last, as result.json. The caller writes them into the
-        run's folder if this returns true. Without them, the same command starts again and copies again.
+        `result`: what a complete run returns. It is copied last, as result.json. The caller writes it into the
+        run's folder if this returns true. Without it, the same command starts again and copies again.
         """
         self.result = result
         self.request()

@@ -53,7 +53,7 @@ KINDS = [
 ]
 # Bytes that are compared with the table.
 PROBE_BYTES = 1 << 12
-# Bytes by which zeros and texts are told.
+# The first bytes that decide whether contents of no known kind are zeros or a text.
 MAX_SHOWN = 64
 
 

@@ -48,7 +48,8 @@ def run_to_resume(run: str, resume: str) -> Path | None:
     if resume == "none":
         return None
     folders = [run_folder(run)] if run else []
-    if resume != "auto" and (named := named_checkpoints(resume)):
+    named = [] if resume == "auto" else named_checkpoints(resume)
+    if named:
         folders.append(named[-1].parent.parent)
     return next((folder for folder in folders if checkpoints_of(folder)), None)
 

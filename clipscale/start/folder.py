@@ -50,9 +50,11 @@ def note_evaluation_and_copy(file: Path, settings: str) -> None:
     trained = files.read_record(file)
     present = files.parse_yaml(settings)
     changes = {"eval": present["eval"]}
-    if copy := present["checkpoint"]["copy"]:
+    copy = present["checkpoint"]["copy"]
+    if copy:
         changes["checkpoint"] = {**trained.get("checkpoint", {}), "copy": copy}
-    if trained and trained != (noted := {**trained, **changes}):
+    noted = {**trained, **changes}
+    if trained and noted != trained:
         files.write_text(file, yaml.safe_dump(noted, sort_keys=False, allow_unicode=True))
 
 

@@ -51,15 +51,19 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
     groups = ordered.split(clusters_in_a_row.bincount().tolist())
     for group in tracked(groups, "comparing inside clusters", len(groups)):
         compare(load, group[largest[group] < cosine], cosine, largest, nearest)
-    # The sample that a duplicate was compared with may have gone in a later cluster. Compare such a duplicate again,
-    # after the kept ones. Each round settles at least the first of them.
-    while (again := (largest >= cosine) & (largest[nearest] >= cosine)).any():
-        largest[again] = 0
-        nearest[again] = torch.arange(len(largest))[again]
+    # The sample that a duplicate was compared with may have become one in a later cluster. Compare such a duplicate
+    # again, after the kept samples. Each round settles at least the first of them.
+    is_duplicate = largest >= cosine
+    is_open = is_duplicate & is_duplicate[nearest]
+    while is_open.any():
+        largest[is_open] = 0
+        nearest[is_open] = torch.arange(len(largest))[is_open]
         for group in groups:
-            if again[group].any():
-                group = torch.cat([group[~again[group]], group[again[group]]])
-                compare(load, group[largest[group] < cosine], cosine, largest, nearest)
+            if is_open[group].any():
+                settled_first = torch.cat([group[~is_open[group]], group[is_open[group]]])
+                compare(load, settled_first[largest[settled_first] < cosine], cosine, largest, nearest)
+        is_duplicate = largest >= cosine
+        is_open = is_duplicate & is_duplicate[nearest]
     return largest, nearest
 
 

@@ -213,7 +213,8 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
     loss: list[Chart] = [{**chart, "title": title.capitalize()} for chart in charts[:1] if title]
-    evaluations = [chart for key in keys if key.startswith("eval/") and (chart := evaluation_chart(key))]
+    evaluation_charts = [evaluation_chart(key) for key in keys if key.startswith("eval/")]
+    evaluations = [chart for chart in evaluation_charts if chart]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST_CHARTS
     return [*loss, *evaluations, *charts[1:]]
