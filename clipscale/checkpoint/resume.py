@@ -1,6 +1,6 @@
 """Finds and prepares the checkpoint that a run resumes.
 
-`check_fits` in `start/settle.py` says whether the settings fit it.
+`check_fits` in `start/resolve.py` says whether the settings fit it.
 """
 
 import logging

@@ -8,20 +8,23 @@ from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.run_folder.names import CONFIG
 from clipscale.start.build import Components
-from clipscale.start.settle import SettledRun
+from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
 
-def announce(settled: SettledRun, components: Components) -> None:
+def announce(resolved: ResolvedRun, components: Components) -> None:
     """Print what the user should know, and how the start differs from the run so far.
 
     Call it before `open_run_log`: that replaces config.yaml, with which this compares.
     """
-    for notice in settled.notices:
+    for notice in resolved.notices:
         log_line(notice)
     epoch_samples = components.stream.epoch_samples
-    samples = None if len(settled.stages) > 1 else samples_of(settled.config, epoch_samples)
-    for warning in (batch_exceeds_data(settled.config, epoch_samples), beyond_published(settled.config.batch, samples)):
+    samples = None if len(resolved.stages) > 1 else samples_of(resolved.config, epoch_samples)
+    for warning in (
+        batch_exceeds_data(resolved.config, epoch_samples),
+        beyond_published(resolved.config.batch, samples),
+    ):
         if warning:
             log_warning(warning, error=True)
     model = components.train_step.model
@@ -30,17 +33,17 @@ def announce(settled: SettledRun, components: Components) -> None:
             f"captions are computed with the whole context of {model.context_length} tokens: the features of this "
             "captioner's text tower may depend on their padding"
         )
-    log_position(settled, components.schedule)
-    log_wandb_mode(settled.config.log.wandb, settled.config.log.wandb_mode)
+    log_position(resolved, components.schedule)
+    log_wandb_mode(resolved.config.log.wandb, resolved.config.log.wandb_mode)
     log_line(components.stream.memory_line)
 
 
-def log_position(settled: SettledRun, schedule: Schedule) -> None:
+def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
     """Print the run's step, and which settings have changed since the run was there last."""
-    step = settled.step
-    config = settled.config
+    step = resolved.step
+    config = resolved.config
     if step:
-        changes = changes_at_resume(settled, schedule)
+        changes = changes_at_resume(resolved, schedule)
         changed = ""
         if changes:
             changed = "; changed: " + ", ".join(changes)
@@ -49,7 +52,9 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
             state = " is complete at"
         log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")
     else:
-        log_line(f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {settled.folder}")
+        log_line(
+            f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {resolved.folder}"
+        )
     if step >= schedule.end:
         log_line("nothing is left to train; more samples= go on with it")
     elif 0 < schedule.total <= schedule.warmup:
@@ -60,11 +65,11 @@ def log_position(settled: SettledRun, schedule: Schedule) -> None:
         )
 
 
-def changes_at_resume(settled: SettledRun, schedule: Schedule) -> list[str]:
+def changes_at_resume(resolved: ResolvedRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = difference_lines(settled.folder / CONFIG, settled.config_yaml)
-    before = lr_of_step(settled.folder, settled.step)
-    now = schedule.lr(settled.step - 1)
-    if before is not None and settled.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):
+    changes = difference_lines(resolved.folder / CONFIG, resolved.config_yaml)
+    before = lr_of_step(resolved.folder, resolved.step)
+    now = schedule.lr(resolved.step - 1)
+    if before is not None and resolved.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")
     return changes

@@ -1,4 +1,4 @@
-"""How a run starts, on one page: settle, build, announce, open the log. See `train.py` for what follows."""
+"""How a run starts, on one page: resolve, build, announce, open the log. See `train.py` for what follows."""
 
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.start.announce import announce
 from clipscale.start.build import Components, build
 from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
-from clipscale.start.settle import SettledRun, Stage, settle
+from clipscale.start.resolve import ResolvedRun, Stage, resolve
 
 
 @dataclass(kw_only=True)
@@ -29,7 +29,7 @@ class RunParts(Components):
 
     folder: Path
     stage: Stage
-    # Completed steps, and the loss of the last one; see SettledRun.
+    # Completed steps, and the loss of the last one; see ResolvedRun.
     step: int
     loss: float
     evaluation: Evaluation
@@ -62,37 +62,37 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
 
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
-    settled = settle(config, path, world)
-    config = settled.config
+    resolved = resolve(config, path, world)
+    config = resolved.config
 
     with ExitStack() as undo:
         # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
-        components = build(settled, world)
+        components = build(resolved, world)
         undo.callback(components.stream.close)
 
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
         log = None
         if world.is_rank0:
-            move_unused_aside(settled)
-            announce(settled, components)
-            log = open_run_log(settled, components.schedule, world)
+            move_unused_aside(resolved)
+            announce(resolved, components)
+            log = open_run_log(resolved, components.schedule, world)
         records = StepRecords(log, world.size, components.flops, components.stream)
         undo.callback(records.close)
 
         # Checkpoints and their copies.
         if copies is None:
-            copies = begin_copies(settled, world)
-        is_in_folder = settled.checkpoint_path is None or settled.continues_own_folder
-        last_begun_step = settled.step if is_in_folder else None
-        saver = checkpoint.Saver(settled.folder, world, copies, last_begun_step)
+            copies = begin_copies(resolved, world)
+        is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
+        last_begun_step = resolved.step if is_in_folder else None
+        saver = checkpoint.Saver(resolved.folder, world, copies, last_begun_step)
         undo.pop_all()
 
     save_steps, save_seconds = config.checkpoint.interval
     return RunParts(
-        folder=settled.folder,
-        stage=settled.stage,
-        step=settled.step,
-        loss=settled.loss,
+        folder=resolved.folder,
+        stage=resolved.stage,
+        step=resolved.step,
+        loss=resolved.loss,
         **vars(components),
         evaluation=evaluation,
         expected=expected,
@@ -133,14 +133,14 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
-def begin_copies(settled: SettledRun, world: World) -> checkpoint.CopyThread:
+def begin_copies(resolved: ResolvedRun, world: World) -> checkpoint.CopyThread:
     """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
-    settings = settled.config.checkpoint
+    settings = resolved.config.checkpoint
     best = None
     if settings.best:
-        best = Best(settled.folder, Goal.parse("checkpoint.best", settings.best))
+        best = Best(resolved.folder, Goal.parse("checkpoint.best", settings.best))
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    copies = checkpoint.CopyThread(settled.folder, settings.copy, retention)
+    copies = checkpoint.CopyThread(resolved.folder, settings.copy, retention)
     if copies.address and world.is_rank0:
         copies.start()
     return copies

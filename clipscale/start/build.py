@@ -36,7 +36,7 @@ from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.robustness.disk import check_room
-from clipscale.start.settle import SettledRun
+from clipscale.start.resolve import ResolvedRun
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
@@ -64,12 +64,12 @@ class Components:
     is_compiled: bool
 
 
-def build(settled: SettledRun, world: World) -> Components:
+def build(resolved: ResolvedRun, world: World) -> Components:
     """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
     The caller closes the stream. If this raises UserError, it has ended the data workers that it had started.
     """
-    config = settled.config
+    config = resolved.config
     share = BatchShare(config.batch, world.rank, world.size)
     with ExitStack() as undo:
         # Data first: its workers read while the model is built.
@@ -78,7 +78,7 @@ def build(settled: SettledRun, world: World) -> Components:
         teachers = run_on_rank0(
             world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
-        stream = undo.enter_context(open_data(settled, share, side, tokenizer, teachers, world))
+        stream = undo.enter_context(open_data(resolved, share, side, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
         epoch_samples = stream.epoch_samples
@@ -88,14 +88,14 @@ def build(settled: SettledRun, world: World) -> Components:
             config.batch,
             samples_of(config, epoch_samples),
             epoch_samples,
-            settled.stage.first_step,
+            resolved.stage.first_step,
         )
-        if settled.step < schedule.end:
-            run_on_rank0(world, lambda: check_room(settled.folder, least_saved_bytes(config)))
+        if resolved.step < schedule.end:
+            run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))
 
         show_task("building the model")
         torch.manual_seed(config.seed)
-        if settled.checkpoint_path:
+        if resolved.checkpoint_path:
             # It holds all weights. Those that the run began with may be gone by now.
             described = without_weights(config.model)
         else:
@@ -106,7 +106,7 @@ def build(settled: SettledRun, world: World) -> Components:
 
         # Measured before `build_step` wraps the towers. Under FSDP2 each pass gathers weights, so a rank that tries one
         # size more than the others would wait for them.
-        chunk_sizes = choose_chunk_sizes(settled, model, precision, share.local_batch, world)
+        chunk_sizes = choose_chunk_sizes(resolved, model, precision, share.local_batch, world)
         train_step = build_step(
             config,
             world,
@@ -116,35 +116,35 @@ def build(settled: SettledRun, world: World) -> Components:
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
             sort_captions=may_cut_captions(model.text.encoder, tokenizer),
         )
-        if settled.checkpoint_path:
-            state = checkpoint.load(settled.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
+        if resolved.checkpoint_path:
+            state = checkpoint.load(resolved.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
             load_state(
                 train_step,
                 state,
-                settled.stage.optimizer_policy if settled.is_stage_start else OptimizerPolicy.TAKE_ALL,
+                resolved.stage.optimizer_policy if resolved.is_stage_start else OptimizerPolicy.TAKE_ALL,
             )
-        check_streams(settled, stream, world)
-        restore_random(settled, world)
+        check_streams(resolved, stream, world)
+        restore_random(resolved, world)
 
         flops = Flops.of(config.model, model, world.device, config.data.text_layout.per_image)
-        steps = schedule.end - settled.step
+        steps = schedule.end - resolved.step
         is_compiled = compile_if_worthwhile(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
     return Components(train_step, stream, schedule, flops, is_compiled)
 
 
 def choose_chunk_sizes(
-    settled: SettledRun, model: ClipModel, precision: Precision, local_batch: int, world: World
+    resolved: ResolvedRun, model: ClipModel, precision: Precision, local_batch: int, world: World
 ) -> ChunkSizes:
     """The chunk sizes: of the settings, else of the checkpoint, else measured. A collective. Raises UserError."""
-    config = settled.config
+    config = resolved.config
     with precision.autocast():
         return agreed_chunk_sizes(
             config.cache.sizes,
             model,
             local_batch,
             world,
-            settled.checkpoint_values.chunks if settled.checkpoint_values and not settled.is_stage_start else None,
+            resolved.checkpoint_values.chunks if resolved.checkpoint_values and not resolved.is_stage_start else None,
             keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
             texts_per_sample=config.data.text_layout.per_image,
             pairs=pair_encoder(model) if config.trains_captioner else None,
@@ -254,7 +254,7 @@ def build_passes(
 
 
 def open_data(
-    settled: SettledRun,
+    resolved: ResolvedRun,
     share: BatchShare,
     side: int,
     tokenizer: Tokenizer,
@@ -262,17 +262,17 @@ def open_data(
     world: World,
 ) -> TrainStream:
     """The training data, from its start or from the checkpoint's position. A collective. Raises UserError."""
-    config = settled.config
+    config = resolved.config
     free = free_memory()
     world.barrier()  # no rank allocates before all have read the free memory
-    position = settled.checkpoint_values.position if settled.checkpoint_values else None
+    position = resolved.checkpoint_values.position if resolved.checkpoint_values else None
     shards = order_shards(
         config.data,
         share,
         config.seed,
         position,
         on_rank0=partial(run_on_rank0, world),
-        largest_divisor=settled.largest_divisor,
+        largest_divisor=resolved.largest_divisor,
         teachers=teachers,
     )
     return open_stream(
@@ -309,26 +309,26 @@ def least_saved_bytes(config: TrainConfig) -> int:
     return size * (1 + copies_in_average + STATE_ENTRIES.get(config.optim.name, 0))
 
 
-def check_streams(settled: SettledRun, stream: TrainStream, world: World) -> None:
+def check_streams(resolved: ResolvedRun, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     num_streams = merge_positions(world.all_gather_object(stream.position())).num_streams
-    divisor = settled.largest_divisor(num_streams)
+    divisor = resolved.largest_divisor(num_streams)
     if divisor < num_streams:
-        batches = sorted({stage.global_batch for stage in settled.stages})
+        batches = sorted({stage.global_batch for stage in resolved.stages})
         raise UserError(
             f"stages: batches of {batches} are not all multiples of the {num_streams} shard streams of the data; "
             f"choose others, or set data.shard_streams={divisor}"
         )
 
 
-def restore_random(settled: SettledRun, world: World) -> None:
+def restore_random(resolved: ResolvedRun, world: World) -> None:
     """Restore this rank's random state from the checkpoint.
 
     A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
-    torch.manual_seed(settled.config.seed + 1 + world.rank + settled.step * world.size)
-    if settled.checkpoint_values and len(settled.checkpoint_values.random) == world.size:
-        state = settled.checkpoint_values.random[world.rank]  # a run on a CPU has saved no state of CUDA
+    torch.manual_seed(resolved.config.seed + 1 + world.rank + resolved.step * world.size)
+    if resolved.checkpoint_values and len(resolved.checkpoint_values.random) == world.size:
+        state = resolved.checkpoint_values.random[world.rank]  # a run on a CPU has saved no state of CUDA
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 

@@ -12,7 +12,7 @@ from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
 from clipscale.run_folder.names import CONFIG
-from clipscale.start.settle import SettledRun
+from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
 
@@ -35,14 +35,14 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
     return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
 
 
-def move_unused_aside(settled: SettledRun) -> None:
+def move_unused_aside(resolved: ResolvedRun) -> None:
     """Rename the files in the run's folder that the run does not use, and delete the mark that it is complete.
 
     These are files of another run or of later steps, and a damaged config.yaml.
     """
-    move_outdated_aside(settled.folder, settled.step, begins_elsewhere=not settled.continues_own_folder)
-    if settled.step:
-        read_or_move_aside(settled.folder / CONFIG, partial(difference_lines, settings=settled.config_yaml))
+    move_outdated_aside(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
+    if resolved.step:
+        read_or_move_aside(resolved.folder / CONFIG, partial(difference_lines, settings=resolved.config_yaml))
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:
@@ -58,21 +58,21 @@ def note_evaluation_and_copy(file: Path, settings: str) -> None:
         files.write_text(file, yaml.safe_dump(noted, sort_keys=False, allow_unicode=True))
 
 
-def open_run_log(settled: SettledRun, schedule: Schedule, world: World) -> MetricLog:
+def open_run_log(resolved: ResolvedRun, schedule: Schedule, world: World) -> MetricLog:
     """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks.
 
     A complete run keeps the settings that it was trained with, but for its evaluation and the address of its copy.
     """
-    if settled.step >= schedule.end:
-        note_evaluation_and_copy(settled.folder / CONFIG, settled.config_yaml)
-    sinks = settled.config.log
+    if resolved.step >= schedule.end:
+        note_evaluation_and_copy(resolved.folder / CONFIG, resolved.config_yaml)
+    sinks = resolved.config.log
     return open_log(
-        settled.folder,
+        resolved.folder,
         wandb=sinks.wandb_mode,
         tensorboard=sinks.tensorboard,
         every=sinks.every,
-        settings=settled.config_yaml,
-        resume_step=settled.step,
+        settings=resolved.config_yaml,
+        resume_step=resolved.step,
         world_size=world.size,
         total=schedule.end,
     )

@@ -35,7 +35,7 @@ from clipscale.robustness.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build
-from clipscale.start.settle import precision_notices, settle
+from clipscale.start.resolve import precision_notices, resolve
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
@@ -74,7 +74,7 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finis
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_a_cpu_without_instructions_for_bf16_is_said(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool) -> None:
-    monkeypatch.setattr("clipscale.start.settle.cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr("clipscale.start.resolve.cpu_has_bf16", lambda: has_bf16)
     notices = precision_notices(TrainConfig(precision="bf16"), "cpu")
     assert ["precision=fp32" in notice for notice in notices] == [True] * (not has_bf16)
     assert precision_notices(TrainConfig(precision="bf16"), "cuda") == []
@@ -249,7 +249,7 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = four_step_config(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        components = build(settle(config, Path(checkpoint), ONE_RANK), ONE_RANK)
+        components = build(resolve(config, Path(checkpoint), ONE_RANK), ONE_RANK)
         rates.append(components.flops.per_sample())
         components.stream.close()
     assert rates[0] == rates[1]

@@ -1,4 +1,4 @@
-"""How a run starts, part 1: settle. Finds the stage, and completes the settings by checkpoint and weights."""
+"""How a run starts, part 1: resolve. Finds the stage, and completes the settings by checkpoint and weights."""
 
 import math
 import os
@@ -42,7 +42,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class SettledRun:
+class ResolvedRun:
     """The final settings of a run, and the checkpoint that it resumes, if any. Nothing is built yet."""
 
     # The settings of this stage. Architecture and image preprocessing are completed from the weights.
@@ -89,7 +89,7 @@ class SettledRun:
         return math.gcd(num_streams, *batches) if len(batches) > 1 else num_streams
 
 
-def settle(config: TrainConfig, path: Path | None, world: World) -> SettledRun:
+def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun:
     """Find the run's current stage, and complete its settings. Changes nothing in the run's folder. A collective.
 
     `path`: the checkpoint to resume; see `prepare_checkpoint_to_resume`. Raises UserError.
@@ -118,7 +118,7 @@ def settle(config: TrainConfig, path: Path | None, world: World) -> SettledRun:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)
     check_captioner(completed)
-    return SettledRun(
+    return ResolvedRun(
         config=completed,
         stages=tuple(stages),
         stage=stages[index],
