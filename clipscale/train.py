@@ -30,7 +30,7 @@ from clipscale.lifecycle.stopping import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.run_folder.names import RESULT
-from clipscale.start.begin import RunParts, begin
+from clipscale.start.begin import StartedRun, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
@@ -66,34 +66,28 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     copies = None
     while True:
         with copied_if_failed(copies, world, COPY_S):
-            parts = begin(config, world, copies)
-        result = TrainLoop(parts, world, lock).run()
-        copies = parts.saver.copies
-        if parts.stage.is_last:
+            started = begin(config, world, copies)
+        result = TrainLoop(started, world, lock).run()
+        copies = started.saver.copies
+        if started.stage.is_last:
             # All ranks stay: Slurm would end rank 0 two minutes after the others.
-            run_long_on_rank0(world, partial(end_copies, copies, parts.folder, config.launch.timeout_s, result))
+            run_long_on_rank0(world, partial(end_copies, copies, started.folder, config.launch.timeout_s, result))
             return result
-        del parts  # frees its model before the next stage's is built
+        del started  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
 
 
 class TrainLoop:
     """The loop of a run, or of one stage, on one rank."""
 
-    def __init__(self, parts: RunParts, world: World, lock: RunLock | None = None) -> None:
+    def __init__(self, started: StartedRun, world: World, lock: RunLock | None = None) -> None:
         """`lock`: the lock of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
-        self.parts = parts
+        self.started = started
         self.world = world
         self.lock = lock
-        self.train_step = parts.train_step
-        self.stream = parts.stream
-        self.schedule = parts.schedule
-        # Completed steps.
-        self.step = parts.step
-        # The step with which the run, or the stage, ends.
-        self.end_step = parts.schedule.end
-        # The last completed step's loss.
-        self.loss = parts.loss
+        # Completed steps, and the loss of the last one.
+        self.step = started.step
+        self.loss = started.loss
         # What the ranks have agreed on for the next step; None before the first one.
         self.agreement: StepAgreement | None = None
         self.signal_poller = SignalPoller(world)
@@ -102,30 +96,32 @@ class TrainLoop:
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
-        parts = self.parts
-        self.stream.set_poll(self.signal_poller.poll_while_waiting)
+        run = self.started
+        stream = run.built.stream
+        end = run.built.schedule.end  # the step with which the run, or the stage, ends
+        stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
-            closing_all(parts.records),
+            closing_all(run.records),
             self.signal_poller,
-            closing_all(self.stream, parts.saver),
+            closing_all(stream, run.saver),
             saving_completed_steps(self),
         ):
-            if self.step == 0 < self.end_step and parts.evaluates_start:
+            if self.step == 0 < end and run.intervals.evaluates_start:
                 self.evaluate()
-            while self.step < self.end_step:
+            while self.step < end:
                 agreement = self.run_step()
-                is_last = self.step == self.end_step
+                is_last = self.step == end
                 is_best = False
-                if parts.intervals.evaluates_after(self.step) and not is_last:
+                if run.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = parts.saver.announce_if_best(self.step)
-                if is_best or is_last or agreement.wants_save or parts.intervals.saves_after(self.step):
+                    is_best = run.saver.announce_if_best(self.step)
+                if is_best or is_last or agreement.wants_save or run.intervals.saves_after(self.step):
                     self.save(wait=is_last)
-            if parts.evaluation.sets:
+            if run.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(parts.folder), "step": self.step, "loss": self.loss, "eval": results}
-        if self.world.is_rank0 and parts.stage.is_last:
-            log_end(result, parts.evaluation.facts["precision"], parts.expected, parts.saver.retention.best)
+        result: RunResult = {"run": str(run.folder), "step": self.step, "loss": self.loss, "eval": results}
+        if self.world.is_rank0 and run.stage.is_last:
+            log_end(result, run.evaluation.facts["precision"], run.expected, run.saver.retention.best)
         return result
 
     def run_step(self) -> StepAgreement:
@@ -134,19 +130,20 @@ class TrainLoop:
         Returns the ranks' agreement on the next step. It also says whether any rank wants a checkpoint now.
         """
         step = self.step + 1
-        train_step = self.train_step
-        parts = self.parts
-        lr = self.schedule.apply(train_step.optimizer, self.step)
-        with rollback_on_error(train_step.model, self.stream, self.world):
-            batch = self.stream.next_batch()  # its samples may still be arriving
+        run = self.started
+        stream = run.built.stream
+        train_step = run.built.train_step
+        lr = run.built.schedule.apply(train_step.optimizer, self.step)
+        with rollback_on_error(train_step.model, stream, self.world):
+            batch = stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 wait_for_first_samples(batch)
-            if self.step == parts.step:
+            if self.step == run.step:
                 show_task(f"step {step}, the first of this start")
-            is_overdue = self.world.is_rank0 and parts.intervals.is_overdue(time.monotonic() - self.saved_at)
+            is_overdue = self.world.is_rank0 and run.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
                 batch,
-                self.stream,
+                stream,
                 step,
                 self.agreement,
                 wants_save=is_overdue,
@@ -154,14 +151,13 @@ class TrainLoop:
             )
         self.step = step  # the step is complete: an error from here on does not roll it back
         self.loss = result.numbers.loss
-        stage = parts.stage
         record: StepRecord = {
             "step": step,
-            "samples": stage.samples_before(step),
-            "batch": stage.global_batch,
+            "samples": run.stage.samples_before(step),
+            "batch": run.stage.global_batch,
             "lr": lr,
         }
-        parts.records.add(record, result, train_step.model.logit_scale.exp())
+        run.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.set_keep_budget_if_unknown(result.timer)
         self.agreement = result.next_agreement
@@ -174,59 +170,61 @@ class TrainLoop:
         step as soon as the device has finished it.
         """
         passes = count()
-        records = self.parts.records
+        run = self.started
 
         def before_chunk() -> None:
             self.signal_poller.poll()
-            records.log_if_ready()
-            records.show_progress(f"step {self.step + 1}", next(passes), self.train_step.cache.num_passes(local_batch))
+            run.records.log_if_ready()
+            total = run.built.train_step.cache.num_passes(local_batch)
+            run.records.show_progress(f"step {self.step + 1}", next(passes), total)
 
         return before_chunk
 
     def evaluate(self) -> Results:
         """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
-        train_step = self.train_step
-        evaluation = self.parts.evaluation
-        records = self.parts.records
-        records.flush()
+        run = self.started
+        train_step = run.built.train_step
+        evaluation = run.evaluation
+        run.records.flush()
         ema = train_step.ema if evaluation.uses_ema else None
-        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.parts.is_compiled):
+        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(run.built.is_compiled):
             results = evaluate(
                 train_step.model,
                 evaluation,
                 self.world,
                 autocast=train_step.precision.autocast,
-                file=ResultsFile(self.parts.folder, self.step, evaluation.facts),
+                file=ResultsFile(run.folder, self.step, evaluation.facts),
                 poll=partial(self.signal_poller.poll, every_call=True),
                 poll_while_waiting=self.signal_poller.poll_while_waiting,
-                progress=records.show_progress,
+                progress=run.records.show_progress,
             )
         reshard(train_step.model)
-        records.log_evaluation(self.step, results)
+        run.records.log_evaluation(self.step, results)
         return results
 
     def save(self, *, wait: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: wait until it is complete."""
-        self.parts.records.flush()
+        run = self.started
+        run.records.flush()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = self.parts.stage.samples_before(self.step)
-        description = replace(self.parts.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
-        saver = self.parts.saver
-        with ending_if_removed(self.lock, self.world, saver.wait_for_save, self.step):
-            saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
+        samples = run.stage.samples_before(self.step)
+        description = replace(run.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
+        with ending_if_removed(self.lock, self.world, run.saver.wait_for_save, self.step):
+            state = gather_checkpoint_state(description, run.built.train_step, run.built.stream)
+            run.saver.save(state, wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
         """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
-        saver = self.parts.saver
+        saver = self.started.saver
         if self.step != saver.last_begun_step:
             self.save(wait=True)
         saver.wait_for_copy(COPY_S)
 
     def can_save_after(self, error: UserError | OSError) -> bool:
         """Whether every rank comes here after this error, with the weights of a completed step."""
-        return is_raised_on_all_ranks(self.world, error) and not self.train_step.is_updating
+        return is_raised_on_all_ranks(self.world, error) and not self.started.built.train_step.is_updating
 
 
 def end_copies(copies: CopyThread, folder: Path, limit_s: float, result: RunResult) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 class Intervals:
     """When a run evaluates and saves, beside its end. 0: never."""
 
+    # Whether the weights are evaluated before the first step.
+    evaluates_start: bool = False
     # Steps between evaluations.
     evaluation: int = 0
     # Steps between checkpoints.

@@ -7,19 +7,19 @@ from clipscale.config.train import batch_exceeds_data, beyond_published, differe
 from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.run_folder.names import CONFIG
-from clipscale.start.build import Components
+from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
 
-def announce(resolved: ResolvedRun, components: Components) -> None:
+def announce(resolved: ResolvedRun, built: BuiltRun) -> None:
     """Print what the user should know, and how the start differs from the run so far.
 
     Call it before `open_run_log`: that replaces config.yaml, with which this compares.
     """
     for notice in resolved.notices:
         log_line(notice)
-    epoch_samples = components.stream.epoch_samples
+    epoch_samples = built.stream.epoch_samples
     samples = None if len(resolved.stages) > 1 else samples_of(resolved.config, epoch_samples)
     for warning in (
         batch_exceeds_data(resolved.config, epoch_samples),
@@ -27,15 +27,15 @@ def announce(resolved: ResolvedRun, components: Components) -> None:
     ):
         if warning:
             log_warning(warning, error=True)
-    model = components.train_step.model
-    if model.is_captioner and not components.train_step.passes.inputs.sort_captions:
+    model = built.train_step.model
+    if model.is_captioner and not built.train_step.passes.inputs.sort_captions:
         log_line(
             f"captions are computed with the whole context of {model.context_length} tokens: the features of this "
             "captioner's text tower may depend on their padding"
         )
-    log_position(resolved, components.schedule)
+    log_position(resolved, built.schedule)
     log_wandb_mode(resolved.config.log.wandb, resolved.config.log.wandb_mode)
-    log_line(components.stream.memory_line)
+    log_line(built.stream.memory_line)
 
 
 def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:

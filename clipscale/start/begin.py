@@ -18,25 +18,24 @@ from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.start.announce import announce
-from clipscale.start.build import Components, build
+from clipscale.start.build import BuiltRun, build
 from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.resolve import ResolvedRun, Stage, resolve
 
 
-@dataclass(kw_only=True)
-class RunParts(Components):
-    """What the loop of a run, or of one stage of it, uses."""
+@dataclass(frozen=True, kw_only=True)
+class StartedRun:
+    """A run, or one stage of it, as its start leaves it to the loop."""
 
     folder: Path
     stage: Stage
     # Completed steps, and the loss of the last one; see ResolvedRun.
     step: int
     loss: float
+    built: BuiltRun
     evaluation: Evaluation
     # Published scores of the preset.
     expected: Expected
-    # Whether the weights are evaluated before the first step.
-    evaluates_start: bool
     intervals: Intervals
     records: StepRecords
     saver: checkpoint.Saver
@@ -44,7 +43,7 @@ class RunParts(Components):
     checkpoint_template: checkpoint.CheckpointState
 
 
-def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> RunParts:
+def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> StartedRun:
     """Begin or resume the run, or begin its next stage. A collective.
 
     `copies`: the thread that has copied the checkpoints of earlier stages; None in this process's first stage.
@@ -67,16 +66,16 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
 
     with ExitStack() as undo:
         # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
-        components = build(resolved, world)
-        undo.callback(components.stream.close)
+        built = build(resolved, world)
+        undo.callback(built.stream.close)
 
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
         log = None
         if world.is_rank0:
             move_unused_aside(resolved)
-            announce(resolved, components)
-            log = open_run_log(resolved, components.schedule, world)
-        records = StepRecords(log, world.size, components.flops, components.stream)
+            announce(resolved, built)
+            log = open_run_log(resolved, built.schedule, world)
+        records = StepRecords(log, world.size, built.flops, built.stream)
         undo.callback(records.close)
 
         # Checkpoints and their copies.
@@ -88,16 +87,20 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         undo.pop_all()
 
     save_steps, save_seconds = config.checkpoint.interval
-    return RunParts(
+    return StartedRun(
         folder=resolved.folder,
         stage=resolved.stage,
         step=resolved.step,
         loss=resolved.loss,
-        **vars(components),
+        built=built,
         evaluation=evaluation,
         expected=expected,
-        evaluates_start=bool(config.model.weights and evaluation.sets),
-        intervals=Intervals(config.eval.every, save_steps, save_seconds),
+        intervals=Intervals(
+            evaluates_start=bool(config.model.weights and evaluation.sets),
+            evaluation=config.eval.every,
+            save=save_steps,
+            save_s=save_seconds,
+        ),
         records=records,
         saver=saver,
         checkpoint_template=checkpoint.CheckpointState(

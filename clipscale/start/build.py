@@ -52,9 +52,9 @@ from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import TrainStep
 
 
-@dataclass
-class Components:
-    """The data, the step and its schedule, ready for the next step."""
+@dataclass(frozen=True)
+class BuiltRun:
+    """What a run trains, on what data and by which schedule, ready for its next step."""
 
     train_step: TrainStep
     stream: TrainStream
@@ -64,7 +64,7 @@ class Components:
     is_compiled: bool
 
 
-def build(resolved: ResolvedRun, world: World) -> Components:
+def build(resolved: ResolvedRun, world: World) -> BuiltRun:
     """Open the data, build what is trained, load the checkpoint, and restore this rank's random state. A collective.
 
     The caller closes the stream. If this raises UserError, it has ended the data workers that it had started.
@@ -130,7 +130,7 @@ def build(resolved: ResolvedRun, world: World) -> Components:
         steps = schedule.end - resolved.step
         is_compiled = compile_if_worthwhile(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
-    return Components(train_step, stream, schedule, flops, is_compiled)
+    return BuiltRun(train_step, stream, schedule, flops, is_compiled)
 
 
 def choose_chunk_sizes(
