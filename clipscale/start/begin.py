@@ -63,6 +63,14 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
     resolved = resolve(config, path, world)
     config = resolved.config
+    # No setting is refused after this: nothing would end the workers that `build` starts.
+    save_steps, save_seconds = config.checkpoint.interval
+    intervals = Intervals(
+        evaluates_start=bool(config.model.weights and evaluation.sets),
+        evaluation=config.eval.every,
+        save=save_steps,
+        save_s=save_seconds,
+    )
 
     with ExitStack() as undo:
         # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
@@ -86,7 +94,6 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         saver = checkpoint.Saver(resolved.folder, world, copies, last_begun_step)
         undo.pop_all()
 
-    save_steps, save_seconds = config.checkpoint.interval
     return StartedRun(
         folder=resolved.folder,
         stage=resolved.stage,
@@ -95,12 +102,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         built=built,
         evaluation=evaluation,
         expected=expected,
-        intervals=Intervals(
-            evaluates_start=bool(config.model.weights and evaluation.sets),
-            evaluation=config.eval.every,
-            save=save_steps,
-            save_s=save_seconds,
-        ),
+        intervals=intervals,
         records=records,
         saver=saver,
         checkpoint_template=checkpoint.CheckpointState(

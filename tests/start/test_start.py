@@ -235,6 +235,20 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 
 
+def test_a_start_refuses_settings_that_nobody_has_checked_before_it_starts_workers(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line has checked them; a caller of `train` may not have."""
+    monkeypatch.setattr("clipscale.start.begin.build", lambda *_: pytest.fail("it has begun to build"))
+    config = four_step_config(shards, tmp_path / "run")
+    for changes, message in (
+        ({"checkpoint": CheckpointConfig(every="soon")}, "checkpoint.every=soon"),
+        ({"expected": {"top1": "about 60"}}, "expected"),
+    ):
+        with refused(message):
+            train_loop(replace(config, **changes), ONE_RANK)
+
+
 @pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "ViT-B-16-SigLIP-256", "MobileCLIP2-S0"])
 def test_workers_know_the_inputs_of_a_model_before_it_is_built(name: str) -> None:
     config = ModelConfig(name=name)
