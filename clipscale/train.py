@@ -12,13 +12,12 @@ from pathlib import Path
 
 from clipscale.checkpoint import CopyThread, copied_if_failed
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.distributed.agreement import is_raised_on_all_ranks, run_long_on_rank0, run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
@@ -222,9 +221,10 @@ class TrainLoop:
             self.save(wait=True)
         saver.wait_for_copy(COPY_S)
 
-    def can_save_after(self, error: UserError | OSError) -> bool:
-        """Whether every rank comes here after this error, with the weights of a completed step."""
-        return is_raised_on_all_ranks(self.world, error) and not self.started.built.train_step.is_updating
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights has begun and not ended."""
+        return self.started.built.train_step.is_updating
 
 
 def end_copies(copies: CopyThread, folder: Path, limit_s: float, result: RunResult) -> None:

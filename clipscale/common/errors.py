@@ -16,6 +16,9 @@ class UserError(Exception):
     a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
+    # Whether every rank raises it at the same place; set by `raise_on_all_ranks` in distributed/agreement.py.
+    is_on_all_ranks = False
+
     def __init__(self, message: object) -> None:
         super().__init__(printable(message))
 

@@ -6,15 +6,11 @@ its process ends, and then the launcher ends the others.
 
 from collections.abc import Callable
 from typing import NoReturn, TypeVar, cast
-from weakref import WeakSet
 
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 
 T = TypeVar("T")
-
-# Errors that every rank raises at the same place. Weak references, because an error's traceback keeps tensors alive.
-_shared_errors: WeakSet[UserError] = WeakSet()
 
 
 def run_on_rank0(world: World, work: Callable[[], T]) -> T:
@@ -61,10 +57,10 @@ def raise_together(world: World, work: Callable[[], T]) -> T:
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
     """Raise an error that every rank raises, at the same place; see `is_raised_on_all_ranks`."""
-    _shared_errors.add(error)
+    error.is_on_all_ranks = True
     raise error
 
 
 def is_raised_on_all_ranks(world: World, error: Exception) -> bool:
     """Whether every rank raises this error at the same place, so that a collective may follow."""
-    return world.size == 1 or error in _shared_errors
+    return world.size == 1 or (isinstance(error, UserError) and error.is_on_all_ranks)

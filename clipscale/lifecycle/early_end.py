@@ -7,7 +7,7 @@ from typing import Protocol
 from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import is_main_rank, log_warning
-from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.agreement import is_raised_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
@@ -20,19 +20,36 @@ class Closable(Protocol):
 class Savable(Protocol):
     """A run that can save between two steps."""
 
+    world: World
     # Completed steps.
     step: int
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights has begun and not ended."""
 
     def save_at_once(self) -> None:
         """Save the completed steps, and wait for that. A collective."""
 
-    def can_save_after(self, error: UserError | OSError) -> bool:
-        """Whether every rank comes here after this error, with the weights of a completed step."""
+
+def can_save_after(error: UserError | OSError, run: Savable) -> bool:
+    """Whether the completed steps can be saved after an error in the run's loop. Then all of this is true:
+
+    - Every rank raises it at the same place, because a save is a collective.
+    - It has ended no update, which may leave some weights updated and others not.
+    - The folder is still this run's.
+
+    A save also needs every rank's position in the data, and finds out itself whether it is known: `save_at_once` raises
+    the loader's error on all ranks if not, and saves nothing.
+    """
+    if isinstance(error, FolderInUseError):
+        return False
+    return is_raised_on_all_ranks(run.world, error) and not run.is_updating
 
 
 @contextmanager
 def saving_completed_steps(run: Savable) -> Iterator[None]:
-    """Around a run's loop: saves the completed steps after a signal, and after an error where that is possible.
+    """Around a run's loop: saves the completed steps after a signal, and after an error if `can_save_after` it.
 
     Raises StoppedError after a signal, and UnwritableError if a disk does not take the steps then. After an error that
     is a warning.
@@ -42,10 +59,8 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
     except SignalError as signal:  # raised on all ranks
         run.save_at_once()
         raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
-    except FolderInUseError:  # the folder is another run's now
-        raise
     except (UserError, OSError) as error:
-        if run.can_save_after(error):
+        if can_save_after(error, run):
             try:
                 run.save_at_once()
             except UnwritableError as unwritable:  # what ended the run stays its end

@@ -1,12 +1,16 @@
-"""What the end of a run's loop closes."""
+"""After which errors a run saves, and what the end of its loop closes."""
 
 import signal
 
 import pytest
+import torch
 
 from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.lifecycle.early_end import closing_all, saving_completed_steps
+from clipscale.distributed.agreement import raise_on_all_ranks
+from clipscale.distributed.world import World
+from clipscale.lifecycle.early_end import can_save_after, closing_all, saving_completed_steps
+from clipscale.lifecycle.run_lock import FolderInUseError
 from clipscale.lifecycle.stopping import SignalError
 
 
@@ -30,16 +34,50 @@ def test_all_parts_are_closed_even_if_one_cannot_be() -> None:
     assert first.is_closed and last.is_closed
 
 
-class Unwritable:
-    """A run whose disk is full."""
+class Run:
+    """A run on so many ranks, after its fourth step."""
 
     step = 4
+
+    def __init__(self, ranks: int = 1, *, is_updating: bool = False) -> None:
+        self.world = World(0, ranks, torch.device("cpu"))
+        self.is_updating = is_updating
+
+    def save_at_once(self) -> None:
+        """Does nothing."""
+
+
+class Unwritable(Run):
+    """A run whose disk is full."""
 
     def save_at_once(self) -> None:
         raise UnwritableError("checkpoint step_00000004 could not be written (No space left on device)")
 
-    def can_save_after(self, error: UserError | OSError) -> bool:
-        return True
+
+def shared(error: UserError) -> UserError:
+    """An error that is raised on all ranks."""
+    with pytest.raises(UserError):
+        raise_on_all_ranks(error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "run", "can_save"),
+    [
+        (shared(UserError("a mistake")), Run(2), True),
+        (UserError("a mistake"), Run(2), False),
+        (OSError("no space"), Run(2), False),
+        (UserError("a mistake"), Run(), True),
+        (OSError("no space"), Run(), True),
+        (shared(UserError("a mistake")), Run(2, is_updating=True), False),
+        (OSError("no space"), Run(is_updating=True), False),
+        (shared(FolderInUseError("run=it is in use")), Run(2), False),
+    ],
+)
+def test_a_run_saves_after_an_error_of_all_ranks_between_updates(
+    error: UserError | OSError, run: Run, can_save: bool
+) -> None:
+    assert can_save_after(error, run) == can_save
 
 
 def test_a_last_save_that_fails_does_not_hide_what_ended_the_run(capsys: pytest.CaptureFixture[str]) -> None:
