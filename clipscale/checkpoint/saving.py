@@ -82,7 +82,9 @@ class Saver:
         )
 
     def save(self, state: CheckpointState, *, wait: bool = False) -> None:
-        """Begin to write a checkpoint, after the one before it is complete. `wait`: return when this one is complete.
+        """Begin to write a checkpoint, after the one before it is complete.
+
+        `wait`: return when this one is complete, because the run then ends.
 
         Replicated tensors are divided among the ranks, DTensors are written shard by shard, and plain values are those
         of rank 0.
@@ -90,7 +92,7 @@ class Saver:
         A disk that does not take a checkpoint is reported, and training goes on: the disk may take the next one. With
         `wait` it raises UnwritableError.
         """
-        self._wait_or_warn()
+        self._wait_or_warn(goes_on=not wait)
         if torch.__version__ < "2.13":  # there a stager works only once
             self._stager = self._new_stager()
         step = state.step
@@ -167,12 +169,13 @@ class Saver:
                 log_warning(f"the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
 
-    def _wait_or_warn(self) -> None:
+    def _wait_or_warn(self, *, goes_on: bool) -> None:
+        """Wait for what is being written. Reports a disk that did not take it. `goes_on`: whether the run goes on."""
         try:
             self.wait_for_save()
         except UnwritableError as error:
             if self.world.is_rank0:
-                log_warning(f"{error}; training goes on without it")
+                log_warning(f"{error}; training goes on without it" if goes_on else str(error))
 
     def _temporary(self, step: int) -> Path:
         return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)

@@ -121,13 +121,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture, is_last: bool) -> None:
+    """A run that ends by its next save does not say that it goes on."""
     saver = saver_of(disk)
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
-        saver.save(checkpoint.CheckpointState(step, model={"w": torch.zeros(numbers)}))
+        saver.save(checkpoint.CheckpointState(step, model={"w": torch.zeros(numbers)}), wait=step == 3 and is_last)
     saver.close()
     assert steps(disk) == [1, 3]
-    assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step_00000002 could not be written (No space left on device)" in printed
+    assert ("training goes on without it" in printed) != is_last, printed
 
 
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
