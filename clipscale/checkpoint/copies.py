@@ -35,8 +35,8 @@ from clipscale.common.remote import (
 )
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
-from clipscale.robustness.moving_aside import move_records_aside
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.moving_aside import move_records_aside
 from clipscale.run_folder.names import (
     META,
     METRICS,

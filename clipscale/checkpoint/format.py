@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
-from clipscale.robustness.limits import as_user_error
+from clipscale.common.limits import as_user_error
 from clipscale.run_folder.names import META
 
 FORMAT = 1

@@ -12,7 +12,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import raise_together, run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
-from clipscale.robustness.moving_aside import move_checkpoint_aside
+from clipscale.run_folder.moving_aside import move_checkpoint_aside
 from clipscale.run_folder.names import checkpoints_of, named_checkpoints, path_or_run
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
 from clipscale.common.hardware import prepare_torch
+from clipscale.common.limits import as_user_error
+from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.terminal import clear, is_main_rank, print_failure, print_line, show_task
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
-from clipscale.robustness.limits import as_user_error
-from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")

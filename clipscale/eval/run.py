@@ -23,7 +23,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
-from clipscale.robustness.moving_aside import read_or_move_aside
+from clipscale.run_folder.moving_aside import read_or_move_aside
 from clipscale.run_folder.names import EVAL, read_evaluation
 
 

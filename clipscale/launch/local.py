@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Protocol, cast
 from clipscale.common import ranks, terminal
 from clipscale.common.errors import StoppedError, UnreachableError, UserError, one_line
 from clipscale.common.hardware import cores
+from clipscale.common.limits import as_user_error
+from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.signals import SIGNALS, blocked
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
+from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
 from clipscale.log.sinks import wandb_module
-from clipscale.robustness.launcher import check_launcher_variables
-from clipscale.robustness.limits import as_user_error
-from clipscale.robustness.output import ignore_output_errors, prepare_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clipscale.common import files
+from clipscale.common.output import RetryingLines
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, log_line, log_warning
 from clipscale.log.environment import environment
@@ -18,8 +19,7 @@ from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
-from clipscale.robustness.moving_aside import move_file_aside, move_folders_aside
-from clipscale.robustness.output import RetryingLines
+from clipscale.run_folder.moving_aside import move_file_aside, move_folders_aside
 from clipscale.run_folder.names import CONFIG, ENVIRONMENT, METRICS
 
 # Least number of seconds between two console lines.

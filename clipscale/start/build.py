@@ -35,7 +35,7 @@ from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
 from clipscale.models.weights.loading import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
-from clipscale.robustness.disk import check_room
+from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses

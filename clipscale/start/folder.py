@@ -10,7 +10,7 @@ from clipscale.common import files, ranks
 from clipscale.config.train import TrainConfig, difference_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
-from clipscale.robustness.moving_aside import move_outdated_aside, read_or_move_aside
+from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside
 from clipscale.run_folder.names import CONFIG
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule

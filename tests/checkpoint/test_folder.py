@@ -28,8 +28,8 @@ from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
-from clipscale.robustness.moving_aside import move_outdated_aside
 from clipscale.run_folder.chosen_checkpoint import Best, Goal, locate
+from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result

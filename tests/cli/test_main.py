@@ -287,11 +287,11 @@ def test_what_may_succeed_later_is_no_mistake(
 
 
 def test_shared_memory_that_cannot_be_written_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipscale.robustness.limits.SHARED_MEMORY", "/proc/gone")
+    monkeypatch.setattr("clipscale.common.limits.SHARED_MEMORY", "/proc/gone")
     monkeypatch.setattr("clipscale.tools.report.page.main", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert cli("report", "a")[2].startswith("error: /proc/gone cannot be written")
-    monkeypatch.setattr("clipscale.robustness.limits.SHARED_MEMORY", "/dev")
-    monkeypatch.setattr("clipscale.robustness.limits.MIN_SHARED_BYTES", 2**60)
+    monkeypatch.setattr("clipscale.common.limits.SHARED_MEMORY", "/dev")
+    monkeypatch.setattr("clipscale.common.limits.MIN_SHARED_BYTES", 2**60)
     monkeypatch.setattr("clipscale.tools.report.page.main", Mock(side_effect=OSError(28, "No space left on device")))
     assert cli("report", "a")[2].startswith("error: /dev is full")
 

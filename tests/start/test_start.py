@@ -31,7 +31,7 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, side_and_tokenizer
-from clipscale.robustness.moving_aside import move_outdated_aside
+from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build

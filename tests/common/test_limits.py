@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from clipscale.robustness.limits import SHARED_MEMORY, as_user_error
+from clipscale.common.limits import SHARED_MEMORY, as_user_error
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

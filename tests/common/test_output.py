@@ -4,7 +4,7 @@ import resource
 from contextlib import closing
 from pathlib import Path
 
-from clipscale.robustness.output import RetryingLines
+from clipscale.common.output import RetryingLines
 from tests.conftest import Capture
 
 
