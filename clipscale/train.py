@@ -158,7 +158,7 @@ class TrainLoop:
         }
         run.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
-            train_step.set_keep_budget_if_unknown(result.timer)
+            train_step.set_keep_bytes_if_unknown(result.timer)
         self.agreement = result.next_agreement
         return self.agreement
 

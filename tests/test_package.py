@@ -132,7 +132,7 @@ TYPE_OF_WORD = {
     "epoch_samples": "int",
     "global_batch": "int",
     "is_last_backward": "bool",
-    "keep_budget": "KeepBudget",
+    "keep_bytes": "float",
     "local_batch": "int",
     "poll": "Poll",
     "runtime": "LossRuntime",

@@ -1,1 +1,1 @@
-"""How a batch is divided: chunks, captions and hard negatives, and the memory for kept graphs."""
+"""How a batch is divided: chunks, captions and hard negatives."""

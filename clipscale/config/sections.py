@@ -7,11 +7,10 @@ import os
 import re
 from dataclasses import dataclass
 
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean, one_of
-from clipscale.common.units import parse_count
+from clipscale.common.units import parse_bytes, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
@@ -182,13 +181,18 @@ class CacheConfig:
         return sizes[0], sizes[-1]
 
     @property
-    def keep_budget(self) -> KeepBudget:
-        """The memory for kept graphs. Raises UserError."""
-        return KeepBudget.parse("cache.keep", self.keep)
+    def keep_bytes(self) -> float | None:
+        """The memory for kept graphs; None: what a first step leaves free. Raises UserError."""
+        if self.keep in ("none", "auto"):
+            return 0 if self.keep == "none" else None
+        try:
+            return parse_bytes(self.keep)
+        except ValueError:
+            raise UserError(f"cache.keep={self.keep}: give none, auto, or bytes such as 8G") from None
 
     def check(self) -> None:
         """Raises UserError for other forms of sizes and bytes."""
-        _ = self.sizes, self.keep_budget
+        _ = self.sizes, self.keep_bytes
 
 
 @dataclass(frozen=True)

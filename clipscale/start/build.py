@@ -12,7 +12,6 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.batch.chunks import ChunkSizes
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.errors import UserError
 from clipscale.common.memory import free_memory
 from clipscale.common.modules import is_frozen
@@ -145,7 +144,7 @@ def choose_chunk_sizes(
             local_batch,
             world,
             resolved.checkpoint_values.chunks if resolved.checkpoint_values and not resolved.is_stage_start else None,
-            keeps_graphs=config.cache.keep_budget != KeepBudget.nothing(),
+            keeps_graphs=config.cache.keep_bytes != 0,
             texts_per_sample=config.data.text_layout.per_image,
             pairs=pair_encoder(model) if config.trains_captioner else None,
         )
@@ -231,7 +230,7 @@ def build_passes(
     """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
     parallel = config.launch.parallel
     make_cache = partial(
-        GradCache, keep_bytes=config.cache.keep_budget, autocast=precision.autocast, scaler=precision.scaler
+        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
     )
     inputs = StepInputs(world, config.offload == "none", sort_captions, has_pairs=config.trains_captioner)
     if config.trains_captioner:

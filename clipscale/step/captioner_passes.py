@@ -47,7 +47,7 @@ class CaptionerPasses:
         captions = pairs.captions
         reserved = 0.0
         if self.frozen_images is not None:
-            reserved = min(self.cache.graph_budget.total.bytes, len(batch) * self.image_bytes)
+            reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
             pairs.images = FrozenImages(pairs.images, self.frozen_images, self.autocast, reserved)
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenImages):

@@ -2,7 +2,6 @@
 
 import torch
 
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common import ranks
 from clipscale.common.memory import free_memory
 from clipscale.distributed.world import World
@@ -15,18 +14,17 @@ USABLE_SHARE = {"cuda": 0.9, "cpu": 0.5}
 HOST_RESERVE = 4 << 30
 
 
-def measured_budget(world: World, timer: StepTimer, graph_bytes: int) -> KeepBudget:
-    """A collective: the memory for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
+def measured_keep_bytes(world: World, timer: StepTimer, graph_bytes: int) -> int:
+    """A collective: the bytes for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
 
-    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `GraphBudget`) and its own working
+    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `KeptGraphs`) and its own working
     memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a
     margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
     and freed before the first replay.
     """
     rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
     [negated_least] = world.all_reduce_max(-rest)  # a minimum
-    least = -negated_least
-    return KeepBudget.at_most(least)
+    return -negated_least
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from clipscale.step.batch_passes import BatchPasses, CaptionerLosses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
-from clipscale.step.graph_memory import measured_budget
+from clipscale.step.graph_memory import measured_keep_bytes
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback
 from clipscale.step.step_inputs import StepAgreement
@@ -267,14 +267,14 @@ class TrainStep:
         """Samples per chunk of each tower."""
         return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
-    def set_keep_budget_if_unknown(self, timer: StepTimer) -> None:
+    def set_keep_bytes_if_unknown(self, timer: StepTimer) -> None:
         """With `cache.keep=auto`, after the first update, set the memory for kept graphs to what this step left free.
 
         A collective in that step. Later calls do nothing.
         """
         if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # free memory is measured without gradients; the timer's peaks include them
-            self.cache.keep_bytes = measured_budget(self.world, timer, self.cache.graph_budget.graph_bytes)
+            self.cache.keep_bytes = measured_keep_bytes(self.world, timer, self.cache.graph_budget.graph_bytes)
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:

@@ -18,7 +18,7 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.kept_graphs import KeptGraphs
+from clipscale.step.cache.kept_graphs import GraphBudget
 from tests.step.cache.encoders import batch, models
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
@@ -222,9 +222,9 @@ def test_gradients_are_reduced_once_for_each_tower_and_ranks_keep_the_same_graph
 
 def crowded(rank: int, ranks: int, stages: str, full: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Gradients of two steps, and the graphs kept in each. `full`: the second rank's GPU has no room for a second."""
-    start, calls = KeptGraphs.start_step, count()
-    on_gpu = lambda self, *args, **given: start(self, *args, **{**given, "on_gpu": True})  # noqa: E731
-    KeptGraphs.start_step = on_gpu  # type: ignore[method-assign]
+    plan, calls = GraphBudget.plan, count()
+    on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
+    GraphBudget.plan = on_gpu  # type: ignore[method-assign]
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     model, world = small_model(LAYERS, dropout=0.4), World(rank, ranks, CPU)
     pairs = zip((model.image, model.text), stages.split())

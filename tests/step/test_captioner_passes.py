@@ -37,7 +37,7 @@ from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.cache import kept_graphs
-from clipscale.step.cache.kept_graphs import KeptGraphs
+from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
 from clipscale.step.step_inputs import StepAgreement, StepInputs
@@ -315,9 +315,9 @@ def test_a_frozen_image_tower_has_one_pass_where_its_tokens_are_kept(
 
 def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     """Gradients of a step, and the graphs that it kept. `full`: the second rank's GPU has room for one graph alone."""
-    start, calls = KeptGraphs.start_step, count()
-    on_gpu = lambda self, *args, **given: start(self, *args, **{**given, "on_gpu": True})  # noqa: E731
-    KeptGraphs.start_step = on_gpu  # type: ignore[method-assign]
+    plan, calls = GraphBudget.plan, count()
+    on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
+    GraphBudget.plan = on_gpu  # type: ignore[method-assign]
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
     step.cache.keep_bytes = math.inf

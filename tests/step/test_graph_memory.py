@@ -7,11 +7,10 @@ import psutil
 import pytest
 import torch
 
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.config.sections import CacheConfig, OptimConfig
 from clipscale.distributed.world import World
 from clipscale.step import graph_memory
-from clipscale.step.graph_memory import measured_budget
+from clipscale.step.graph_memory import measured_keep_bytes
 from clipscale.step.timer import StepTimer
 from tests.step.cache.test_kept_graphs import N, cached
 from tests.support.checkpoints import ONE_RANK
@@ -34,9 +33,8 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     timer = StepTimer(gpu)
     timer.bytes_before = {"encode": 60}
     timer.peak_bytes = {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert measured_budget(World(0, 1, gpu), timer, graph_bytes=30) == KeepBudget.at_most(required)
-    keeps = [KeepBudget.measure_first(), KeepBudget.nothing(), KeepBudget.at_most(2048)]
-    assert [KeepBudget.parse("cache.keep", setting) for setting in ("auto", "none", "2k")] == keeps
+    assert measured_keep_bytes(World(0, 1, gpu), timer, graph_bytes=30) == required
+    assert [CacheConfig(keep=setting).keep_bytes for setting in ("auto", "none", "2k")] == [None, 0, 2048]
 
 
 def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
@@ -48,7 +46,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
     for expected in (2, 1):
         calls.clear()
         cache.step(*samples(N))
-        cache.keep_bytes = measured_budget(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_budget.graph_bytes)
+        cache.keep_bytes = measured_keep_bytes(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_budget.graph_bytes)
         assert len(calls) == expected
     assert cache.keep_bytes is not None and 2**20 < cache.keep_bytes < psutil.virtual_memory().total // 2
 

@@ -11,7 +11,8 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
     TrainLoop.run_step                               train.py: rate, batch, rollback, record
     └ TrainStep.run                                  step/train_step.py: the step on one page, and the update
       ├ TwoTowerPasses.encode                        step/batch_passes.py: which input goes to which tower
-      │ └ GradCache.encode_tower                     1. here: memory for the tower's graphs
+      │ └ GradCache.encode_tower                     1. here
+      │   ├ GraphBudget.plan                         kept_graphs.py: how many graphs are kept
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
       │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
       │       └ TowerPasses.forward_chunk            calls the encoder
@@ -30,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.batch.chunks import equal_spans
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
-from clipscale.step.cache.graph_budget import GraphBudget
+from clipscale.step.cache.kept_graphs import GraphBudget
+from clipscale.step.cache.pass_contexts import is_on_gpu, on_short_memory
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 
@@ -61,7 +62,6 @@ class GradCache:
                 math.inf: keep all
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
-                a `KeepBudget`: one of these as an object, as clipscale's own runs pass it
             A rank that runs out of memory for a graph keeps none from then on. If any encoder is under FSDP2 or trains
             batch normalisation, all ranks then keep none. Without FSDP2 a graph of an encoder that trains batch
             normalisation must fit, or the step raises OutOfMemoryError: a repeated pass would update statistics twice.
@@ -99,7 +99,7 @@ class GradCache:
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
-        keep_bytes: float | KeepBudget | None = 0,
+        keep_bytes: float | None = 0,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
@@ -123,7 +123,7 @@ class GradCache:
             TowerPasses(encoder, function, autocast, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
-        self.graph_budget = GraphBudget(to_keep_budget(keep_bytes), [tower.graphs for tower in self.towers])
+        self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes), [tower.graphs for tower in self.towers])
         # The sum of the chunks' own losses in the last step, detached and not scaled; None if chunks had none.
         self.chunk_loss: Tensor | None = None
 
@@ -155,8 +155,17 @@ class GradCache:
 
         `reserved`: bytes of `keep_bytes` that the input uses between the passes, such as a frozen tower's outputs.
         """
-        keep_budget = self.graph_budget.of_tower(i, reserved)
-        return self.towers[i].encode(tower_input, self.chunks[i], keep_budget, before_chunk)
+        tower = self.towers[i]
+        tower.start_step(tower_input, self.chunks[i])
+        graphs = self.graph_budget.plan(
+            i,
+            tower.num_rows,
+            tower.num_keepable,
+            on_short_memory(tower.encoder),
+            on_gpu=is_on_gpu(tower.encoder),
+            reserved=reserved,
+        )
+        return tower.encode(graphs, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
@@ -203,12 +212,11 @@ class GradCache:
     @property
     def keep_bytes(self) -> float | None:
         """The memory for kept graphs; None: measure, and keep none yet."""
-        total = self.graph_budget.total
-        return None if total.is_unknown else total.bytes
+        return self.graph_budget.keep_bytes
 
     @keep_bytes.setter
-    def keep_bytes(self, value: float | KeepBudget | None) -> None:
-        self.graph_budget.total = to_keep_budget(value)
+    def keep_bytes(self, value: float | None) -> None:
+        self.graph_budget.keep_bytes = checked_keep_bytes(value)
 
     @property
     def has_second_pass(self) -> list[bool]:
@@ -257,15 +265,11 @@ def _sum(losses: list[Tensor]) -> Tensor:
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
 
 
-def to_keep_budget(keep_bytes: float | KeepBudget | None) -> KeepBudget:
-    """The argument `keep_bytes` of `GradCache` as a `KeepBudget`. Raises ValueError."""
-    if isinstance(keep_bytes, KeepBudget):
-        return keep_bytes
-    if keep_bytes is None:
-        return KeepBudget.measure_first()
-    if not isinstance(keep_bytes, Real) or not keep_bytes >= 0:
+def checked_keep_bytes(keep_bytes: float | None) -> float | None:
+    """The argument `keep_bytes` of `GradCache` as it is. Raises ValueError."""
+    if keep_bytes is not None and (not isinstance(keep_bytes, Real) or not keep_bytes >= 0):
         raise ValueError(f"keep_bytes={keep_bytes!r}: give a number of bytes, such as 8 * 2**30, math.inf or None")
-    return KeepBudget.at_most(keep_bytes)
+    return keep_bytes
 
 
 def _one_for_each(

@@ -1,6 +1,22 @@
-"""Which graphs are kept from the first pass, so that their chunks need no second pass; and the bytes of one graph."""
+"""Kept graphs: which chunks keep their graph from the first pass, so that they need no second pass, and in what memory.
 
-from collections.abc import Callable, Iterator
+With `keep_bytes` a number of bytes, so many graphs as fit:
+
+first step at a batch size   `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the
+                             first pass all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`)
+later steps                  `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the
+                             others. The replay takes the kept ones from `KeptGraphs.outputs`
+a graph does not fit         see `OnShortMemory`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is set;
+                             or the error is raised. Before the replay, `GraphBudget.give_up_if_short` drops the step's
+                             graphs; later steps keep none
+
+Other values of `keep_bytes`: with 0 and math.inf nothing is measured, and none or all are kept; with None the first
+step measures, and none is kept until the caller gives a number.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,60 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.step.cache.chunk_output import ChunkOutput
+
+log = logging.getLogger(__name__)
 
 # A graph is kept only if the free memory is this many times its bytes. The graphs of `cache.keep=auto` always fit,
 # because that setting leaves a tenth of the memory free.
 HEADROOM = 1.1
-
-
-@dataclass
-class GraphMeter:
-    """The bytes of one chunk's graph. The first step at a batch size measures them."""
-
-    # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
-    bytes_each: int = 0
-    _rows: int = 0
-    # The bytes of the graphs that this step has measured; None in a step that measures none.
-    _measured: list[int] | None = None
-
-    def start_step(self, rows: int, *, measure: bool) -> None:
-        """Prepare for a step of `rows` samples. `measure`: whether the step measures bytes that are not known.
-
-        All ranks pass the same values, since `agree_on_size` is a collective.
-        """
-        if rows != self._rows:
-            self._rows = rows
-            self.bytes_each = 0
-        self._measured = [] if measure and not self.bytes_each else None
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether this step measures graphs."""
-        return self._measured is not None
-
-    @contextmanager
-    def measuring(self, *, on_gpu: bool) -> Iterator[None]:
-        """Around a chunk's pass with a graph: notes the graph's bytes. `on_gpu`: see `measured_graph`."""
-        assert self._measured is not None
-        with measured_graph(on_gpu) as size:
-            yield
-        self._measured.append(size())
-
-    def agree_on_size(self, device: torch.device) -> None:
-        """After the first pass, set `bytes_each` to the largest graph of all ranks.
-
-        A collective if the step measures.
-        """
-        if self._measured is None:
-            return
-        graphs = self._measured
-        if len(graphs) > 2:
-            # Leaves out the first chunk, which also allocates what later ones reuse, such as gathered weights. Of two
-            # chunks the first one counts, because the second may be shorter.
-            graphs = graphs[1:]
-        self.bytes_each = max(1, largest_of_ranks(max(graphs), device))
 
 
 class OnShortMemory(Enum):
@@ -100,44 +69,26 @@ class GraphPolicy(Enum):
 
 @dataclass
 class KeptGraphs:
-    """The graphs of a tower's first chunks, which it keeps in a step.
+    """The graphs of one tower in one step."""
 
-    All ranks plan to keep the same number, unless one of them ran short of memory in an earlier tower of this step.
-
-    first step at a batch size, memory limited:   MEASURE every chunk; all ranks agree on a graph's bytes
-    later steps, n graphs fit:                    KEEP chunks 0 to n - 1; NO_GRAPH for the others
-    a graph does not fit after all:               see `OnShortMemory`: the step goes on without it, with
-                                                  `is_out_of_memory` true, and `GradCache` keeps none from then on;
-                                                  or the error is raised
-    """
-
-    # The outputs of the kept chunks, in order; they hold the graphs.
-    outputs: list[ChunkOutput] = field(default_factory=list)
-    # Number of chunks whose graphs this rank keeps in this step.
-    num_kept: int = 0
-    # Number of chunks whose graphs this rank meant to keep when the tower's first pass began.
+    # Number of the tower's rows.
+    num_rows: int = 0
+    # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
+    graph_bytes: int = 0
+    # Number of chunks, from the first on, whose graphs this rank meant to keep when the first pass began. The same on
+    # all ranks, unless one of them ran short of memory in an earlier tower of this step.
     num_planned: int = 0
-    meter: GraphMeter = field(default_factory=GraphMeter)
+    # Number of those whose graphs it does keep.
+    num_kept: int = 0
+    # The outputs of the kept chunks that are still to be backpropagated, in order; they hold the graphs.
+    outputs: list[ChunkOutput] = field(default_factory=list)
+    # Whether the graphs of this step are measured, and their bytes.
+    is_measuring: bool = False
+    measured: list[int] = field(default_factory=list)
     on_short_memory: OnShortMemory = OnShortMemory.RAISE
-    # Whether a graph did not fit in this step.
+    # Whether a graph did not fit.
     is_out_of_memory: bool = False
-    _on_gpu: bool = False
-
-    def start_step(
-        self, rows: int, num_keepable: int, keep_budget: KeepBudget, on_short_memory: OnShortMemory, *, on_gpu: bool
-    ) -> None:
-        """Prepare for a step of `rows` samples, whose first `num_keepable` chunks have graphs that may be kept.
-
-        `keep_budget`: for this tower's graphs. Its `needs_measurement` is the same on all ranks, even if a rank keeps
-        none. `on_gpu`: see `measured_graph`.
-        """
-        self.meter.start_step(rows, measure=keep_budget.needs_measurement and num_keepable > 0)
-        self.outputs = []
-        self.num_planned = keep_budget.graphs(num_keepable, self.meter.bytes_each)
-        self.num_kept = self.num_planned
-        self.on_short_memory = on_short_memory
-        self.is_out_of_memory = False
-        self._on_gpu = on_gpu
+    on_gpu: bool = False
 
     def choose_policy(self, i: int) -> GraphPolicy:
         """Choose what becomes of the graph of chunk i, the next one to be encoded.
@@ -159,11 +110,11 @@ class KeptGraphs:
             return GraphPolicy.KEEP
         if i < self.num_planned and self.on_short_memory is OnShortMemory.ASK_FIRST:
             return GraphPolicy.DISCARD
-        return GraphPolicy.MEASURE if self.meter.is_measuring else GraphPolicy.NO_GRAPH
+        return GraphPolicy.MEASURE if self.is_measuring else GraphPolicy.NO_GRAPH
 
     def _has_memory(self) -> bool:
         """Whether one more graph fits. Always true on a CPU, where it is not known."""
-        return not self._on_gpu or free_gpu_memory() >= HEADROOM * self.meter.bytes_each
+        return not self.on_gpu or free_gpu_memory() >= HEADROOM * self.graph_bytes
 
     @contextmanager
     def building(self, policy: GraphPolicy) -> Iterator[None]:
@@ -172,8 +123,9 @@ class KeptGraphs:
             case GraphPolicy.KEEP:
                 yield
             case GraphPolicy.MEASURE:
-                with self.meter.measuring(on_gpu=self._on_gpu):
+                with measured_graph(self.on_gpu) as size:
                     yield
+                self.measured.append(size())
             case GraphPolicy.DISCARD:
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                     yield
@@ -181,11 +133,108 @@ class KeptGraphs:
                 with torch.no_grad():
                     yield
 
+    def agree_on_size(self, device: torch.device) -> None:
+        """After the first pass, set `graph_bytes` to the largest graph of all ranks.
+
+        A collective if the step measures. `device`: of the ranks' message.
+        """
+        if not self.is_measuring:
+            return
+        graphs = self.measured
+        if len(graphs) > 2:
+            # Leaves out the first chunk, which also allocates what later ones reuse, such as gathered weights. Of two
+            # chunks the first one counts, because the second may be shorter.
+            graphs = graphs[1:]
+        self.graph_bytes = max(1, largest_of_ranks(max(graphs), device))
+
     def give_up(self) -> None:
         """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""
         self.outputs.clear()
         self.num_kept = 0
         self.is_out_of_memory = True
+
+
+@dataclass
+class GraphBudget:
+    """The memory for kept graphs, which the towers of a cache share: earlier ones take theirs first."""
+
+    # The argument of `GradCache`. It may change between steps.
+    keep_bytes: float | None
+    # The graphs of each tower, in its last step.
+    graphs_of_towers: list[KeptGraphs]
+    # Whether a graph did not fit in an earlier step. Then no more are kept.
+    is_given_up: bool = False
+
+    def plan(
+        self,
+        i: int,
+        num_rows: int,
+        num_keepable: int,
+        on_short_memory: OnShortMemory,
+        *,
+        on_gpu: bool,
+        reserved: float = 0,
+    ) -> KeptGraphs:
+        """Plan a step of tower i, after the first passes of all earlier towers: how many graphs fit.
+
+        `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
+        `on_gpu`: see `measured_graph`. `reserved`: bytes of `keep_bytes` that hold other tensors, such as the outputs
+        of a frozen image tower.
+
+        All ranks measure in the same steps, even if one of them has given up: `agree_on_size` is a collective.
+        """
+        last = self.graphs_of_towers[i]
+        graph_bytes = last.graph_bytes if last.num_rows == num_rows else 0
+        memory = 0 if self.keep_bytes is None or self.is_given_up else self.keep_bytes - reserved
+        earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in self.graphs_of_towers[:i]]
+        num_planned = num_that_fit(memory, num_keepable, graph_bytes, earlier)
+        needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
+        self.graphs_of_towers[i] = KeptGraphs(
+            num_rows=num_rows,
+            graph_bytes=graph_bytes,
+            num_planned=num_planned,
+            num_kept=num_planned,
+            is_measuring=needs_size and not graph_bytes and num_keepable > 0,
+            on_short_memory=on_short_memory,
+            on_gpu=on_gpu,
+        )
+        return self.graphs_of_towers[i]
+
+    def give_up_if_short(self, device: torch.device) -> None:
+        """After all first passes: if a graph did not fit, drop this step's graphs and keep none from now on.
+
+        Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
+        synchronised batch normalisation all ranks decide together: while graphs are kept, this call is a collective.
+        `device`: of the ranks' message.
+        """
+        is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
+        keeps_graphs = self.keep_bytes and not self.is_given_up
+        may_repeat_alone = all(graphs.on_short_memory is OnShortMemory.RETRY for graphs in self.graphs_of_towers)
+        if keeps_graphs and not may_repeat_alone:
+            is_short = bool(largest_of_ranks(is_short, device))
+        if is_short:
+            log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
+            self.is_given_up = True
+            for graphs in self.graphs_of_towers:
+                graphs.give_up()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
+        return next((graphs.graph_bytes for graphs in self.graphs_of_towers if graphs.graph_bytes), 0)
+
+
+def num_that_fit(memory: float, num_chunks: int, graph_bytes: float, earlier: Iterable[tuple[int, float]] = ()) -> int:
+    """How many of a tower's chunks can keep their graphs, of `graph_bytes` each, in `memory` bytes for all towers.
+
+    `graph_bytes`: 0 before it is measured; then none fits, unless the memory is math.inf. `earlier`: of each earlier
+    tower the number of graphs kept, and the bytes of each. One graph is reserved for it even if it keeps none: its
+    replay builds one while the kept graphs of later towers are alive.
+    """
+    left = memory - sum(max(1, num_kept) * size for num_kept, size in earlier)
+    if left == math.inf:
+        return num_chunks
+    return min(num_chunks, max(0, int(left // graph_bytes))) if graph_bytes else 0
 
 
 def largest_of_ranks(value: int, device: torch.device) -> int:

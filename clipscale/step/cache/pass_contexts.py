@@ -97,6 +97,11 @@ def is_collective(encoder: Callable[..., object]) -> bool:
     return isinstance(encoder, FSDPModule) or syncs_itself(encoder)
 
 
+def is_on_gpu(encoder: Callable[..., object]) -> bool:
+    """Whether the encoder is a module with a parameter on a GPU."""
+    return isinstance(encoder, nn.Module) and any(p.is_cuda for p in encoder.parameters())
+
+
 def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
     """What the encoder's first pass does where the memory is short for a graph."""
     if is_collective(encoder):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.batch.chunks import Span, equal_spans
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
@@ -24,7 +23,6 @@ from clipscale.step.cache.pass_contexts import (
     batch_norms,
     can_sum_after_kept_graph,
     is_ddp,
-    on_short_memory,
     rearm_ddp_sync,
     sync_context,
 )
@@ -43,11 +41,13 @@ class TowerPasses:
     autocast: Callable[[], AbstractContextManager[object]]
     # Whether no later tower has the same encoder. The gradients are summed over ranks after its last chunk.
     is_last_use_of_encoder: bool
+    # `GraphBudget.plan` makes them for each step.
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     # The representations of all rows, from the first pass until the replay has ended. A leaf tensor, which gets the
     # loss's gradient.
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
+    num_rows: int = 0
     spans: list[Span] = field(default_factory=list)
     # Row of the batch at each position of a `ReorderedInput`.
     order: Tensor | None = None
@@ -64,47 +64,45 @@ class TowerPasses:
 
     # ---- first pass ----
 
-    def encode(self, tower_input: object, size: int, keep_budget: KeepBudget, before_chunk: Poll) -> Tensor:
-        """First pass, in chunks of `size`. Returns the representations of all rows.
+    def start_step(self, tower_input: object, size: int) -> None:
+        """Divide the input into chunks of `size`, and prepare for their passes. Raises ValueError."""
+        inputs = lazy_input(tower_input)
+        self.num_rows = len(inputs)
+        if self.num_rows == 0:
+            raise ValueError("an empty batch has no gradient")
+        self.inputs = inputs
+        self.spans = equal_spans(self.num_rows, size)
+        self.order = None
+        if isinstance(inputs, ReorderedInput):
+            self.spans = inputs.spans(size)
+            self.order = inputs.rows(0, self.num_rows)
+        self.random_states = []
+        if self.has_second_pass:
+            refuse_batch_norm(self.encoder, len(self.spans))
+            refuse_static_graph(self.encoder)
+        self.cast_weights.start_step(self.encoder, self.autocast, len(self.spans))
 
-        `keep_budget`: for this tower's graphs.
-        """
-        num_rows = self.start_step(tower_input, size, keep_budget)
+    @property
+    def num_keepable(self) -> int:
+        """The number of chunks, from the first on, whose graphs may be kept."""
+        if not self.has_second_pass:
+            return 0
+        if self.is_last_use_of_encoder and not can_sum_after_kept_graph(self.encoder):
+            return len(self.spans) - 1
+        return len(self.spans)
+
+    def encode(self, graphs: KeptGraphs, before_chunk: Poll) -> Tensor:
+        """First pass. Returns the representations of all rows. `graphs`: the plan for the graphs of its chunks."""
+        self.graphs = graphs
         for i in range(len(self.spans)):
             before_chunk()
             self.random_states.append(RandomState.now())
             out = self.encode_chunk(i)
             if i == 0:
-                self.representations = out.new_empty((num_rows, *out.shape[1:]))
+                self.representations = out.new_empty((self.num_rows, *out.shape[1:]))
             self.representations[self.rows(i)] = out
-        self.graphs.meter.agree_on_size(self.representations.device)
+        graphs.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.has_second_pass)
-
-    def start_step(self, tower_input: object, size: int, keep_budget: KeepBudget) -> int:
-        """Divide the input into chunks, and prepare for their passes. Returns the number of rows."""
-        inputs = lazy_input(tower_input)
-        num_rows = len(inputs)
-        if num_rows == 0:
-            raise ValueError("an empty batch has no gradient")
-        self.inputs = inputs
-        self.spans = equal_spans(num_rows, size)
-        self.order = None
-        if isinstance(inputs, ReorderedInput):
-            self.spans = inputs.spans(size)
-            self.order = inputs.rows(0, num_rows)
-        self.random_states = []
-        num_chunks = len(self.spans)
-        num_keepable = 0
-        if self.has_second_pass:
-            refuse_batch_norm(self.encoder, num_chunks)
-            refuse_static_graph(self.encoder)
-            num_keepable = num_chunks
-            if self.is_last_use_of_encoder and not can_sum_after_kept_graph(self.encoder):
-                num_keepable -= 1
-        on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        self.graphs.start_step(num_rows, num_keepable, keep_budget, on_short_memory(self.encoder), on_gpu=on_gpu)
-        self.cast_weights.start_step(self.encoder, self.autocast, num_chunks)
-        return num_rows
 
     def encode_chunk(self, i: int) -> Tensor:
         """The first pass of chunk i; `KeptGraphs` decides what becomes of its graph. Its representations, detached."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
-from clipscale.batch.keep_budget import KeepBudget
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
+from clipscale.step.cache.kept_graphs import num_that_fit
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import ChunkMemory, DryRun
 from clipscale.tools.plan.settings import PlanConfig
@@ -135,9 +135,8 @@ class StepModel:
     def kept(self, budget: float) -> PerTower:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image_graph, text_graph = (chunk.graph for chunk in self.passes)
-        for_images = KeepBudget.at_most(budget)
-        images = for_images.graphs(self.counts[0], image_graph)
-        texts = for_images.after_tower(images, image_graph).graphs(self.counts[1], text_graph)
+        images = num_that_fit(budget, self.counts[0], image_graph)
+        texts = num_that_fit(budget, self.counts[1], text_graph, earlier=[(images, image_graph)])
         return images, texts
 
 

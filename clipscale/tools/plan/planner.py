@@ -92,9 +92,8 @@ class Prediction:
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
         step = StepModel(self.dry_run, batch, self.chunk_sizes)
-        keep = self.config.cache.keep_budget
-        budget = keep.bytes
-        if keep.is_unknown:  # takes a share of the memory that is free before the step
+        budget = self.config.cache.keep_bytes
+        if budget is None:  # takes a share of the memory that is free before the step
             if self.gpu:
                 share = USABLE_SHARE["cuda"]
                 free = self.free

@@ -12,7 +12,14 @@ from clipscale.common.rng import RandomState
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.kept_graphs import GraphMeter, GraphPolicy, KeptGraphs, OnShortMemory, measured_graph
+from clipscale.step.cache.kept_graphs import (
+    GraphBudget,
+    GraphPolicy,
+    KeptGraphs,
+    OnShortMemory,
+    measured_graph,
+    num_that_fit,
+)
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
@@ -43,16 +50,14 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
     assert cache.num_kept_graphs == [0, 0]
-    assert cache.towers[0].graphs.meter.bytes_each == size
+    assert cache.towers[0].graphs.graph_bytes == size
     cache.step(pixels[:11], tokens[:11])
     assert cache.num_kept_graphs[0] == 2
     cache.keep_bytes = size - 1
     cache.step(pixels[:11], tokens[:11])
     assert cache.num_kept_graphs == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
-    assert cache.num_kept_graphs[0] == 0 and cache.towers[0].graphs.meter.bytes_each < size, (
-        "another batch, measured anew"
-    )
+    assert cache.num_kept_graphs[0] == 0 and cache.towers[0].graphs.graph_bytes < size, "another batch, measured anew"
 
 
 def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,16 +167,45 @@ ASK_FIRST, RETRY, RAISE = OnShortMemory
 def test_the_policy_of_each_chunks_graph(
     num_kept: int, num_planned: int, on_short_memory: OnShortMemory, is_measuring: bool, policies: list[GraphPolicy]
 ) -> None:
-    graphs = KeptGraphs(num_kept=num_kept, num_planned=num_planned, on_short_memory=on_short_memory)
-    graphs.meter.start_step(3, measure=is_measuring)
+    plan = {"num_kept": num_kept, "num_planned": num_planned, "is_measuring": is_measuring}
+    graphs = KeptGraphs(**plan, on_short_memory=on_short_memory)
     assert [graphs.planned_policy(i) for i in range(3)] == policies
+
+
+@pytest.mark.parametrize(
+    ("memory", "graph_bytes", "earlier", "fitting"),
+    [
+        (100, 10, [], 10),
+        (100, 10, [(3, 20)], 4),
+        (100, 10, [(0, 20)], 8),
+        (100, 10, [(0, 0)], 10),
+        (100, 10, [(1, 101)], 0),
+        (100, 0, [], 0),
+        (math.inf, 0, [(3, 20)], 20),
+    ],
+    ids=[
+        "one tower",
+        "an earlier tower takes its own",
+        "the replay of an earlier tower that keeps none builds one graph",
+        "a frozen tower takes none",
+        "nothing is left",
+        "not measured yet",
+        "all",
+    ],
+)
+def test_the_graphs_that_fit(memory: float, graph_bytes: int, earlier: list[tuple[int, int]], fitting: int) -> None:
+    assert num_that_fit(memory, 20, graph_bytes, earlier) == fitting
+
+
+def test_a_plan_leaves_out_reserved_memory_and_measures_no_tower_without_a_second_pass() -> None:
+    budget = GraphBudget(100, [KeptGraphs(num_rows=8, graph_bytes=10)])
+    assert budget.plan(0, 8, 20, RETRY, on_gpu=False, reserved=35).num_planned == 6
+    assert [budget.plan(0, 9, num_keepable, RETRY, on_gpu=False).is_measuring for num_keepable in (0, 4)] == [0, 1]
 
 
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
 def test_the_first_of_three_graphs_does_not_count_and_that_of_two_does(sizes: list[int], agreed: int) -> None:
     """The first graph also holds what later ones reuse. But the second of two chunks may be shorter."""
-    meter = GraphMeter()
-    meter.start_step(3, measure=True)
-    meter._measured = sizes
-    meter.agree_on_size(torch.device("cpu"))
-    assert meter.bytes_each == agreed
+    graphs = KeptGraphs(is_measuring=True, measured=sizes)
+    graphs.agree_on_size(torch.device("cpu"))
+    assert graphs.graph_bytes == agreed

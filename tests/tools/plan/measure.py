@@ -71,7 +71,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = measured_step(config, world)
-        step.cache.keep_bytes = config.cache.keep_budget.bytes
+        step.cache.keep_bytes = config.cache.keep_bytes or 0
         for _ in range(3):
             one_step(step, config.batch // world.size)
     events = profiler.profiler.kineto_results.events()

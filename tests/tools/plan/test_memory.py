@@ -23,7 +23,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     """A step with what `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        return StepModel(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_budget.bytes)
+        return StepModel(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_bytes or 0)
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
