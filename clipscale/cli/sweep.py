@@ -20,7 +20,7 @@ from clipscale.common.files import unused_path
 from clipscale.common.terminal import print_failure, print_line
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
-from clipscale.run_folder.names import checkpoints_of, named_checkpoints, run_folder, step_of
+from clipscale.run_folder.names import checkpoints_of, run_folder
 
 
 def main(name: str, line: Namespace) -> int:
@@ -130,20 +130,12 @@ def folder_of_sweep(run: str) -> Path:
 def run_in_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     """The run, with its own folder in the sweep's, and its own address of a copy.
 
-    If it has gone on from `resume=PATH` before, it goes on from its own newest checkpoint.
+    If it has begun from `resume=PATH` before, it goes on from its own newest checkpoint.
     """
     copy = config.checkpoint.copy
     if copy:
         copy = f"{copy.rstrip('/')}/{name}"
     run = folder / name
-    resume = "auto" if has_gone_on(run, config.resume) else config.resume
+    has_begun = config.resume != "none" and checkpoints_of(run)
+    resume = "auto" if has_begun else config.resume
     return replace(config, run=str(run), resume=resume, checkpoint=replace(config.checkpoint, copy=copy))
-
-
-def has_gone_on(run: Path, resume: str) -> bool:
-    """Whether a run with `resume=PATH` has a checkpoint of a later step than PATH's."""
-    own = checkpoints_of(run)
-    if resume in ("auto", "none") or not own:
-        return False
-    named = named_checkpoints(resume)
-    return not named or step_of(own[-1]) > step_of(named[-1])

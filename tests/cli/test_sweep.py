@@ -112,16 +112,17 @@ def test_a_signal_ends_the_sweep_and_the_line_says_what_goes_on(
 def test_a_run_that_has_gone_on_from_a_path_goes_on_from_its_own_checkpoint(
     trained: list[TrainConfig], shards: str, tmp_path: Path
 ) -> None:
-    """The others begin with the path: a new one, and one whose checkpoints are not beyond it."""
+    """A new run begins with the path. The path's run may train on meanwhile, beyond the sweep's."""
     start = path_of(tmp_path / "runs/b32", 4)
-    steps = {1: 6, 2: 4}
-    for path in (start, *(path_of(tmp_path / f"runs/s/seed={seed}", step) for seed, step in steps.items())):
+    later = path_of(tmp_path / "runs/b32", 8)
+    own = path_of(tmp_path / "runs/s/seed=1", 6)
+    for path in (start, later, own):
         path.mkdir(parents=True)
         (path / META).touch()
-    for resume in ("b32", "runs/b32", str(start)):
-        words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", f"resume={resume}", "seed=1,2,3")
+    for resume in ("b32", "runs/b32", str(start), str(later)):
+        words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", f"resume={resume}", "seed=1,2")
         assert main(words) == 0
-        assert [config.resume for config in trained] == ["auto", resume, resume]
+        assert [config.resume for config in trained] == ["auto", resume]
         trained.clear()
 
 
