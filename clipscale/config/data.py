@@ -32,7 +32,7 @@ class DataConfig:
         None, "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs; several are several sources."
     )
     weights: list[float] | None = setting(
-        None, "Each source's share of every batch, drawn with replacement; null: by samples."
+        None, "Each source's share of the samples, drawn with replacement; null: by samples."
     )
     order: str = setting(
         "auto",

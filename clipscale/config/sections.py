@@ -21,7 +21,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
 PRECISIONS = ("fp32", "bf16", "fp16")
 PRECISION_HELP = (
-    "Precision of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`; frozen towers are stored in it."
+    "Precision of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`, in which the "
+    "matrices of frozen towers are stored."
 )
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."

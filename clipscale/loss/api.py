@@ -68,10 +68,11 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
         similarity: None (or "dot") for the dot product. Or a module from image features and text features to
-            similarities (n, m), pair by pair. It is called with one tile at a time, twice. Its parameters get their
-            gradient too.
+            similarities (n, m), pair by pair. It is called with one tile at a time: in training twice by a
+            softmax, once by the sigmoid. Its parameters get their gradient too.
         exchange: how the ranks share their rows. In a group of one all are the same.
-            auto: gather if that takes little memory; else ring in one node, and nodes across several.
+            auto: gather if that takes little memory (on CPUs of one node never); else ring in one node, and nodes
+                across several.
             replicated: CLIP's. Gather both sides; the whole loss on every rank.
             local: OpenCLIP's. Two one-sided losses of this rank's rows.
             gather: all-gather of the texts, reduce-scatter of their gradients (DisCo-CLIP).

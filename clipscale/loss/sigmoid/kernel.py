@@ -53,7 +53,8 @@ def sigmoid_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, positive_offset, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """panel (whole tiles) = GRAD_SCALE * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
+    """panel (whole tiles) = GRAD_SCALE * G of one tile, zero past the end; G, N times the
+    derivative of the loss, is sigmoid(l), and -sigmoid(l) at positives.
 
     sums (3, programs) = the tile's sum of softplus(l), of GRAD_SCALE * G, and of GRAD_SCALE * G_ij <u_i, v_j>.
     """

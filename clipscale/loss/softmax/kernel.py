@@ -111,9 +111,9 @@ def softmax_gradient_kernel(
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive_offset + i]
 
-    with the complete log-sum-exps r and c. In the first two terms a and b are row_weight and col_weight, corrected for
-    the rounding of r and c; in the last they are row_positive and col_positive, exact. All four are times
-    GRAD_SCALE.
+    with the complete log-sum-exps r and c. G is N times the derivative of the loss, as in loss/tile.py. The arguments
+    bring the factor GRAD_SCALE: row_weight and col_weight are a and b times it, corrected for the rounding of r and c;
+    row_positive and col_positive are a and b times it, exact, for the last term.
     products (programs,) = the tile's sum of GRAD_SCALE * G_ij <u_i, v_j>, before G is rounded to the panel's type. No
     exponential inside the panel overflows, as y_ij <= r_i and y_ij <= c_j.
     """
