@@ -29,7 +29,7 @@ from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
-from clipscale.config.train import TrainConfig
+from clipscale.config.train import TrainConfig, has_logit_bias
 from clipscale.models.weights.sources import resolve_architecture
 from clipscale.run_folder.names import run_folder, run_to_resume
 
@@ -233,10 +233,14 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None, *, 
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
     resumed = None
+    needs_bias = False
     if isinstance(values, TrainConfig):
+        needs_bias = has_logit_bias(values)
         folder = run_folder(values.run) / in_sweep if values.run and in_sweep else values.run
         resumed = run_to_resume(str(folder), values.resume)
-    return replace(values, model=resolve_architecture(values.model, chosen=chosen, resumed=resumed))
+    return replace(
+        values, model=resolve_architecture(values.model, chosen=chosen, needs_bias=needs_bias, resumed=resumed)
+    )
 
 
 def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:

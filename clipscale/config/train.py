@@ -162,6 +162,11 @@ def beyond_published(batch: int, samples: int | None) -> str:
     return ""
 
 
+def has_logit_bias(config: TrainConfig) -> bool:
+    """Whether a stage of the run has a loss with a logit bias."""
+    return any(OBJECTIVES[stage.loss.objective].needs_bias for stage in stages_of(config))
+
+
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without an initial bias."""
     name = config.loss.objective

@@ -64,6 +64,7 @@ def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" =
             preprocess=trained.preprocess | config.preprocess,
             image_size=config.image_size or trained.image_size,
             context_length=config.context_length or trained.context_length,
+            init_bias=trained.init_bias if config.init_bias is None else config.init_bias,
             correct_cls_mask=trained.correct_cls_mask if config.correct_cls_mask is None else config.correct_cls_mask,
         )
     preprocess: dict[str, object] = {}

@@ -41,6 +41,8 @@ SET = "::"
 RUN = "run:"
 # End of the name of a file that lists files of weights.
 INDEX = ".index.json"
+# Of a description: the value with which open_clip makes a logit bias.
+INIT_BIAS = "init_logit_bias"
 # Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
@@ -113,13 +115,16 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
     return _in_run(run_named, origin, key) if is_run(run_named) else None
 
 
-def resolve_architecture(config: ModelConfig, *, chosen: bool, resumed: Path | None = None) -> ModelConfig:
+def resolve_architecture(
+    config: ModelConfig, *, chosen: bool, needs_bias: bool = False, resumed: Path | None = None
+) -> ModelConfig:
     """The settings of a model, with the architecture that its weights describe if they are on this machine.
 
     `chosen`: the user has also chosen a model, which has to be the weights' own. Otherwise the settings have a default
     model, or an experiment's, and the weights' model replaces it. But a captioner stays, and begins from the weights'
-    two towers. `resumed`: the folder of the run that goes on, if one does. Its checkpoint holds all weights, so where
-    these were, there may be others or none. Raises UserError.
+    two towers. `needs_bias`: take the weights' logit bias, too, if they have one. `resumed`: the folder of the run that
+    goes on, if one does. Its checkpoint holds all weights, so where these were, there may be others or none. Raises
+    UserError.
     """
     if resumed:
         by_weights = config.weights and not (chosen or pretrained().list_pretrained_models_by_tag(config.weights))
@@ -132,6 +137,8 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool, resumed: Path | N
             config = replace(config, name="", architecture={})
         if source:
             config = with_architecture_of(config, source)
+            if needs_bias:
+                config = with_logit_bias_of(config, source)
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
     for tower, section, weights in towers:
         setting = f"model.{tower}.weights"
@@ -149,7 +156,10 @@ def with_trained_architecture(config: ModelConfig, run: Path) -> ModelConfig:
     trained = None
     with suppress(UserError, *files.DAMAGED):
         trained = ModelConfig.of(settings_of_run(run)["model"])
-    return _with_model(config, trained or _in_run(run, f"run={run}", "").model)
+    other = trained or _in_run(run, f"run={run}", "").model
+    return replace(
+        _with_model(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias
+    )
 
 
 def check_tags(config: ModelConfig) -> None:
@@ -198,15 +208,30 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _with_model(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """The settings with another model's architecture, and with its sizes and its logit bias where they have none."""
+    """The settings with another model's architecture, and with its sizes where they have none."""
     return replace(
         config,
         name=other.name,
         architecture=other.architecture,
         image_size=config.image_size or other.image_size,
         context_length=config.context_length or other.context_length,
-        init_bias=other.init_bias if config.init_bias is None else config.init_bias,
     )
+
+
+def with_logit_bias_of(config: ModelConfig, source: Source) -> ModelConfig:
+    """The settings of a model that has a logit bias if the weights have one. Raises UserError.
+
+    The weights' own value replaces the initial one.
+    """
+    if config.init_bias is not None or INIT_BIAS in config.description:
+        return config
+    theirs = source.model
+    bias = theirs.description.get(INIT_BIAS) if theirs.init_bias is None else theirs.init_bias
+    if bias is None and source.shards:
+        with source.unreadable_to_user_error():
+            names = shapes_of(source.shards, source.key, source.setting)
+        bias = 0.0 if any(name.endswith("logit_bias") for name in names) else None
+    return replace(config, init_bias=bias)
 
 
 def with_hub_architecture(config: ModelConfig) -> ModelConfig:

@@ -6,6 +6,7 @@ import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from clipscale.checkpoint import CheckpointState
 from clipscale.cli.compose import settings
 from clipscale.cli.main import main
 from clipscale.cli.train import check_weights
@@ -22,6 +24,7 @@ from clipscale.config.libraries import model_description
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights.loading import completed_by_weights
 from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
 from tests.models.weights.test_loading import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
@@ -63,15 +66,30 @@ def test_a_run_brings_its_model_whatever_the_preset_says(place: Path, verb: str,
     assert composed.model.image.layer_decay == 0.75, "the rest of the preset stays"
 
 
-def test_a_run_brings_its_logit_bias(place: Path) -> None:
+def test_weights_bring_their_logit_bias_to_a_loss_that_uses_it(place: Path) -> None:
+    """A softmax run has none: CLIP of transformers could not take it."""
     started = config(init_bias=-7.0)
     trained = build_model(started)
     torch.nn.init.constant_(trained.logit_bias, -3.0)
     save_model(Path("runs/sigmoid"), trained, started)
-    composed = settings("train", ["model.weights=sigmoid", "loss.objective=sigmoid"]).model
+    save_file(state_of(trained), "sigmoid.safetensors")
+    for words in (["loss.objective=sigmoid"], ["stages=[{samples: 2k}, {samples: 2k, loss: sigmoid}]"]):
+        composed = settings("train", ["model.weights=sigmoid", *words]).model
+        assert composed.init_bias == -7
     assert build_model(composed).logit_bias == -3
     given = settings("train", ["model.weights=sigmoid", "loss=siglip"]).model
     assert given.init_bias == -10, "a value that is given stays"
+    for verb in ("train", "eval"):
+        assert settings(verb, ["model.weights=sigmoid"]).model.init_bias is None
+    for weights in ("sigmoid", "sigmoid.safetensors"):
+        chosen = config(weights=weights)
+        composed = resolve_architecture(chosen, chosen=True, needs_bias=True)
+        assert build_model(composed).logit_bias == -3
+        saved = CheckpointState(model_config=asdict(composed))
+        assert completed_by_weights(chosen, saved).init_bias == composed.init_bias, "it is so when the run goes on"
+        assert resolve_architecture(chosen, chosen=True).init_bias is None
+    for weights in ("start", "bare.safetensors"):
+        assert resolve_architecture(config(weights=weights), chosen=False, needs_bias=True).init_bias is None
 
 
 def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_default(place: Path) -> None:
