@@ -178,7 +178,7 @@ def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     settings_of: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for words in typed:
         verb, rest = split_verb(words)
-        settings_of[words] = {(verb, ""), *((verb, word.partition("=")[0]) for word in rest)}
+        settings_of[words] = {(verb, ""), *((verb, word.partition("=")[0]) for word in rest if "=" in word)}
     missing = set[tuple[str, str]]().union(*settings_of.values())
     chosen = []
     while missing:

@@ -33,9 +33,11 @@ for words in (["train", "-h"], *json.load(sys.stdin)):
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    """One process types all mistakes. Returns status, stdout, stderr and the modules loaded by then, by their words."""
-    typed = [words for words, *_ in MISTAKES.values()]
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """One process types the mistakes of the tests that run. Returns status, stdout, stderr and the modules loaded by
+    then, by their words."""
+    tests = [item for item in request.session.items if "answers" in getattr(item, "fixturenames", ())]
+    typed = [item.callspec.params["words"] for item in tests if isinstance(item, pytest.Function)]
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -47,8 +49,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     return dict(zip(typed, map(json.loads, lines), strict=True))
 
 
+CASES = [
+    pytest.param(*case[:3], id=kind, marks=[getattr(pytest.mark, mark) for mark in case[3:]])
+    for kind, case in MISTAKES.items()
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("words", "wrong", "remedy"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("words", "wrong", "remedy"), CASES)
 def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
     answers: dict[str, list], words: str, wrong: str, remedy: str
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_launchers_runs_are_those_of_our_own_sweep(
     assert failed[0] == failed[1] and len(failed[0]) == len(own) / 2
 
 
+@pytest.mark.slow  # test_sweep.py has it, too
 def test_a_signal_to_a_run_of_this_process_ends_the_sweep(trained: list[TrainConfig], shards: str) -> None:
     assert sweep(shards, "samples=32", "seed=99,2", "hydra/launcher=basic") == 143
     assert [config.seed for config in trained] == [99]
@@ -232,9 +233,9 @@ def test_a_study_can_be_kept_in_a_database(trained: list[TrainConfig], shards: s
     "word",
     [
         "optim.lr=interval(1e-2,1e-4)",
-        "optim.lr=tag(log,interval(1e-2,1e-4))",
+        pytest.param("optim.lr=tag(log,interval(1e-2,1e-4))", marks=pytest.mark.slow),
         "optim.lr=tag(log,interval(0,1e-4))",
-        "optim.lr=range(1,0,0.1)",
+        pytest.param("optim.lr=range(1,0,0.1)", marks=pytest.mark.slow),
     ],
 )
 def test_values_that_no_sweeper_can_take_are_one_line(shards: str, capsys: Capture, word: str) -> None:
