@@ -131,7 +131,8 @@ def check_copy(run: Path, address: str) -> None:
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
     """Fetch the store's newest complete checkpoint, with its records. Returns whether it fetched a checkpoint.
 
-    If it fetches none and the run's folder has no records, it fetches the records alone. Raises UserError.
+    If it fetches none and the run's folder has no records, it fetches the records alone. With `auto` it also fetches
+    the best checkpoint if the folder has not got it. Raises UserError.
 
     `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
     store; with `resume=PATH` it may be another run's. Only a checkpoint of a later step is fetched. If `newest_own` is
@@ -153,12 +154,12 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to go on from it"
             )
-        if restore_newest(store, newer, run, address, has_own=newest_own is not None):
-            restore_best(store, in_store, run)
-            return True
-        if resume == "auto" and not (run / METRICS).exists():  # the start will drop lines of later steps
-            copy_records(store, DirFileSystem(str(run), LOCAL))
-    return False
+        is_fetched = restore_newest(store, newer, run, address, has_own=newest_own is not None)
+        if resume == "auto":
+            if not is_fetched and not (run / METRICS).exists():  # the start will drop lines of later steps
+                copy_records(store, DirFileSystem(str(run), LOCAL))
+            restore_best(store, in_store, run)  # in every start: the one that fetched the newest may have been killed
+    return is_fetched
 
 
 def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: str, *, has_own: bool) -> bool:
@@ -190,19 +191,21 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
 
 
 def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
-    """Fetch the run's best checkpoint, too, if it is not the newest. Where it cannot be fetched, a line says so."""
-    goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
-    own = checkpoints_of(run)
-    earlier = [path for path in in_store if step_of(path) <= step_of(own[-1])]
-    best = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, [*own, *earlier])) if goal else None
-    for path in earlier:
-        if step_of(path) == best and not (run / path).exists():
-            try:
+    """Fetch the run's best checkpoint, if its folder has not got it. Where it cannot be fetched, a line says so."""
+    name = "the best checkpoint"
+    try:
+        goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
+        own = checkpoints_of(run)
+        earlier = [path for path in in_store if own and step_of(path) <= step_of(own[-1])]
+        best = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, [*own, *earlier])) if goal else None
+        for path in earlier:
+            if step_of(path) == best and not (run / path).exists():
+                name = f"the best checkpoint, {path.name},"
                 with fetched(store, path, run) as temporary:
                     temporary.replace(run / path)
                 log_line(f"{path.name}, the best by checkpoint.best={goal}, is taken from checkpoint.copy, too")
-            except Exception as error:  # each library behind fsspec has its own
-                log_warning(f"checkpoint.copy: the best checkpoint, {path.name}, stays there ({one_line(error)})")
+    except Exception as error:  # each library behind fsspec has its own
+        log_warning(f"checkpoint.copy: {name} stays there ({one_line(error)})")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -206,6 +207,41 @@ def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: 
     assert restore_from_copy(run, str(store), "auto")
     assert steps(run) == ([4] if is_damaged else [2, 4]) and not [*run.rglob("*.tmp")]
     assert ("best checkpoint, step_00000002, stays there" in capsys.readouterr().out) == is_damaged
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError], ids=["killed", "unreadable"])
+def test_a_later_start_takes_the_best_checkpoint_that_did_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    save(tmp_path, [2, 4], keep_newest=0)
+    run, store = tmp_path / "run", tmp_path / "store"
+    for step, score in ((2, 0.9), (4, 0.5)):
+        write_result(store, step, score)
+    (store / "config.yaml").write_text("checkpoint: {best: birds/top1}")
+    shutil.rmtree(run)
+
+    def fails(paths: list[str], *given: Any) -> None:
+        if "step_00000002" in paths[0]:
+            raise error
+        get(*given)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        get = TimeLimited.get
+        patch.setattr(TimeLimited, "get", lambda *given: fails(given[1], *given))
+        checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store))
+    assert steps(run) == [4]
+    for _ in range(2):
+        assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 4)
+        assert steps(run) == [2, 4]
+
+
+def test_a_damaged_config_yaml_of_the_store_costs_the_best_checkpoint_alone(tmp_path: Path, capsys: Capture) -> None:
+    save(tmp_path, [1])
+    run, store = tmp_path / "run", tmp_path / "store"
+    (store / "config.yaml").write_text("{")
+    shutil.rmtree(run)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 1)
+    assert "the best checkpoint stays there" in capsys.readouterr().out
 
 
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
