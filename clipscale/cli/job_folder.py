@@ -2,9 +2,11 @@
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from clipscale.common import files
 
 # The folder of a sweep's jobs, inside the sweep's folder.
 JOBS = ".jobs"
@@ -39,9 +41,7 @@ class JobFolder:
 
         So a second job with equal values waits here until the first one has ended, and finds the run complete.
         """
-        with (self.path / name).open("a") as file:
-            with suppress(OSError):  # a file system without locks: RunLock then tells the user
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with files.locked(self.path / name) as file:  # where a file system has no locks, RunLock tells the user
             file.truncate(0)
             yield
 

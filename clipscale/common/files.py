@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, names of new ones, and errors of files as one line."""
 
+import fcntl
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import platformdirs
 import yaml
@@ -54,6 +55,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[IO[str]]:
+    """Wait for the lock of a file, and hold it. Makes the file. Without effect on a file system without locks."""
+    with path.open("a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
 def unused_path(folder: Path) -> Path:

@@ -45,6 +45,7 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
     if out.exists() or page_file.exists():
         raise UserError(f"out={out}: it, or {page_file}, exists; remove both, or choose another file")
     embedded = open_embedded_set(Path(*words).expanduser())
+    embedded.warn_of_unfinished()
     keys = keys_of(embedded)
     weights, shown = choose(embedded, settings, out.parent)
     with embedded.damage_to_user_error():

@@ -17,6 +17,8 @@ import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
+from clipscale.common.terminal import print_line
+from clipscale.common.text import counted
 from clipscale.data.shards.features import FEATURES_FILE
 from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import SIDES
@@ -88,6 +90,8 @@ class EmbeddedSet:
     paths: list[Path]
     # The number of each part's first sample. The last entry is the number of all samples.
     firsts: list[int]
+    # Files that `embed` has not completed, which are no part.
+    unfinished: int
 
     def damage_to_user_error(self) -> AbstractContextManager[None]:
         """Around code that reads the files: raises UserError for damaged ones."""
@@ -95,6 +99,15 @@ class EmbeddedSet:
 
     def __len__(self) -> int:
         return self.firsts[-1]
+
+    def warn_of_unfinished(self) -> None:
+        """Print how many files are left out because they are not complete."""
+        if self.unfinished:
+            print_line(
+                f"warning: {self.folder}: {counted(self.unfinished, 'shard')} of {self.unfinished + len(self.paths)} "
+                "left out: `clipscale embed` has not completed them; the same command goes on",
+                error=True,
+            )
 
     def features(self, side: str) -> Iterator[np.ndarray]:
         """The features of each part, (rows, D), mapped into memory. Raises ValueError, and what numpy raises."""
@@ -148,7 +161,7 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
             check_address(source, f"data: {folder}: source")
         paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
         firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
-        embedded = EmbeddedSet(folder, note, sources, paths, firsts)
+        embedded = EmbeddedSet(folder, note, sources, paths, firsts, len(entries) - len(shards))
         for side in SIDES:
             for _ in embedded.features(side):  # each mapped file takes a descriptor: one at a time
                 pass

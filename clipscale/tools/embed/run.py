@@ -10,6 +10,7 @@ Rank r of P takes every P-th shard. D: feature width.
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
@@ -43,6 +44,8 @@ from clipscale.trained_model import load_run_or_weights
 
 log = logging.getLogger(__name__)
 
+# A file in `out` that a command locks while it changes the records.
+LOCK_FILE = ".embed.lock"
 # The format of plain arrays. Any other format is the name of a teacher.
 ARRAYS = "features"
 # Reasons that lie in the shard itself, so that another try would not help. The others lie in the network or the server.
@@ -81,8 +84,8 @@ def work(config: EmbedConfig) -> Embedded:
     entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.is_rank0:
-        others = {name: entry for name, entry in read(out / SHARDS_FILE).items() if name not in sources}
-        write_shards_file(out, {**others, **entries})
+        with locked(out):
+            write_shards_file(out, {**read(out / SHARDS_FILE), **entries})
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
         train = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
@@ -116,29 +119,52 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
 def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, str]:
     """Write the note, and of which shard each file will be. Returns the shards by the names of their files in `out`.
 
+    Other commands may write into `out` meanwhile: the records are read and written at the end, in one go.
+
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
-    shards = {}
-    entries = read(out / SHARDS_FILE)
+    shards = shards_by_name(config, out)
+    others = other_teachers(config, shards.values()) if config.teacher else {}
+    format_name = config.teacher or ARRAYS
+    with locked(out):
+        entries = read(out / SHARDS_FILE)
+        for name, url in shards.items():
+            check_source(out, name, str(entries.setdefault(name, {"source": address(url)}).get("source")), url)
+        notes = read(out / FEATURES_FILE)
+        if notes:
+            for name, (before, now) in differences(notes.pop(format_name, {}), note).items():
+                difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
+                raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
+            # files of an earlier command have no features of other teachers than it noted
+            others = common_notes(others, notes, f"out={out}: {out} has features of another {{}} than these shards")
+        files.write_json(out / FEATURES_FILE, {**others, format_name: note})
+        write_shards_file(out, entries)  # before any work: a start after a kill then knows whose files are there
+    return shards
+
+
+def shards_by_name(config: EmbedConfig, out: Path) -> dict[str, str]:
+    """The shards, by the names of their files in `out`. Raises UserError where two have one name."""
+    shards: dict[str, str] = {}
     for url in list_shards(config.data)[0]:
         name = basename(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
-        other = entries.setdefault(name, {"source": address(url)}).get("source")
-        if other != address(url):
-            raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
+        check_source(out, name, address(shards.setdefault(name, url)), url)
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
-        shards[name] = url
-    notes = read(out / FEATURES_FILE)
-    format_name = config.teacher or ARRAYS
-    earlier = notes.get(format_name, {}) if notes else note
-    for name, (before, now) in differences(earlier, note).items():
-        difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
-        raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    others = other_teachers(config, shards.values()) if config.teacher else {}
-    files.write_json(out / FEATURES_FILE, {**others, format_name: note})
-    write_shards_file(out, entries)  # before any work: a start after a kill then knows whose files are there
     return shards
+
+
+def check_source(out: Path, name: str, source: str, url: str) -> None:
+    """Raise UserError if the file `name` is of another shard than the one at `url`."""
+    if source != address(url):
+        raise UserError(f"out={out}: {name} is of {source} and of {address(url)}; choose an out=DIR for each source")
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make the folder, and change its records while no other command does."""
+    out.mkdir(parents=True, exist_ok=True)
+    with files.locked(out / LOCK_FILE):
+        yield
 
 
 def other_teachers(config: EmbedConfig, shards: Iterable[str]) -> dict[str, TeacherNote]:
@@ -150,14 +176,20 @@ def other_teachers(config: EmbedConfig, shards: Iterable[str]) -> dict[str, Teac
     common = notes_beside(first)
     common.pop(config.teacher, None)
     for url in rest:
-        notes = notes_beside(url)
-        common = {name: note for name, note in common.items() if name in notes}
-        for name, note in common.items():
-            if note != notes[name]:
-                raise UserError(
-                    f"out={config.out}: {url} has features of another {name} than {first}; choose an out=DIR for each"
-                )
+        common = common_notes(
+            common, notes_beside(url), f"out={config.out}: {url} has features of another {{}} than {first}"
+        )
     return common
+
+
+def common_notes(
+    notes: Mapping[str, TeacherNote], others: Mapping[str, object], message: str
+) -> dict[str, TeacherNote]:
+    """The notes of teachers that both have. Raises UserError with the message where two of a teacher differ."""
+    for name in notes.keys() & others.keys():
+        if notes[name] != others[name]:
+            raise UserError(f"{message.format(name)}; choose an out=DIR for each")
+    return {name: note for name, note in notes.items() if name in others}
 
 
 def write_shards_file(out: Path, entries: Mapping[str, Mapping[str, object]]) -> None:

@@ -95,6 +95,7 @@ def load_matching(config: ExploreConfig, on_rank0: Callable[..., Any]) -> tuple[
     """The model, its name on the page, and the set. Raises UserError if the set has features of another model."""
     (folder,) = config.data.train or []
     embedded = open_embedded_set(Path(folder).expanduser())
+    embedded.warn_of_unfinished()
     run = existing_run(config.run) if config.run else None
     model, _, step = load_run_or_weights(run, config.which, config.weights, config.model, on_rank0)
     title = f"{run.name}, step {step}" if run else str(config.model.weights)

@@ -18,6 +18,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.tools.embed import run as embed_run
 from clipscale.tools.embed.arrays import open_embedded_set
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
@@ -173,6 +174,36 @@ def test_teachers_that_are_not_the_same_in_all_folders_are_not_noted_as_one(run:
     with refused(r"y/2\.tar has features of another two than .*/x/1\.tar; choose"):
         noted(*folders[1:])
     assert noted(*folders[:2]) == {"one", "t"}, "a folder lacks the features of the other"
+    assert noted(folders[2]) == {"one", "t"}, "files of an earlier command lack them"
+    (folders[2] / "features.json").write_text(json.dumps({"one": note | {"scale": 5.0}}))
+    with refused(r"out has features of another one than these shards; choose an out=DIR"):
+        noted(folders[2])
+    (folders[2] / "features.json").unlink()
+    assert noted(folders[2]) == {"t"}
+
+
+def test_two_commands_into_one_folder_keep_each_others_results(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """One ends while another lists its shards. A set with files that are not complete is not taken for a whole one."""
+    for name, other in (("a", "0"), ("b", "1")):
+        shutil.move(write_shards(tmp_path / name, [3])[0], tmp_path / name / f"{other}.tar")
+    list_shards = embed_run.list_shards
+
+    def slow(data: DataConfig) -> Any:
+        monkeypatch.setattr(embed_run, "list_shards", list_shards)
+        embed(run, tmp_path / "b", tmp_path / "out")
+        return list_shards(data)
+
+    monkeypatch.setattr(embed_run, "list_shards", slow)
+    out = embed(run, tmp_path / "a", tmp_path / "out")
+    embedded = open_embedded_set(out)
+    assert (len(embedded), embedded.unfinished) == (6, 0)
+    entries = json.loads((out / "shards.json").read_text())
+    del entries["1.jsonl"]["samples"]
+    (out / "shards.json").write_text(json.dumps(entries))
+    open_embedded_set(out).warn_of_unfinished()
+    assert "1 shard of 2 left out" in capsys.readouterr().err
 
 
 def test_a_picture_of_a_changed_shard_is_not_shown_under_another_samples_caption(run: str, tmp_path: Path) -> None:
