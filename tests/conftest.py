@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.forked_processes import fork_a_server, share_one_server, start_a_server
+from tests.support.forked_processes import fork_a_server, share_one_server, start_a_server, warm_up
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it in its environment already
     # Indexes know shards by their path: neither the user's nor an earlier session's.
@@ -79,6 +79,7 @@ def server() -> None:
     if torch.cuda.is_available() or sys.version_info >= (3, 14):
         start_a_server()
     else:
+        warm_up()
         fork_a_server()
 
 

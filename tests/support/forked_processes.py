@@ -49,6 +49,27 @@ def share_one_server() -> None:
     vars(multiprocessing)["get_context"] = context
 
 
+def warm_up() -> None:
+    """Do once what each run does at its start, so that forks begin with it: FLOPs, torch's tensors without values, and
+    a step. It starts no thread."""
+    import torch
+
+    from clipscale.config.model import ModelConfig
+    from clipscale.config.sections import OptimConfig
+    from clipscale.models.flops import Flops
+    from clipscale.models.towers import build_model
+    from clipscale.step.optim import build_optimizer
+    from tests.support.runs import ARCHITECTURE
+
+    config = ModelConfig(name="test", architecture=ARCHITECTURE)
+    with torch.random.fork_rng():
+        model = build_model(config)
+    Flops.of(config, model, torch.device("cpu")).per_sample({8: 1, 16: 1, 24: 1})
+    features = model.image(torch.zeros(2, 3, 30, 30)), model.text(torch.ones(2, 24, dtype=torch.long))
+    (features[0] @ features[1].T * model.logit_scale.exp()).sum().backward()
+    build_optimizer(model, OptimConfig()).step()
+
+
 def start_a_server() -> None:
     """Start multiprocessing's own server, where no fork of this process can be one. It imports the package for all."""
     multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])
