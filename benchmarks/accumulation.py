@@ -6,6 +6,7 @@ For docs/step.md, "Why not accumulate". One process.
 """
 
 import sys
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,14 +20,28 @@ CONFIG = compose.settings("train", compose.overrides("train", sys.argv[1:])[1])
 CHUNK = CONFIG.cache.sizes[0]
 
 
-def loss_of_chunks(loss: BatchLoss, image_features: Tensor, text_features: Tensor, *, keys: Tensor) -> Tensor:
+def loss_of_chunks(
+    loss: BatchLoss,
+    image_features: Tensor,
+    text_features: Tensor,
+    *,
+    sameness_keys: Tensor,
+    teacher_features: Sequence[Tensor],
+) -> Tensor:
     """The mean over chunks of the loss of each image chunk with its own captions."""
     assert CHUNK, "give cache.chunk=N"
     value = image_features.new_zeros(())
     for start in range(0, len(image_features), CHUNK):
-        images, texts = image_features[start : start + CHUNK], text_features[start : start + CHUNK]
+        chunk = slice(start, start + CHUNK)
+        images = image_features[chunk]
         share = len(images) / len(image_features)
-        value = value + share * loss_of_batch(loss, images, texts, keys=keys[start : start + CHUNK])
+        value = value + share * loss_of_batch(
+            loss,
+            images,
+            text_features[chunk],
+            sameness_keys=sameness_keys[chunk],
+            teacher_features=[rows[chunk] for rows in teacher_features],
+        )
     return value
 
 

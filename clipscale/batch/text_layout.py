@@ -16,8 +16,8 @@ class TextLayout:
     negatives: int = 0
 
     @property
-    def per_image(self) -> int:
-        """Texts that come with each image."""
+    def texts_per_sample(self) -> int:
+        """Captions and hard negatives that come with each image."""
         return self.captions + self.negatives
 
     def rows_of(self, image: int, num_images: int) -> list[int]:

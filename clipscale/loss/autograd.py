@@ -53,11 +53,11 @@ class LossCall:
         row_weight, col_weight = self.objective.weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:
-            rows.weight = _weights(rows.features, row_weight, num_images)
+            rows.lse_weight = _weights(rows.features, row_weight, num_images)
         cols = replace(inputs.cols, features=self._cast(text_features))
         if col_weight is not None:
             # A hard negative is the positive of no image: it has no weight.
-            cols.weight = _weights(cols.features, col_weight / captions_per_image, num_images * captions_per_image)
+            cols.lse_weight = _weights(cols.features, col_weight / captions_per_image, num_images * captions_per_image)
         return rows, cols
 
     def _cast(self, features: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class ContrastiveLoss(torch.autograd.Function):
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            total = call.exchange.total(local_value(rows, cols))
+            total = call.exchange.all_reduce_sum(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(call, float(total), inputs))
@@ -148,11 +148,11 @@ class ContrastiveLoss(torch.autograd.Function):
 def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
     adds to `rows.value`."""
-    if rows.weight is not None:
+    if rows.lse_weight is not None:
         rows.lse = rows.initial_lse()
-    reductions = [] if cols.weight is None else [LOG_SUM_EXP]
+    reductions = [] if cols.lse_weight is None else [LOG_SUM_EXP]
     column_sums = call.exchange.sweep(cols, reductions, make_block_fn(call.backend.forward, call, rows, parameters))
-    if cols.weight is not None:
+    if cols.lse_weight is not None:
         cols.lse = column_sums[0]
 
 
@@ -161,8 +161,8 @@ def local_value(rows: Side, cols: Side) -> Tensor:
     assert rows.value is not None
     value = rows.value.sum()
     for side in (rows, cols):
-        if side.lse is not None and side.weight is not None:
-            value += (side.weight * side.lse).sum()
+        if side.lse is not None and side.lse_weight is not None:
+            value += (side.lse_weight * side.lse).sum()
     return value
 
 

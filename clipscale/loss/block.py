@@ -18,15 +18,18 @@ WIRE_FIELDS = ("features", "keys", "lse", "teacher_features", "teacher_lse")
 class Side:
     """One side of a block, its rows or its columns: the first dimension of every tensor."""
 
+    # Given to the blocks:
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
-    weight: Tensor | None = None  # (n,) weight of each log-sum-exp in the loss, times N; None if the loss has none
-    lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
-    grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
-    teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
-    value: Tensor | None = None  # (n,) float64, rows only: minus the targets' scores, or pairwise terms, times N
+    lse_weight: Tensor | None = None  # (n,) weight of each log-sum-exp in the loss, times N; None if the loss has none
     positive_weight: Tensor | None = None  # (n,) for the softmax's kernel alone: the weights of the positives
+    # Collected by the blocks of a first sweep, and then given to those of the next:
+    lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores
+    teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
+    # Collected by the blocks:
+    grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
+    value: Tensor | None = None  # (n,) float64, rows only: minus the targets' scores, or pairwise terms, times N
 
     def __len__(self) -> int:
         return len(self.features)
@@ -46,7 +49,7 @@ class Side:
     def from_wire(self, tensors: list[Tensor]) -> "Side":
         """Another rank's side, given its `wire_tensors()`. The weights are this side's: all ranks have the same."""
         names = [name for name in self.tensors() if name in WIRE_FIELDS]
-        return Side(**dict(zip(names, tensors, strict=True)), weight=self.weight)
+        return Side(**dict(zip(names, tensors, strict=True)), lse_weight=self.lse_weight)
 
     def initial_lse(self) -> Tensor:
         """The log-sum-exps of no terms: -inf, (n,) float64."""

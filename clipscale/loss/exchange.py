@@ -93,7 +93,7 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
-    def grid(self, nodes: int, timeout: timedelta | None = None) -> "tuple[Communicator, Communicator]":
+    def split_by_node(self, nodes: int, timeout: timedelta | None = None) -> "tuple[Communicator, Communicator]":
         """A collective: two subgroups, the ranks with this local rank in all nodes, and the ranks of this node.
 
         The group's ranks must be numbered node by node. `timeout`: of the subgroups' collectives; None for torch's.
@@ -183,7 +183,7 @@ class Exchange:
         """A collective: run all ranks' columns, given this rank's. Returns each reduction of this rank's columns."""
         return run_block(cols, reductions, block_fn, positive_offset=0)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """A collective: the sum of x over the ranks."""
         return x
 
@@ -195,13 +195,13 @@ class GroupExchange(Exchange):
         self.comm = communicator
         self.size = communicator.size
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
 
     def gather_columns(self, cols: Side) -> Side:
         """A collective: the columns of all ranks as one side, in rank order."""
         gathered = cols.from_wire([self.comm.all_gather(x) for x in cols.wire_tensors()])
-        gathered.weight = None if cols.weight is None else cols.weight.repeat(self.size)
+        gathered.lse_weight = None if cols.lse_weight is None else cols.lse_weight.repeat(self.size)
         return gathered
 
 
@@ -228,8 +228,8 @@ class Ring(GroupExchange):
     @classmethod
     def between_nodes(cls, communicator: Communicator, nodes: int, timeout: timedelta | None = None) -> "Ring":
         """A collective of the group. Columns travel between ranks of equal local number, and each node gathers its
-        ranks' columns. `timeout`: see `Communicator.grid`."""
-        ring, node = communicator.grid(nodes, timeout)
+        ranks' columns. `timeout`: see `Communicator.split_by_node`."""
+        ring, node = communicator.split_by_node(nodes, timeout)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
     def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:

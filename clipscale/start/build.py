@@ -125,7 +125,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         check_streams(resolved, stream, world)
         restore_random(resolved, world)
 
-        flops = Flops.of(config.model, model, world.device, config.data.text_layout.per_image)
+        flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         steps = schedule.end - resolved.step
         is_compiled = compile_if_worthwhile(train_step, config, flops, steps, share.local_batch, world)
         undo.pop_all()
@@ -145,7 +145,7 @@ def choose_chunk_sizes(
             world,
             resolved.checkpoint_values.chunks if resolved.checkpoint_values and not resolved.is_stage_start else None,
             keeps_graphs=config.cache.keep_bytes != 0,
-            texts_per_sample=config.data.text_layout.per_image,
+            texts_per_sample=config.data.text_layout.texts_per_sample,
             pairs=pair_encoder(model) if config.trains_captioner else None,
         )
 
@@ -181,7 +181,7 @@ def build_loss(
         backend=config.loss.backend,
         feature_sizes=tuple(config.loss.sizes),
         captions_per_image=config.data.text_layout.captions,
-        uses_keys=config.data.same is not None or repeats,
+        uses_sameness_keys=config.data.same is not None or repeats,
         teacher_scales=tuple(teacher.scale for teacher in teachers),
         distill_weights=config.distill.weights,
     )
@@ -351,7 +351,7 @@ def compile_if_worthwhile(
         local_batch,
         train_step.precision,
         world,
-        config.data.text_layout.per_image,
+        config.data.text_layout.texts_per_sample,
     )
     if problem and world.is_rank0:
         log_warning(f"model.compile={setting}: the towers run without compiled code ({problem})")

@@ -154,7 +154,7 @@ def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that cannot work on this machine, before a model is built."""
     check_divisible(config.batch, world.size, f"{world.size} processes")
     local_batch = BatchShare(config.batch, world.rank, world.size).local_batch
-    check_sizes(config.cache.sizes, local_batch, config.data.text_layout.per_image)
+    check_sizes(config.cache.sizes, local_batch, config.data.text_layout.texts_per_sample)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")

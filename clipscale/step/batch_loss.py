@@ -44,7 +44,7 @@ class BatchLoss:
     # How many texts of each image are its positives. Texts beyond them are hard negatives.
     captions_per_image: int = 1
     # Whether samples with equal keys are not negatives of each other.
-    uses_keys: bool = False
+    uses_sameness_keys: bool = False
     # The logit scale of each teacher. Without teachers the loss is the contrastive loss alone.
     teacher_scales: tuple[float, ...] = ()
     # The weights of the contrastive loss and of the distillation.
@@ -55,25 +55,25 @@ class BatchLoss:
         image_features: Tensor,
         text_features: Tensor,
         *,
-        keys: Tensor | None = None,
+        sameness_keys: Tensor | None = None,
         teacher_features: Sequence[Tensor] = (),
     ) -> Tensor:
         """The loss of this rank's features: images (N, D), and k captions of each, then M negatives, (N k + M, D).
 
-        `keys`: (N,) int64; see `uses_keys`. `teacher_features`: one tensor (N, 2, D) for each teacher, its features of
-        the pictures and the captions.
+        `sameness_keys`: (N,) int64; see `uses_sameness_keys`. `teacher_features`: of each teacher its features of the
+        pictures and the captions, (N, 2, D).
         """
-        keys = keys if self.uses_keys else None
+        sameness_keys = sameness_keys if self.uses_sameness_keys else None
         teachers = [
             (features[:, 0], features[:, 1], scale)
             for features, scale in zip(teacher_features, self.teacher_scales, strict=True)
         ]
         with self.autocast():
-            value = self._value(image_features, text_features, keys, teachers)
+            value = self._value(image_features, text_features, sameness_keys, teachers)
             for size in self.feature_sizes:
                 images = unit_rows(image_features[:, :size], MIN_LENGTH)
                 texts = unit_rows(text_features[:, :size], MIN_LENGTH)
-                value = value + self._value(images, texts, keys, teachers)
+                value = value + self._value(images, texts, sameness_keys, teachers)
             return value
 
     def loss_of_pairs(self, features: Tensor, **loss_options: Any) -> Tensor:
@@ -81,25 +81,27 @@ class BatchLoss:
         images, texts = features.unbind(1)
         return self(images.contiguous(), texts.contiguous(), **loss_options)
 
-    def _value(self, images: Tensor, texts: Tensor, keys: Tensor | None, teachers: Sequence[Teacher]) -> Tensor:
+    def _value(
+        self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None, teachers: Sequence[Teacher]
+    ) -> Tensor:
         """The loss of features of one size, by the table above."""
         if not teachers:
-            return self._contrastive(images, texts, keys)
+            return self._contrastive(images, texts, sameness_keys)
         pair_weight, teacher_weight = self.distill_weights
         if self.objective == "softmax":
-            return self._distilled(images, texts, keys, teachers, self.distill_weights)
+            return self._distilled(images, texts, sameness_keys, teachers, self.distill_weights)
         terms = []
         if pair_weight:
-            terms.append(pair_weight * self._contrastive(images, texts, keys))
+            terms.append(pair_weight * self._contrastive(images, texts, sameness_keys))
         if teacher_weight:
-            terms.append(self._distilled(images, texts, keys, teachers, (0.0, teacher_weight)))
+            terms.append(self._distilled(images, texts, sameness_keys, teachers, (0.0, teacher_weight)))
         return sum(terms[1:], terms[0])
 
     def _distilled(
         self,
         images: Tensor,
         texts: Tensor,
-        keys: Tensor | None,
+        sameness_keys: Tensor | None,
         teachers: Sequence[Teacher],
         weights: tuple[float, float],
     ) -> Tensor:
@@ -111,11 +113,11 @@ class BatchLoss:
             weights,
             exchange=self.exchange,
             backend="auto" if self.backend == "triton" else self.backend,
-            keys=keys,
+            keys=sameness_keys,
             check=False,
         )
 
-    def _contrastive(self, images: Tensor, texts: Tensor, keys: Tensor | None) -> Tensor:
+    def _contrastive(self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None) -> Tensor:
         return contrastive_loss(
             images,
             texts,
@@ -124,7 +126,7 @@ class BatchLoss:
             objective=self.objective,
             exchange=self.exchange,
             backend=self.backend,
-            keys=keys,
+            keys=sameness_keys,
             captions=self.captions_per_image,
             check=False,
         )

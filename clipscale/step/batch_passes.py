@@ -57,14 +57,14 @@ class BatchPasses(Protocol):
     def replay(self, before_chunk: Poll) -> None:
         """Second pass, after the loss's backward pass: the gradients of the parameters."""
 
-    def losses(self, contrastive: Tensor) -> list[Tensor]:
+    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
         """The terms of the global batch's loss, 0-d. A collective.
 
         `contrastive`: the loss of the features. Call it after the replay.
         """
 
-    def total(self, *losses: float) -> tuple[float, CaptionerLosses]:
-        """The step's loss from the host values of `losses`; and the two terms by name, or {} if there is one term."""
+    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
+        """The step's loss from the host values of `loss_terms`; and the two terms by name, or {} if there is one."""
 
 
 @dataclass
@@ -90,9 +90,9 @@ class TwoTowerPasses:
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk)
 
-    def losses(self, contrastive: Tensor) -> list[Tensor]:
+    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
         return [contrastive]
 
-    def total(self, *losses: float) -> tuple[float, CaptionerLosses]:
-        [contrastive] = losses
+    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
+        [contrastive] = terms
         return contrastive, {}

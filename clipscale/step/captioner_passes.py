@@ -1,7 +1,7 @@
 """A captioner's passes: one encoder of pairs in the place of two towers, and a caption loss beside the contrast.
 
-N: samples of this rank, in `FrozenImages` images of a chunk; D: feature width, P: tokens of an image, W: width of the
-decoder.
+N: samples of this rank, in `FrozenTowerOutputs` images of a chunk; D: feature width, P: tokens of an image, W: width of
+the decoder.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,9 @@ class CaptionerPasses:
         reserved = 0.0
         if self.frozen_images is not None:
             reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
-            pairs.images = FrozenImages(pairs.images, self.frozen_images, self.autocast, reserved)
+            pairs.images = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved)
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
-        if isinstance(pairs.images, FrozenImages):
+        if isinstance(pairs.images, FrozenTowerOutputs):
             self.image_bytes = pairs.images.bytes_each
         # No label at all: no sample has arrived, and the step ends with the loader's error.
         self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch), agreement))
@@ -74,7 +74,7 @@ class CaptionerPasses:
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)
 
-    def losses(self, contrastive: Tensor) -> list[Tensor]:
+    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
         """The contrastive loss and the mean cross entropy; the first alone if nothing was trained."""
         caption_loss_sum = self.cache.chunk_loss
         if caption_loss_sum is None:  # no chunk had a second pass
@@ -82,8 +82,8 @@ class CaptionerPasses:
         self.inputs.world.all_reduce_sum_(caption_loss_sum)
         return [contrastive, caption_loss_sum / self.num_labels]
 
-    def total(self, *losses: float) -> tuple[float, CaptionerLosses]:
-        contrastive, *caption_losses = losses
+    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
+        contrastive, *caption_losses = terms
         if not caption_losses:
             return contrastive, {}
         [caption] = caption_losses
@@ -95,7 +95,7 @@ def own_caption_labels(batch: HostBatch) -> int:
     return int(count_caption_labels(batch.tokens(0, batch.num_texts)))
 
 
-class FrozenImages:
+class FrozenTowerOutputs:
     """Gives a captioner the outputs of a frozen image tower in the place of pixels: features (N, D) and tokens
     (N, P, W).
 

@@ -157,8 +157,8 @@ def find_chunk(
     """A chunk size that fits the device and is fast, forward and backward. On a CPU nothing is measured.
 
     1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
-       for the memory, or much slower than another, ends the list. If several sizes were measured, the largest is
-       then left out, because features, loss and the other tower's gradients need memory, too.
+       for the memory, or over 5 % slower than a smaller one (GOOD_ENOUGH), ends the list. If several sizes were
+       measured, the largest is then left out, because features, loss and the other tower's gradients need memory, too.
     2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Otherwise only the
        fastest stays: no graph is kept without `keeps_graphs`, and all are if the whole batch fits in one chunk.
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.

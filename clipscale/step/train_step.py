@@ -38,7 +38,7 @@ class LossOptions(TypedDict):
     """The keyword arguments of a call of `BatchLoss`."""
 
     # (N,) int64, equal for samples that are the same.
-    keys: Tensor
+    sameness_keys: Tensor
     # One tensor (N, 2, D) for each teacher.
     teacher_features: list[Tensor]
 
@@ -138,7 +138,7 @@ class TrainStep:
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            numbers = self.check_and_update(self.passes.losses(value), stream, step)
+            numbers = self.check_and_update(self.passes.loss_terms(value), stream, step)
         return StepResult(
             numbers=numbers,
             next_agreement=next_agreement,
@@ -159,7 +159,7 @@ class TrainStep:
         """The keywords of the loss, on the device. Waits for all samples."""
         device = self.world.device
         return {
-            "keys": batch.keys().to(device, non_blocking=True),
+            "sameness_keys": batch.sameness_keys().to(device, non_blocking=True),
             "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
@@ -177,7 +177,7 @@ class TrainStep:
 
     # ---- update ----
 
-    def check_and_update(self, losses: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
+    def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
         """The step's numbers. Updates the weights, unless the numbers are not finite (with fp16: the norm).
 
         A collective. Raises as `run` does.
@@ -190,7 +190,7 @@ class TrainStep:
             self.fail_on_all_ranks()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
-        numbers = self.read_numbers(losses, norm)
+        numbers = self.read_numbers(loss_terms, norm)
         is_bad = numbers.overflows if self.precision.scaler else not numbers.is_finite
         if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
             self.raise_failure_or_divergence(numbers, stream, step)
@@ -207,10 +207,10 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def read_numbers(self, losses: list[Tensor], norm: Tensor) -> StepNumbers:
+    def read_numbers(self, loss_terms: list[Tensor], norm: Tensor) -> StepNumbers:
         """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *values = Readback.start(norm, *losses).read()
-        loss, captioner_losses = self.passes.total(*values)
+        grad_norm, *values = Readback.start(norm, *loss_terms).read()
+        loss, captioner_losses = self.passes.combine_loss_terms(*values)
         return StepNumbers(loss, captioner_losses, grad_norm)
 
     def raise_failure_or_divergence(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:

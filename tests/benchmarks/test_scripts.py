@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,10 @@ from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
 from clipscale.config.train import check
+from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.train_step import LossOptions
+from tests.support.towers import small_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,3 +243,15 @@ def test_an_optimizers_step_is_timed_beside_timms_and_ends_at_the_same_weights(s
     assert all(row["step_s"]["median"] > 0 for row in rows.values())
     with pytest.raises(UserError, match="optimizers=adam: known are adamw, muon; did you mean 'adamw'"):
         optim.plan(script_settings(optim, "optimizers=adam"))
+
+
+def test_accumulation_takes_what_a_step_gives_its_loss(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["accumulation.py", "experiment=demo", "cache.chunk=2"])
+    accumulation = script("accumulation")
+    model = small_model()
+    u, v = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1)
+    options = LossOptions(sameness_keys=torch.arange(4), teacher_features=[])
+    value = accumulation.loss_of_chunks(BatchLoss(model, nullcontext), u, v, **options)
+    scale = model.logit_scale.exp()
+    chunks = [dense_contrastive_loss(u[rows], v[rows], scale) for rows in (slice(0, 2), slice(2, 4))]
+    assert value.item() == pytest.approx(sum(chunk.item() for chunk in chunks) / 2)

@@ -75,7 +75,7 @@ def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
     """The keys, pixels and tokens of a batch."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
     tokens = batch.tokens(0, batch.num_texts)
-    return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
+    return batch.sameness_keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:

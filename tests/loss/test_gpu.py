@@ -85,13 +85,13 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
         pytest.skip("needs 30 GB of device memory")
     u = torch.randn(n, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5
     v, scale = u[-m:].clone(), torch.tensor(10.0, device=DEVICE)
-    rows, cols = (Side(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
+    rows, cols = (Side(x, lse_weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse = rows.initial_lse()
     cols.lse = cols.initial_lse()
     block = Block(rows, cols, SharedParameters(scale, scale), None)
     backend = TritonSoftmax(LossRuntime(), LossRuntime().tile_shape(u.device, u.dtype))
     backend.forward(block)
-    cols.weight = None
+    cols.lse_weight = None
     rows.grad = rows.zero_grad_buffer()
     backend.backward(block)
     scores = 10.0 * u[-m:].double() @ v.double().T

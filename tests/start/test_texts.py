@@ -98,7 +98,12 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
             run.run_step()
     assert all(built.train_step.cache.num_kept_graphs) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
-    rows = [batch.pixels(0, len(batch)), batch.tokens(0, own), batch.tokens(own, batch.num_texts), batch.keys()]
+    rows = [
+        batch.pixels(0, len(batch)),
+        batch.tokens(0, own),
+        batch.tokens(own, batch.num_texts),
+        batch.sameness_keys(),
+    ]
     rows += batch.teachers()
     rows = [tensor.clone() for tensor in rows]
     built.stream.close()
@@ -168,7 +173,7 @@ def dense_value(
     """The loss of a global batch in one graph: of the whole features, and of their first numbers for each size."""
     images = model.image(pixels)
     texts = model.text(tokens)
-    assert len(texts) == config.batch * config.data.text_layout.per_image
+    assert len(texts) == config.batch * config.data.text_layout.texts_per_sample
     scale = model.logit_scale.exp()
     scales = config.distill.scales or [SCALE] * len(taught)
     teachers = [

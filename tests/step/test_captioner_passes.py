@@ -78,7 +78,7 @@ class Case:
     distilled: tuple[float, float] | None = None
     sizes: tuple[int, ...] = ()
     # Whether samples with equal keys are no negatives of each other.
-    uses_keys: bool = False
+    uses_sameness_keys: bool = False
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -101,7 +101,7 @@ def host_batch(
         "pixels": pixels.numpy(),
         "tokens": tokens.int().numpy(),
         "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
-        "keys": keys,
+        "sameness_keys": keys,
         TEACHER.member: taught.numpy(),
     }
     return HostBatch(slot, layout, lambda stop: None)
@@ -112,7 +112,7 @@ def step_of(case: Case, world: World) -> TrainStep:
         batch=BATCH,
         model=ModelConfig(name="small", architecture=captioner_architecture(PIXELS, 3, TOKENS)),
         caption=CaptionConfig(weight=case.weight),
-        data=DataConfig(train=["none"], same="url" if case.uses_keys else None),
+        data=DataConfig(train=["none"], same="url" if case.uses_sameness_keys else None),
         loss=LossConfig(objective=case.objective, exchange=case.exchange, sizes=[*case.sizes]),
         cache=CacheConfig(chunk=[str(case.chunk)], keep=case.keep),
         launch=LaunchConfig(parallel=case.parallel),
@@ -175,16 +175,16 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
 
 def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
     passes = captioner_passes(torch.tensor(10.0), labels=4, weight=3.0)
-    losses = [float(value) for value in passes.losses(torch.tensor(2.0))]
+    losses = [float(value) for value in passes.loss_terms(torch.tensor(2.0))]
     assert losses == [2.0, 2.5]
-    assert passes.total(*losses) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
+    assert passes.combine_loss_terms(*losses) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
 def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     value = torch.tensor(2.0)
     passes = captioner_passes(None)
-    assert passes.losses(value) == [value]
-    assert passes.total(2.0) == (2.0, {})
+    assert passes.loss_terms(value) == [value]
+    assert passes.combine_loss_terms(2.0) == (2.0, {})
 
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:
@@ -219,11 +219,11 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     if bias is not None:
         features = out["image_features"], out["text_features"]
         parts["contrastive_loss"] = SigLipLoss()(*features, out["logit_scale"], bias)
-    if case.sizes or case.uses_keys:
+    if case.sizes or case.uses_sameness_keys:
         features = out["image_features"], out["text_features"]
         shortened = [[F.normalize(rows[:, :size], dim=-1) for rows in features] for size in case.sizes]
         given: dict[str, Any] = {"logit_bias": bias, "objective": case.objective}
-        if case.uses_keys:
+        if case.uses_sameness_keys:
             given["keys"] = torch.from_numpy(KEYS)
         contrasts = [dense_contrastive_loss(*rows, out["logit_scale"], **given) for rows in (features, *shortened)]
         parts["contrastive_loss"] = torch.stack(contrasts).sum()
@@ -246,14 +246,14 @@ ONE = [
     Case(),
     Case(objective="sigmoid", is_sorted=False, is_legacy=True, keep="5M", weight=0.3),
     Case(distilled=(0.0, 1.0)),
-    Case(sizes=(3,), uses_keys=True),
+    Case(sizes=(3,), uses_sameness_keys=True),
 ]
 TWO = [
     Case(exchange="ring", keep="5M"),
     Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4),
     Case(keep="5M", is_frozen=True),
     Case(distilled=(0.3, 0.7)),
-    Case(objective="sigmoid", exchange="ring", sizes=(8, 3), uses_keys=True),
+    Case(objective="sigmoid", exchange="ring", sizes=(8, 3), uses_sameness_keys=True),
 ]
 MORE = [
     Case(objective="sigmoid", exchange="ring", chunk=BATCH),

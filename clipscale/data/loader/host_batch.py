@@ -56,7 +56,7 @@ class Layout:
     @property
     def num_texts(self) -> int:
         """Captions and hard negatives of the local batch."""
-        return self.samples * self.text_layout.per_image
+        return self.samples * self.text_layout.texts_per_sample
 
     def text_rows(self, sample: int) -> list[int]:
         """The rows of a sample's captions, and then those of its hard negatives."""
@@ -66,7 +66,7 @@ class Layout:
         """The arrays of one slot in shared memory."""
         return {
             "tokens": ArraySpec((self.num_texts, self.context_length), "int32"),
-            "keys": ArraySpec((self.samples,), "int64"),
+            "sameness_keys": ArraySpec((self.samples,), "int64"),
             **{teacher.member: ArraySpec((self.samples, *teacher.shape), teacher.dtype) for teacher in self.teachers},
             "lengths": ArraySpec((self.num_texts,), "int16"),
             "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
@@ -190,10 +190,10 @@ class HostBatch:
         self._wait(len(self))
         return self._slot["lengths"]
 
-    def keys(self) -> Tensor:
+    def sameness_keys(self) -> Tensor:
         """(N,) int64, equal for samples that are the same by `data.same`. Waits for all samples."""
         self._wait(len(self))
-        return torch.from_numpy(self._slot["keys"])
+        return torch.from_numpy(self._slot["sameness_keys"])
 
     def teachers(self) -> list[Tensor]:
         """Each teacher's features of pictures and captions, (N, 2, D). Waits for all samples."""

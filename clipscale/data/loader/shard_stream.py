@@ -303,7 +303,7 @@ class BatchFiller:
                 sample = stream.next_sample(slot["pixels"][row] if is_own else self._discarded_pixels)
                 if is_own:
                     texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
-                    slot["keys"][row] = sample.sameness_key
+                    slot["sameness_keys"][row] = sample.sameness_key
                     for teacher, features in zip(self._spec.shards.teachers, sample.features, strict=True):
                         slot[teacher.member][row] = features
             if texts:

@@ -59,8 +59,8 @@ class DistillationTileOps(SoftmaxTileOps):
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):
-                if side.weight is not None:
-                    weight = side.weight * (self.teacher_share / len(self.teachers))
+                if side.lse_weight is not None:
+                    weight = side.lse_weight * (self.teacher_share / len(self.teachers))
                     lse = _not_none(side.teacher_lse)[:, k]
                     weights += weighted_probabilities(scores, weight, lse, dim)
         if self.teacher_share < 1:

@@ -169,17 +169,17 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_log2(side: Side, nat: Tensor) -> Side:
-    """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
-    rounding; `positive_weight`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this
-    direction.
+    """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `lse_weight`, corrected for
+    their rounding; `positive_weight`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in
+    this direction.
     """
-    if side.weight is None or side.lse is None:
+    if side.lse_weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)
-        return replace(side, lse=nothing + torch.inf, weight=nothing, positive_weight=nothing)
+        return replace(side, lse=nothing + torch.inf, lse_weight=nothing, positive_weight=nothing)
     exact = side.lse * nat
     rounded = exact.float()
-    weight = side.weight * GRAD_SCALE.value * (rounded - exact).exp2()
-    return replace(side, lse=rounded, weight=weight.float(), positive_weight=side.weight * GRAD_SCALE.value)
+    weight = side.lse_weight * GRAD_SCALE.value * (rounded - exact).exp2()
+    return replace(side, lse=rounded, lse_weight=weight.float(), positive_weight=side.lse_weight * GRAD_SCALE.value)
 
 
 class TritonSoftmax(TritonBackend):
@@ -225,7 +225,7 @@ class TritonSoftmax(TritonBackend):
             cols = panel.cols
             self.launch(
                 softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,
-                row_weight=rows.weight, col_weight=cols.weight,
+                row_weight=rows.lse_weight, col_weight=cols.lse_weight,
                 row_positive=rows.positive_weight, col_positive=cols.positive_weight,
             )  # fmt: skip
             block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / GRAD_SCALE.value)

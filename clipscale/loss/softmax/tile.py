@@ -73,9 +73,9 @@ def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
     For each: the weights, the log-sum-exps, and the dimension of the scores to sum over.
     """
     return [
-        (side.weight, side.lse, dim)
+        (side.lse_weight, side.lse, dim)
         for side, dim in ((block.rows, 1), (block.cols, 0))
-        if side.weight is not None and side.lse is not None
+        if side.lse_weight is not None and side.lse is not None
     ]
 
 
@@ -83,10 +83,10 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
     """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64. A
     row's weight is divided among its captions."""
     weights = []
-    if block.rows.weight is not None:
-        weights.append(block.rows.weight[rows].double() / block.caption_layout.captions_per_image)
-    if block.cols.weight is not None:
-        weights.append(block.cols.weight[cols].double())
+    if block.rows.lse_weight is not None:
+        weights.append(block.rows.lse_weight[rows].double() / block.caption_layout.captions_per_image)
+    if block.cols.lse_weight is not None:
+        weights.append(block.cols.lse_weight[cols].double())
     return sum(weights[1:], weights[0])
 
 

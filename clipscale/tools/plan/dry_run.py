@@ -129,7 +129,7 @@ class DryRun:
     @property
     def texts_per_sample(self) -> int:
         """Captions and hard negatives of a sample."""
-        return self.config.data.text_layout.per_image
+        return self.config.data.text_layout.texts_per_sample
 
     @cached_property
     def caption_share(self) -> float:
@@ -233,7 +233,7 @@ class DryRun:
         before = self.tracker.live
         self.step.cache.loss(
             *features,
-            keys=torch.empty(batch, dtype=torch.int64),
+            sameness_keys=torch.empty(batch, dtype=torch.int64),
             teacher_features=[
                 torch.empty(batch, *array.shape, dtype=getattr(torch, array.dtype)) for array in self.teachers
             ],
@@ -300,7 +300,7 @@ def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
     """The exchange that `auto` stands for with the whole batch, of which a dry run computes only parts."""
     itemsize = 4 if config.precision == "fp32" else 2
-    num_texts = config.batch * config.data.text_layout.per_image
+    num_texts = config.batch * config.data.text_layout.texts_per_sample
     return auto_exchange(nodes, num_texts * width, itemsize, on_gpu)
 
 

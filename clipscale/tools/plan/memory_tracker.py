@@ -165,7 +165,7 @@ class DryCommunicator(Communicator):
     def all_reduce_(self, x: Tensor, op: object = None) -> Tensor:
         return x
 
-    def grid(self, nodes: int, timeout: timedelta | None = None) -> tuple[Communicator, Communicator]:
+    def split_by_node(self, nodes: int, timeout: timedelta | None = None) -> tuple[Communicator, Communicator]:
         return DryCommunicator(nodes), DryCommunicator(self.size // nodes)
 
 

@@ -215,7 +215,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 def open_dry_run(config: PlanConfig, gpu: Hardware | None) -> AbstractContextManager[DryRun]:
     """A dry run of the plan. Raises UserError."""
-    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
+    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.texts_per_sample)
     show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     return dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes)
 
@@ -225,7 +225,7 @@ def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: Dry
     for remedy in remedies:
         config = remedy.config
         with suppress(UserError):  # it does not go together with the run
-            check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.per_image)
+            check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.texts_per_sample)
             with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
                 if Prediction(config, gpu, known).fits(config.batch // config.ranks):
                     return remedy

@@ -44,7 +44,7 @@ def test_the_upcoming_batch_is_the_next_one(tmp_path: Path) -> None:
     write_shards(tmp_path, [30, 20, 50])
     with open_stream(tmp_path, batch=20, workers=1) as stream:
         for _ in range(3):
-            stream.next_batch().keys()
+            stream.next_batch().sameness_keys()
             until = time.monotonic() + 120
             while not (upcoming := stream.upcoming()) and time.monotonic() < until:
                 time.sleep(0.01)
@@ -73,7 +73,7 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [20])
     batch = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))).next_batch()
     keys = {sample_id(str(paths[0]), f"00000{i:04d}"): i for i in range(20)}
-    for row, name in enumerate(batch.keys().tolist()):
+    for row, name in enumerate(batch.sameness_keys().tolist()):
         index = keys[name]
         pixels = np.asarray(Image.open(io.BytesIO(picture(index % 7)))).transpose(2, 0, 1)
         assert np.array_equal(batch.pixels(row, row + 1)[0].numpy(), pixels)
@@ -92,7 +92,7 @@ def test_keys_follow_the_field(tmp_path: Path) -> None:
     by_key: dict[int, set[int]] = {}
     for _ in range(6):
         batch = stream.next_batch()
-        for key, number in zip(batch.keys().tolist(), texts(batch), strict=True):
+        for key, number in zip(batch.sameness_keys().tolist(), texts(batch), strict=True):
             by_key.setdefault(key, set()).add(int(number) // 3)
     assert len(by_key) == 10 and all(len(urls) == 1 for urls in by_key.values())
 

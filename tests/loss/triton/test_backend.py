@@ -163,8 +163,8 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     scores = 100.0 * u.double() @ v.double().T
     tiles = LossRuntime().tile_shape(u.device, u.dtype)
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
-        rows = Side(u, weight=torch.ones(20, device=DEVICE))
-        cols = Side(v, weight=torch.ones(40, device=DEVICE))
+        rows = Side(u, lse_weight=torch.ones(20, device=DEVICE))
+        cols = Side(v, lse_weight=torch.ones(40, device=DEVICE))
         rows.lse = rows.initial_lse().clamp_min(before)
         cols.lse = cols.initial_lse().clamp_min(before)
         rows.value = torch.zeros(20, dtype=torch.float64, device=DEVICE)

@@ -210,7 +210,7 @@ def test_a_loss_of_samples_that_repeat_is_planned_with_their_keys(tmp_path: Path
         config = plan_settings(*TINIEST, *weights, "hardware=h100-80g")
         with planner.open_dry_run(on_machine(config), HARDWARE["h100-80g"]) as opened:
             loss: Any = opened.step.cache.loss
-            assert loss.uses_keys == repeats
+            assert loss.uses_sameness_keys == repeats
     plan(plan_settings(*TINIEST, f"data.sample_weights={tmp_path}/elsewhere.parquet", "hardware=h100-80g"))
 
 
