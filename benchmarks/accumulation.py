@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from clipscale.cli import compose
-from clipscale.config.train import check
+from clipscale.config.train_config import check
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.train import train
 

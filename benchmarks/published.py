@@ -28,8 +28,8 @@ from clipscale.common.hardware import hardware
 from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_bytes
 from clipscale.config.presets import conf_dir
-from clipscale.tools.plan.memory import outside_torch
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
+from clipscale.tools.plan.step_memory import outside_torch
 from clipscale.tools.plan.step_time import PLAIN_STEPS, plain_share
 
 DEFAULTS = {

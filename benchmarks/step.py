@@ -40,8 +40,8 @@ from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
-from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.sorted_captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops

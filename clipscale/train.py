@@ -15,7 +15,7 @@ from clipscale.common import files
 from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.fsdp import reshard

@@ -12,7 +12,7 @@ from clipscale.cli.help import COUNTS, shown
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import default_choices, group_options, preset_title
 from clipscale.config.setting import Setting, sections_of, settings_of, summary
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
 SHARED = settings_of(TrainConfig)

@@ -28,7 +28,7 @@ from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
-from clipscale.config.train import MAX_SAMPLES, check
+from clipscale.config.train_config import MAX_SAMPLES, check
 from clipscale.run_folder.names import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.model import TowerConfig
-from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
 from clipscale.distributed.world import World

@@ -20,7 +20,7 @@ import pytest
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import settings_of
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.log.records import StepRecord
 from tests.conftest import TINY
 from tests.support.ranks import run_ranks
@@ -104,7 +104,7 @@ def test_every_file_opens_with_a_sentence() -> None:
 
 # Who reads a section of the settings: where a run, a verb or its processes begin; and the one owner of each section.
 READS_SETTINGS = {
-    "clipscale.config.train": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
+    "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "tools/*"],
     "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],

@@ -29,7 +29,7 @@ from clipscale.config.parse import ABSENT, ALIASES, as_typed, dataclass_from, is
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
-from clipscale.config.train import TrainConfig, has_logit_bias
+from clipscale.config.train_config import TrainConfig, has_logit_bias
 from clipscale.models.weights.sources import resolve_architecture
 from clipscale.run_folder.names import run_folder, run_to_resume
 

@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from pkgutil import resolve_name
 
 from clipscale import __version__
-from clipscale.cli import completion, help, train
+from clipscale.cli import completion, help, train_verb
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.limits import as_user_error
 from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.terminal import clear, is_main_rank, print_failure, print_line, show_task
-from clipscale.config.train import to_yaml
+from clipscale.config.train_config import to_yaml
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
 
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
     arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
-        train.check_weights(settings, fetched=name in FETCH and not line.cfg)
+        train_verb.check_weights(settings, fetched=name in FETCH and not line.cfg)
     if line.check and verb.check_work:
         resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:

@@ -18,7 +18,7 @@ from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
 from clipscale.common.terminal import log_line
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import interrupt, interruptible
 
 # Niceness of the planner's process, so that it does not slow the start of the run.

@@ -23,8 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from clipscale.cli import compose, sweep
-from clipscale.cli import train as cli_train
+from clipscale.cli import compose, sweep, train_verb
 from clipscale.cli.job_folder import JobFolder
 from clipscale.cli.plugin_settings import PluginSweep, common_words, compose_sweep, default_words, key_of
 from clipscale.common import files
@@ -36,7 +35,7 @@ from clipscale.common.signals import SIGNALS
 from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
 from clipscale.common.text import counted, one_of
 from clipscale.config.presets import conf_dir
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal, stop_message
 from clipscale.run_folder.chosen_checkpoint import Goal
@@ -249,9 +248,9 @@ class Job:
         config = sweep.run_in_sweep(
             compose.settings("train", words, self.config_dir, in_sweep=name), self.jobs.sweep, name
         )
-        cli_train.check(config)
-        cli_train.check_weights(config)
-        return objective(cli_train.main(config, isolated=True, advice=self.advice), config.sweep.metric)
+        train_verb.check(config)
+        train_verb.check_weights(config)
+        return objective(train_verb.main(config, isolated=True, advice=self.advice), config.sweep.metric)
 
     def report_failure(self, name: str, error: Exception) -> None:
         """Print why the run has failed, and note it; for a sweeper, raise it again."""

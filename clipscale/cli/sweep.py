@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from clipscale.cli import compose
-from clipscale.cli import train as cli_train
+from clipscale.cli import compose, train_verb
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import unused_path
 from clipscale.common.terminal import print_failure, print_line
-from clipscale.config.train import TrainConfig, to_yaml
+from clipscale.config.train_config import TrainConfig, to_yaml
 from clipscale.launch import local
 from clipscale.run_folder.names import checkpoints_of, run_folder
 
@@ -48,7 +47,7 @@ def main(name: str, line: Namespace) -> int:
         name = Path(config.run).name
         print_line(f"run {number} of {len(configs)}: {name}")
         try:
-            cli_train.main(config, isolated=True, advice=runs.advice)
+            train_verb.main(config, isolated=True, advice=runs.advice)
         except StoppedError:
             raise
         except (UserError, local.WorkerError) as error:  # does not end the sweep
@@ -70,8 +69,8 @@ def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
     for config in configs:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
-        cli_train.check(config)
-        cli_train.check_weights(config, fetched=not line.cfg)
+        train_verb.check(config)
+        train_verb.check_weights(config, fetched=not line.cfg)
         if line.check:
             from clipscale.tools import check_start  # imports torch
 

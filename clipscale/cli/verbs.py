@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clipscale.cli import train
+from clipscale.cli import train_verb
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
 from clipscale.config.eval import EvalRunConfig, check_eval
 from clipscale.config.parse import removal_message
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.tools.data import settings as data
 from clipscale.tools.embed import settings as embed
 from clipscale.tools.explore import settings as explore
@@ -57,7 +57,7 @@ class CompletionSettings:
 VERBS = {
     "train": Verb(
         TrainConfig,
-        "clipscale.cli.train:main",
+        "clipscale.cli.train_verb:main",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
@@ -66,7 +66,7 @@ clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=size
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion""",
         common_keys="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
-        check=train.check,
+        check=train_verb.check,
         check_work="clipscale.tools.check_start:main",
         notes="""\
 -m runs every combination of the comma-separated values. With it hydra/launcher=submitit_slurm makes each a Slurm job, \
@@ -90,7 +90,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/image
     ),
     "embed": Verb(
         embed.EmbedConfig,
-        "clipscale.tools.embed.run:main",
+        "clipscale.tools.embed.verb:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32""",

@@ -14,7 +14,7 @@ from torch import Tensor
 from clipscale.common.record import Metrics
 from clipscale.data.filters import comparable_caption, key_of_value
 from clipscale.data.hashing import hash64
-from clipscale.eval.captions import CaptionMeter
+from clipscale.eval.caption_meter import CaptionMeter
 from clipscale.eval.encode import MISSED, EvalEncoder, ImageBatch, gather_batches
 from clipscale.eval.sets.item import EvalSet, Measurement, warn_once
 from clipscale.loss.reference import dense_contrastive_loss

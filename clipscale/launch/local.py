@@ -28,7 +28,7 @@ from clipscale.common.signals import SIGNALS, blocked
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train import TrainConfig, check, check_divisible, warnings
+from clipscale.config.train_config import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common.text import did_you_mean
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.distillation.objective import Distillation, Teacher, add_teachers
+from clipscale.loss.distillation.distillation_objective import Distillation, Teacher, add_teachers
 from clipscale.loss.distillation.tile import TeacherSpec
 from clipscale.loss.inputs import Inputs, make_inputs
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective

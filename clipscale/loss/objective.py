@@ -1,7 +1,7 @@
 """The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
 
 docs/contributing/how-to-add.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
-own (distillation/objective.py) and is not in OBJECTIVES.
+own (distillation/distillation_objective.py) and is not in OBJECTIVES.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""How a run starts: resolve (which settings), build (all parts), announce (notices). `folder.py` has what it writes."""
+"""How a run starts: resolve (which settings), build (all parts), announce (notices), and what it writes."""

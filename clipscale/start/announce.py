@@ -3,7 +3,7 @@
 import math
 
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.config.train import batch_exceeds_data, beyond_published, difference_lines, samples_of
+from clipscale.config.train_config import batch_exceeds_data, beyond_published, difference_lines, samples_of
 from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.run_folder.names import CONFIG

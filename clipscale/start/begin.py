@@ -7,8 +7,8 @@ from pathlib import Path
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
-from clipscale.config.expected import SOURCE, bands_of
-from clipscale.config.train import TrainConfig
+from clipscale.config.expected_bands import SOURCE, bands_of
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
@@ -19,7 +19,7 @@ from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
-from clipscale.start.folder import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
+from clipscale.start.folder_changes import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.resolve import ResolvedRun, Stage, resolve
 
 

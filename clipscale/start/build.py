@@ -18,7 +18,7 @@ from clipscale.common.modules import is_frozen
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
-from clipscale.config.train import TrainConfig, samples_of
+from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
@@ -32,7 +32,7 @@ from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
-from clipscale.models.weights.loading import without_weights
+from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun

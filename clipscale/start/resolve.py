@@ -12,12 +12,12 @@ from clipscale.common.hardware import cpu_has_bf16
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
+from clipscale.config.train_config import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.names import checkpoints_of
 from clipscale.step.chunk_sizes import check_sizes
 

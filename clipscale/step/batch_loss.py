@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from clipscale.loss.api import contrastive_loss, distillation_loss
-from clipscale.loss.distillation.objective import Teacher
+from clipscale.loss.distillation.distillation_objective import Teacher
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.poll import Poll
-from clipscale.data.loader.captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.sorted_captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.to_device import Images, PairLoader
 from clipscale.models.captioner import count_caption_labels
 from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch

@@ -23,7 +23,7 @@ from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import raise_together
 from clipscale.distributed.fsdp import replicate_state, sharded_as
-from clipscale.models.weights.loading import fit_positions
+from clipscale.models.weights.load_weights import fit_positions
 from clipscale.step.train_step import TrainStep
 
 

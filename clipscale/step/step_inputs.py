@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.poll import Poll
-from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.agreement import raise_on_all_ranks, raise_together

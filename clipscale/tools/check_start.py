@@ -11,12 +11,12 @@ from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, batch_exceeds_data
+from clipscale.config.train_config import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, side_and_tokenizer
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.names import run_folder, run_to_resume
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo_folder import is_missing

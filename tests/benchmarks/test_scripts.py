@@ -16,7 +16,7 @@ import torch
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
-from clipscale.config.train import check
+from clipscale.config.train_config import check
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.train_step import LossOptions

@@ -22,11 +22,11 @@ from clipscale import checkpoint
 from clipscale.checkpoint import copies
 from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint, restore_from_copy
 from clipscale.checkpoint.folder import discard
-from clipscale.cli.train import result_if_complete
+from clipscale.cli.train_verb import result_if_complete
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train

@@ -25,7 +25,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.config.data import DataConfig
-from clipscale.config.train import TrainConfig, check
+from clipscale.config.train_config import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import Best, Goal, locate

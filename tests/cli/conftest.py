@@ -8,7 +8,7 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from tests.conftest import TINY, Capture
 
 Cli = Callable[..., tuple[int, str, str]]

@@ -20,7 +20,7 @@ from clipscale.common.errors import LoaderError, StoppedError, UnreachableError,
 from clipscale.config.presets import group_options
 from clipscale.config.setting import differences, sections_of, settings_of
 from clipscale.config.stages import STAGE_SETTINGS
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY
 from tests.eval.sets import classification_set

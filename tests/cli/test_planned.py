@@ -15,7 +15,7 @@ from clipscale.cli.planned import PlanProcess, planned
 from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny

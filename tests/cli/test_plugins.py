@@ -17,7 +17,7 @@ from clipscale.cli.main import main
 from clipscale.cli.plugins import objective
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY, Capture
 from tests.eval.sets import classification_set

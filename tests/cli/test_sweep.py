@@ -9,7 +9,7 @@ from clipscale.cli import compose
 from clipscale.cli.compose import folder_name
 from clipscale.cli.main import main
 from clipscale.common import files
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.run_folder.names import META, path_of
 from tests.cli.conftest import Cli
 from tests.conftest import TINY, Capture

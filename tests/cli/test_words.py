@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.parse import ABSENT, ALIASES, accepted_value, unknown_key
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from tests.support.user_errors import refused
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/open-clip.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
 from clipscale.config.parse import dataclass_from
 from clipscale.config.setting import sections_of, settings_of, summary
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from tests.support.user_errors import refused
 
 VALUES = files.read_yaml(Path(__file__).with_name("values.yaml"))

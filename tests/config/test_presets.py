@@ -11,12 +11,12 @@ import yaml
 
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
-from clipscale.config.expected import bands_of
+from clipscale.config.expected_bands import bands_of
 from clipscale.config.presets import group_options, preset_title
 from clipscale.config.setting import flat
-from clipscale.config.train import TrainConfig, check, plain_fields, with_defaults
+from clipscale.config.train_config import TrainConfig, check, plain_fields, with_defaults
 from clipscale.models.towers import build_model
-from clipscale.models.weights.loading import without_weights
+from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer
 from tests.support.towers import small_model
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed import join
 from clipscale.distributed.join import init_world
 from clipscale.distributed.parallel import gradient_norm, wrap

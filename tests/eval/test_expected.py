@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from clipscale.common.record import Results
-from clipscale.config.expected import bands_of
+from clipscale.config.expected_bands import bands_of
 from clipscale.eval.expected import Expected
 from tests.support.user_errors import refused
 

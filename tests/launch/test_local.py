@@ -25,7 +25,7 @@ from torch.distributed.launcher import api
 from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from tests.conftest import TINY

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli import train as verb
+from clipscale.cli import train_verb
 from clipscale.config.data import DataConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle import run_lock
 from clipscale.lifecycle.run_lock import RunLock, wait_until_free
 from clipscale.train import train
@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
     RunLock(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("start", [verb.main, train])
+@pytest.mark.parametrize("start", [train_verb.main, train])
 def test_a_second_start_is_refused_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[TrainConfig], object]
 ) -> None:

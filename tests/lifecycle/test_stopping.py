@@ -15,7 +15,7 @@ from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import local
 from clipscale.lifecycle import stopping

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipscale import distillation_loss
 from clipscale.loss.autograd import takes_half_precision
-from clipscale.loss.distillation.objective import add_teachers
+from clipscale.loss.distillation.distillation_objective import add_teachers
 from clipscale.loss.inputs import make_inputs
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.tools.plan.memory_tracker import MemoryTracker

@@ -15,7 +15,7 @@ from clipscale import checkpoint
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CheckpointConfig
 from clipscale.config.stages import StageConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.models import lora
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.adapters import merge_run_adapters

@@ -23,7 +23,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
-from clipscale.config.train import TrainConfig, to_yaml, with_defaults
+from clipscale.config.train_config import TrainConfig, to_yaml, with_defaults
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipscale.cli import train as verb
+from clipscale.cli import train_verb
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
@@ -24,7 +24,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.stages import StageConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.position import DataPosition
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import fsdp_modules
@@ -331,7 +331,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
             path.rename(path.with_suffix(".kept"))
     for path in records[:-1]:
         path.with_suffix(".kept").rename(path)
-    assert verb.result_if_complete(replace(config, samples=24)) is None
+    assert train_verb.result_if_complete(replace(config, samples=24)) is None
     results.add("set", {"top1": 1.0}, {})
     assert train(config)["step"] == len(curve(run)) == 4
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}

@@ -16,7 +16,7 @@ from torch import Tensor
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, DistillConfig, LaunchConfig, LossConfig, OptimConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.features import FEATURES_FILE, encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss

@@ -20,14 +20,14 @@ from clipscale import checkpoint
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.run_folder.names import path_of
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
 from tests.conftest import Capture
-from tests.models.weights.test_loading import open_clip_folder
+from tests.models.weights.test_load_weights import open_clip_folder
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, four_step_config, records, train_loop, train_on_rank

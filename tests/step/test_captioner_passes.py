@@ -28,7 +28,7 @@ from clipscale.config.sections import (
     LossConfig,
     OptimConfig,
 )
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures

@@ -11,7 +11,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.run_folder.names import checkpoints_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
-from clipscale.config.train import TrainConfig
-from clipscale.data.loader.captions import SortedCaptions
+from clipscale.config.train_config import TrainConfig
+from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.step_inputs import StepAgreement
 from clipscale.step.train_step import StepNumbers, TrainStep

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
-from clipscale.config.train import TrainConfig, check, with_defaults
+from clipscale.config.train_config import TrainConfig, check, with_defaults
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World

@@ -9,7 +9,7 @@ from tests.cli.conftest import Cli, tiny
 from tests.cli.conftest import cli as cli
 from tests.data.files import write_tar
 from tests.eval.sets import classification_set
-from tests.models.weights.test_loading import open_clip_folder, random_model
+from tests.models.weights.test_load_weights import open_clip_folder, random_model
 
 CUT = b"not a picture"
 WRONG = {"shards": "data.train={}/bad.tar", "weights": "model.weights={}/half.pt", "set": "eval.sets={}/set"}

@@ -20,17 +20,17 @@ from clipscale.common.poll import Poll, no_poll
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
+from clipscale.data.loader.batch_memory import check_memory
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
-from clipscale.data.loader.memory import check_memory
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, ends_with_pad, open_filler
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
-from clipscale.data.shards.errors import CHANGED_SHARD
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
+from clipscale.data.shards.shard_errors import CHANGED_SHARD
 from clipscale.data.shards.subset import subset_of
 from clipscale.data.train_transform import TrainTransform
 

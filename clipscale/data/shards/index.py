@@ -24,9 +24,9 @@ from clipscale.common.files import user_cache
 from clipscale.common.process_pool import spawned_pool
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
-from clipscale.data.shards.errors import CHANGED_SHARD, SourceError
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.requests import ObjectState
+from clipscale.data.shards.shard_errors import CHANGED_SHARD, SourceError
 from clipscale.data.shards.store import Store, local_state
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK_BYTES

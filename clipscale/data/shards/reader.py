@@ -20,8 +20,8 @@ import numpy as np
 
 from clipscale.data.addresses import basename
 from clipscale.data.sample import IMAGE_TYPES, MAX_NAME_BYTES, MAX_TEXT_BYTES, RawSample, key_and_extension
-from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.requests import ObjectState
+from clipscale.data.shards.shard_errors import SourceError
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import (

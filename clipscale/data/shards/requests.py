@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 from clipscale.common.errors import UserError
 from clipscale.common.remote import NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.data.addresses import bucket_of, scheme_of
-from clipscale.data.shards.errors import SourceError
+from clipscale.data.shards.shard_errors import SourceError
 
 # Seconds of a server's silence after which a request is repeated.
 WAIT_S = 30.0

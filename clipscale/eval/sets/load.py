@@ -14,7 +14,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.data.sample import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARD_SUFFIXES
-from clipscale.eval.sets import captions, folders, shards
+from clipscale.eval.sets import caption_files, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 from clipscale.eval.sets.known import HELD_OUT, frame_width
 
@@ -50,7 +50,7 @@ def load_set(path: Path) -> EvalSet:
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
-        loaded = captions.load(path) if path.is_file() else _load_folder(path)
+        loaded = caption_files.load(path) if path.is_file() else _load_folder(path)
     frame = frame_width(path)
     if frame:
         loaded = replace(loaded, images=[image._replace(frame=frame) for image in loaded.images])
@@ -71,7 +71,7 @@ def _load_folder(path: Path) -> EvalSet:
     inside = files.visible_entries(path)
     below = {file.name for file in inside if file.is_dir()}
     tars = [file for file in inside if file.name.endswith(SHARD_SUFFIXES)]
-    captioned = {} if tars else captions.caption_files(path) or captions.published_files_below(path)
+    captioned = {} if tars else caption_files.caption_files(path) or caption_files.published_files_below(path)
     if len(captioned) > 1:
         one, other, *_ = [str(file.relative_to(path)) for file in captioned]
         chosen = max(captioned, key=lambda file: any(name in file.stem for name in HELD_OUT))  # the first in a tie
@@ -79,7 +79,7 @@ def _load_folder(path: Path) -> EvalSet:
             f"eval.sets: {path} has the captions {one} and {other}; give one, as eval.sets={shlex.quote(str(chosen))}"
         )
     if captioned:
-        return captions.with_images(*captioned.popitem())
+        return caption_files.with_images(*captioned.popitem())
     held_out = [name for name in HELD_OUT if name in below]
     if held_out and "train" in below and below <= NO_NAMES:
         return _load_folder(path / held_out[0])
@@ -88,9 +88,9 @@ def _load_folder(path: Path) -> EvalSet:
     if tars:
         return shards.load_pairs(path, tars)
     if any(map(folders.is_image, inside)):
-        beside = captions.caption_files(path.parent)
+        beside = caption_files.caption_files(path.parent)
         if len(beside) == 1:
-            return captions.with_images(*beside.popitem(), folder=path)
+            return caption_files.with_images(*beside.popitem(), folder=path)
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
         f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON; "

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from clipscale.common import files
 from clipscale.models.weights import adapters
-from clipscale.models.weights.names import choose_weight_set, listed
+from clipscale.models.weights.key_styles import choose_weight_set, listed
 
 
 class NamesTable(TypedDict):

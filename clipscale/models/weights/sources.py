@@ -29,7 +29,7 @@ from clipscale.models.weights.descriptions import (
     difference,
     least_parameters,
 )
-from clipscale.models.weights.names import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
+from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
 from clipscale.run_folder.chosen_checkpoint import locate
 from clipscale.run_folder.names import META, is_run, run_folder, settings_of_run

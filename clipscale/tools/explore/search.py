@@ -20,7 +20,7 @@ from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.join import init_world
 from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
-from clipscale.tools.embed.encode import FeatureEncoder, feature_encoder
+from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig

@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import difference
-from clipscale.models.weights.loading import AVERAGE, Weights, fit_positions, without_weights
+from clipscale.models.weights.load_weights import AVERAGE, Weights, fit_positions, without_weights
 from clipscale.models.weights.sources import SET, find
 from clipscale.trained_model import load_checkpoint
 

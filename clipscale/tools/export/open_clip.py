@@ -13,7 +13,7 @@ from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of, overrides_timm_sizes
 from clipscale.models.weights.descriptions import SAFE_TEXT
-from clipscale.models.weights.loading import Weights
+from clipscale.models.weights.load_weights import Weights
 
 # Takes the place of a tokenizer's folder in a description. Readers of an export find the tokenizer in the export.
 TOKENIZER = "tokenizer"

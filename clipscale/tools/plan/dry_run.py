@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
-from clipscale.config.train import TrainConfig
-from clipscale.data.loader.captions import WIDTH_MULTIPLE
+from clipscale.config.train_config import TrainConfig
+from clipscale.data.loader.sorted_captions import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange
@@ -26,7 +26,7 @@ from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.loading import without_weights
+from clipscale.models.weights.load_weights import without_weights
 from clipscale.start.build import build_loss, build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.chunk_output import ChunkOutput

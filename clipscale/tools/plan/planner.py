@@ -13,14 +13,17 @@ from clipscale.common.hardware import Hardware
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
-from clipscale.config.train import beyond_published
+from clipscale.config.train_config import beyond_published
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
 from clipscale.step.graph_memory import USABLE_SHARE
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
-from clipscale.tools.plan.memory import (
+from clipscale.tools.plan.remedies import Remedy, possible_remedies
+from clipscale.tools.plan.render import render
+from clipscale.tools.plan.settings import PlanConfig, target_gpu
+from clipscale.tools.plan.step_memory import (
     PHASES,
     TOWERS,
     HostMemory,
@@ -30,10 +33,7 @@ from clipscale.tools.plan.memory import (
     host_memory,
     outside_torch,
 )
-from clipscale.tools.plan.remedies import Remedy, possible_remedies
-from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import step_time
-from clipscale.tools.plan.text import render
 
 
 @dataclass(frozen=True)

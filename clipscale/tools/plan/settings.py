@@ -6,7 +6,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
 from clipscale.common.units import Bytes
 from clipscale.config.setting import setting
-from clipscale.config.train import TrainConfig, check_divisible, check_sigmoid
+from clipscale.config.train_config import TrainConfig, check_divisible, check_sigmoid
 from clipscale.launch.local import num_workers
 
 

@@ -16,7 +16,7 @@ def main(config: PlanConfig) -> int:
     config = replace(on_machine(config), model=with_hub_architecture(config.model))
     with hidden_packages(*unneeded_packages(config.model.description, fetches=False)):
         from clipscale.tools.plan.planner import plan
-        from clipscale.tools.plan.text import render
+        from clipscale.tools.plan.render import render
 
     stages = stages_of(config)
     results = [plan(stage) for stage in stages]

@@ -7,7 +7,7 @@ from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import num_workers
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
@@ -26,7 +26,7 @@ def start_plan(config: TrainConfig) -> Record:
     model = with_hub_architecture(config.model)
     with hidden_packages(*unneeded_packages(model.description, fetches=False)):
         from clipscale.tools.plan.planner import plan
-        from clipscale.tools.plan.text import render
+        from clipscale.tools.plan.render import render
 
     machine = {"model": model, "hardware": hardware, "gpus": num_workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]

@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record
 from clipscale.common.text import printable
 from clipscale.config.eval import existing_run, runs_of_sweep
-from clipscale.config.expected import SOURCE, bands_of
+from clipscale.config.expected_bands import SOURCE, bands_of
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.eval.expected import Expected

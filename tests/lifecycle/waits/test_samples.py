@@ -16,7 +16,7 @@ import torch.distributed as dist
 from clipscale.common.errors import StoppedError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig, EvalConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.shard_stream import ShardStream
 from clipscale.log.records import read_metrics
 from clipscale.run_folder.names import checkpoints_of, step_of

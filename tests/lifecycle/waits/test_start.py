@@ -17,7 +17,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.cli.main import main as command
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import EvalConfig, LaunchConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.index import lookup, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.launch import local

@@ -15,7 +15,7 @@ from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.tools.export.open_clip import weights
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main

@@ -19,7 +19,7 @@ from clipscale.config.model import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import OPEN_CLIP_CONFIG, described_model
 from clipscale.models.weights.hugging_face import TANH
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import local_source
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings

@@ -17,16 +17,24 @@ from safetensors.torch import save_file
 from clipscale.checkpoint import CheckpointState
 from clipscale.cli.compose import settings
 from clipscale.cli.main import main
-from clipscale.cli.train import check_weights
+from clipscale.cli.train_verb import check_weights
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
-from tests.models.weights.test_loading import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
+from tests.models.weights.test_load_weights import (
+    SMALL,
+    config,
+    custom,
+    open_clip_folder,
+    plain,
+    random_model,
+    state_of,
+)
 from tests.support.checkpoints import save_model
 from tests.support.interpreter import interpreted
 

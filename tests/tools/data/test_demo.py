@@ -13,7 +13,7 @@ from threading import Timer
 
 import pytest
 
-from clipscale.cli import train as cli_train
+from clipscale.cli import train_verb
 from clipscale.cli.main import main
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
@@ -82,7 +82,7 @@ def test_training_renders_the_set_that_is_missing(
     monkeypatch.setattr(demo, "render_demo", lambda root, processes: render(root, 64))
     monkeypatch.setattr("clipscale.launch.local.launch", lambda *given, **options: {})
     root = user_folder()
-    cli_train.main(ten_step_config(root, tmp_path / "run"))
+    train_verb.main(ten_step_config(root, tmp_path / "run"))
     assert len(expand(train_shards(root))) == 16 and tmp_path in root.parents
     before = digests(root)
     demo.main()

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import build_model
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.tools.export.open_clip import weights
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main

@@ -20,9 +20,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.presets import PACKAGE
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.hugging_face import TANH
-from clipscale.models.weights.loading import completed_by_weights
-from clipscale.tools.embed.run import main as embed
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.tools.embed.settings import EmbedConfig
+from clipscale.tools.embed.verb import main as embed
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main

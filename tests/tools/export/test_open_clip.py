@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.open_clip import check_rebuilt_by_open_clip
 from clipscale.tools.export.settings import ExportSettings

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipscale.config.parse import dataclass_from
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
@@ -19,7 +19,7 @@ from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.dry_run import CPU
-from clipscale.tools.plan.memory import PHASES, StepMemory
+from clipscale.tools.plan.step_memory import PHASES, StepMemory
 
 # A small vocabulary, so that activations and not the embedding make the peaks.
 ARCHITECTURE = {

@@ -108,10 +108,10 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
 
     Then what is left out: images of Karpathy's other splits, by the split, and those that only annotations name.
     """
-    from clipscale.eval.sets import captions  # here: it loads torch
+    from clipscale.eval.sets import caption_files  # here: it loads torch
 
     try:
-        entries = captions.entries(file)
+        entries = caption_files.entries(file)
         chosen: dict[str, list[str]] = {}
         for entry in entries:
             if entry.split in ("", *splits) and not entry.fault:
@@ -119,7 +119,7 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
         if not chosen:
             there = ",".join(dict.fromkeys(entry.split for entry in entries))
             raise UserError(f"{file} has no image of the splits {', '.join(splits)}; choose among 'splits=[{there}]'")
-        loaded = captions.with_images(file, chosen, remedy=lambda folder: beside_images(file, folder))
+        loaded = caption_files.with_images(file, chosen, remedy=lambda folder: beside_images(file, folder))
     except UserError as error:
         raise UserError(str(error).removeprefix("eval.sets: ")) from error
     root = root or str(file.parent.parent.resolve())

@@ -14,7 +14,14 @@ from clipscale.common.record import RunResult
 from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MAX_SAMPLES, TrainConfig, differences_from_file, samples_of, to_yaml, with_defaults
+from clipscale.config.train_config import (
+    MAX_SAMPLES,
+    TrainConfig,
+    differences_from_file,
+    samples_of,
+    to_yaml,
+    with_defaults,
+)
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder, run_to_resume

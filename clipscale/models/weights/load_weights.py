@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
-from clipscale.models.weights.names import SHARED, choose_weight_set, key_styles, listed, match_names
+from clipscale.models.weights.key_styles import SHARED, choose_weight_set, key_styles, listed, match_names
 from clipscale.models.weights.renaming import Weights, from_transformers
 from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes_of
 from clipscale.models.weights.sources import SET, Source, find, with_architecture_of

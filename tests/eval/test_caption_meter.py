@@ -16,7 +16,7 @@ from PIL import Image
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
-from clipscale.eval import captions
+from clipscale.eval import caption_meter
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.models.captioner import write_captions
 from clipscale.models.towers import ClipModel, build_model
@@ -71,7 +71,7 @@ def test_the_loss_is_open_clips_over_the_usable_pictures(tmp_path: Path, broken:
 
 
 def measured_on_a_rank(rank: int, size: int, root: str) -> dict[str, float]:
-    captions.PAIRS_AT_ONCE = 2
+    caption_meter.PAIRS_AT_ONCE = 2
     return measured_set(Path(root), batch=3, world=World(rank, size, torch.device("cpu")))
 
 

@@ -18,7 +18,7 @@ from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, format_decimal, parse_count
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.expected import bands_of
+from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import without_secrets

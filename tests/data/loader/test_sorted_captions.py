@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.captions import WIDTH_MULTIPLE, SortedCaptions, widths_of
 from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.sorted_captions import WIDTH_MULTIPLE, SortedCaptions, widths_of
 
 CPU = torch.device("cpu")
 PAD, END, CONTEXT = 0, 99, 44

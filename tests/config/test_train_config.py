@@ -13,7 +13,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import DistillConfig, LossConfig, OptimConfig
-from clipscale.config.train import (
+from clipscale.config.train_config import (
     MAX_SAMPLES,
     TrainConfig,
     beyond_published,

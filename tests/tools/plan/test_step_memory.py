@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import files
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.tools.plan.dry_run import dry_run
-from clipscale.tools.plan.memory import PHASES, StepMemory, StepModel
 from clipscale.tools.plan.memory_tracker import ROUND
+from clipscale.tools.plan.step_memory import PHASES, StepMemory, StepModel
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import measured, measured_config, measured_on_a_rank
 

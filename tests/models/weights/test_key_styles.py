@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.cli.train import check_weights
+from clipscale.cli.train_verb import check_weights
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.models.weights.hugging_face import MODEL_TYPES
-from clipscale.models.weights.loading import convert, read
-from clipscale.models.weights.names import key_pattern, known_names
+from clipscale.models.weights.key_styles import key_pattern, known_names
+from clipscale.models.weights.load_weights import convert, read
 from clipscale.models.weights.renaming import to_transformers
 from clipscale.models.weights.shapes import shapes_of
 from clipscale.models.weights.sources import find, local_source, resolve_architecture
-from tests.models.weights.test_loading import SMALL, config, random_model, state_of
+from tests.models.weights.test_load_weights import SMALL, config, random_model, state_of
 from tests.support.checkpoints import save
 
 State = dict[str, Any]

@@ -26,7 +26,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import described_model
-from clipscale.models.weights.loading import completed_by_weights
+from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import find
 from clipscale.tools.export.open_clip import open_clip_description, weights
 from tests.conftest import Capture

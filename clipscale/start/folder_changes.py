@@ -7,7 +7,7 @@ import yaml
 
 from clipscale import checkpoint
 from clipscale.common import files, ranks
-from clipscale.config.train import TrainConfig, difference_lines
+from clipscale.config.train_config import TrainConfig, difference_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside

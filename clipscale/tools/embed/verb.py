@@ -27,18 +27,18 @@ from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, without_query
 from clipscale.data.sample import IMAGE_TYPES, limits
-from clipscale.data.shards.errors import SourceError
 from clipscale.data.shards.features import FEATURES_FILE, TeacherNote, encoded_array, notes_beside, one_of_each_folder
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadFailure, read_shard
+from clipscale.data.shards.shard_errors import SourceError
 from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import SHARDS_FILE, FeaturesNote, ShardEntry, array_path
-from clipscale.tools.embed.encode import FeatureEncoder, Group, feature_encoder
+from clipscale.tools.embed.feature_encoder import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import SIDES, EmbedConfig, check_embed
 from clipscale.trained_model import load_run_or_weights
 
