@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from clipscale.checkpoint import CopyThread, copied_if_failed
+from clipscale.checkpoint import CheckpointUploader, uploaded_if_failed
 from clipscale.common import files
 from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
@@ -36,9 +36,9 @@ from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.rollback import rollback_on_error
 from clipscale.step.step_inputs import StepAgreement
 
-# After a signal the run saves, and then waits this many seconds for the checkpoint's copy. The launcher kills its
-# workers after `launch.local.SHUTDOWN_S`, which covers both. With torch 2.11 that limit is 30 s, so a slow copy may be
-# lost.
+# After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
+# kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal, so a copy has all of its time only if the save
+# takes less than 90 s. With torch 2.11 workers are killed after 30 s.
 COPY_S = 60.0
 
 
@@ -62,15 +62,15 @@ def train(config: TrainConfig) -> RunResult:
 
 def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     """Train one stage after another; a run without stages has one. Returns the last one's result."""
-    copies = None
+    uploader = None
     while True:
-        with copied_if_failed(copies, world, COPY_S):
-            started = begin(config, world, copies)
+        with uploaded_if_failed(uploader, world, COPY_S):
+            started = begin(config, world, uploader)
         result = TrainLoop(started, world, lock).run()
-        copies = started.saver.copies
+        uploader = started.saver.uploader
         if started.stage.is_last:
             # All ranks stay: Slurm would end rank 0 two minutes after the others.
-            run_long_on_rank0(world, partial(end_copies, copies, started.folder, config.launch.timeout_s, result))
+            run_long_on_rank0(world, partial(end_uploads, uploader, started.folder, config.launch.timeout_s, result))
             return result
         del started  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
@@ -227,10 +227,10 @@ class TrainLoop:
         return self.started.built.train_step.is_updating
 
 
-def end_copies(copies: CopyThread, folder: Path, limit_s: float, result: RunResult) -> None:
+def end_uploads(uploader: CheckpointUploader, folder: Path, limit_s: float, result: RunResult) -> None:
     """Wait for the last copy, and then write result.json into the run's folder. With it the same command prints the
     results, and trains no more."""
-    if copies.close(limit_s, result):
+    if uploader.close(limit_s, result):
         files.write_json(folder / RESULT, result)
 
 

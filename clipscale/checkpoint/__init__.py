@@ -10,7 +10,7 @@ It holds a nested dictionary; `state.py` lists its entries. A tensor is stored u
 model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import CopyThread, check_copy, copied_if_failed
+from clipscale.checkpoint.copies import CheckpointUploader, check_copy, uploaded_if_failed
 from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values
 from clipscale.checkpoint.resume import prepare_checkpoint
@@ -19,14 +19,14 @@ from clipscale.checkpoint.state import CheckpointState
 
 __all__ = [
     "CheckpointState",
-    "CopyThread",
+    "CheckpointUploader",
     "Retention",
     "Saver",
     "check_copy",
-    "copied_if_failed",
     "load",
     "make_folder",
     "prepare_checkpoint",
     "read_values",
     "remove_temporary",
+    "uploaded_if_failed",
 ]  # fmt: skip

@@ -238,8 +238,8 @@ def remove_parts(store: DirFileSystem) -> None:
         store.rm_file(COPYING)
 
 
-class CopyThread:
-    """A thread that copies a run's newest checkpoint and its records, one copy at a time.
+class CheckpointUploader:
+    """Copies a run's newest checkpoint and its records to a store, one copy at a time, in a thread.
 
         start, request:   copies what is then the newest checkpoint; reads its files back and compares them
         an error:         is printed once for its type; the next `request` tries again
@@ -253,8 +253,8 @@ class CopyThread:
         self.run = run
         self.address = address
         self.retention = retention
-        # The checkpoint that is being copied, which must stay on the disk meanwhile.
-        self.copying: list[Path] = []
+        # The checkpoint that is being uploaded, which must stay on the disk meanwhile.
+        self.uploading: list[Path] = []
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
@@ -316,15 +316,15 @@ class CopyThread:
                 if type(error) is not reported and not self.is_abandoned:
                     log_warning(f"checkpoint.copy: {self.problem}; the run goes on")
                 reported = type(error)
-            self.copying = []
+            self.uploading = []
 
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
         remove_parts(store)
-        self.copying = checkpoints_of(self.run)[-1:]  # chosen before the records, which are then at least as new
+        self.uploading = checkpoints_of(self.run)[-1:]  # chosen before the records, which are then at least as new
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
-        for path in self.copying:
+        for path in self.uploading:
             copy_checkpoint(store, path)
             for old in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
                 store.rm(str(old), recursive=True)
@@ -354,11 +354,11 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
 
 
 @contextmanager
-def copied_if_failed(copies: CopyThread | None, world: World, limit_s: float) -> Iterator[None]:
+def uploaded_if_failed(uploader: CheckpointUploader | None, world: World, limit_s: float) -> Iterator[None]:
     """Around the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
     try:
         yield
     except UserError:
-        if copies and world.is_rank0:
-            copies.close(limit_s)
+        if uploader and world.is_rank0:
+            uploader.close(limit_s)
         raise

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
-from clipscale.checkpoint.copies import CopyThread
+from clipscale.checkpoint.copies import CheckpointUploader
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
     meta_text,
@@ -54,15 +54,17 @@ class Saver:
     write changes no earlier one.
     """
 
-    def __init__(self, run_dir: Path, world: World, copies: CopyThread, last_begun_step: int | None = None) -> None:
-        """`copies`: copies each checkpoint; its retention holds in the run's folder, too.
+    def __init__(
+        self, run_dir: Path, world: World, uploader: CheckpointUploader, last_begun_step: int | None = None
+    ) -> None:
+        """`uploader`: copies each checkpoint; its retention holds in the run's folder, too.
 
         `last_begun_step`: see below.
         """
         self.run_dir = run_dir
         self.world = world
-        self.copies = copies
-        self.retention = copies.retention
+        self.uploader = uploader
+        self.retention = uploader.retention
         # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
         # new run: its start is not saved. None for a state from another folder, so that even its first step is saved.
         self.last_begun_step = last_begun_step
@@ -139,8 +141,8 @@ class Saver:
     def wait_for_copy(self, limit_s: float) -> None:
         """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
         self.wait_for_save()
-        if self.copies.address:
-            run_on_rank0(self.world, partial(self.copies.close, limit_s))
+        if self.uploader.address:
+            run_on_rank0(self.world, partial(self.uploader.close, limit_s))
 
     def announce_if_best(self, step: int) -> bool:
         """Whether the evaluation of `step` beats those of all checkpoints. Rank 0 prints a line. A collective.
@@ -187,10 +189,10 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        self.copies.request()
-        copying = self.copies.copying
+        self.uploader.request()
+        uploading = self.uploader.uploading
         for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
-            if old not in copying:
+            if old not in uploading:
                 folder.remove(old)
 
 

@@ -27,7 +27,7 @@ class EvalTransform:
     16-bit greys are scaled to 8 bits, as in training; in open_clip they become white.
     """
 
-    side: int
+    image_size: int
     # `shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the
     # longer side becomes S, black fills the rest.
     mode: str = "shortest"
@@ -38,13 +38,15 @@ class EvalTransform:
         with broken_pictures():
             image = rgb(open_picture(data))
             if self.mode == "shortest":  # a picture one pixel wide grows by the square of its shorter side
-                check_pixels(self.side, self.side * max(image.size) // min(image.size))
+                check_pixels(self.image_size, self.image_size * max(image.size) // min(image.size))
             return np.ascontiguousarray(np.asarray(self.resized(image)).transpose(2, 0, 1))
 
     @cached_property
     def resized(self) -> Compose:
         """open_clip's transform of a picture, up to the conversion to numbers."""
-        transform = image_transform(self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation)
+        transform = image_transform(
+            self.image_size, is_train=False, resize_mode=self.mode, interpolation=self.interpolation
+        )
         return Compose([step for step in transform.transforms if not isinstance(step, ToTensor | Normalize)])
 
 

@@ -165,7 +165,7 @@ class Epochs:
     expected: float | None = None
 
     @property
-    def samples(self) -> int:
+    def epoch_samples(self) -> int:
         """Samples of an average epoch, of all streams."""
         return sum(self.counts) if self.expected is None else round(self.expected)
 

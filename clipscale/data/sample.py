@@ -19,7 +19,7 @@ MAX_IMAGE_BYTES = 64 << 20
 MAX_TEXT_BYTES = 1 << 20
 
 
-def limits(pictures: Iterable[str], texts: Iterable[str] = ()) -> dict[str, int]:
+def size_limits_of(pictures: Iterable[str], texts: Iterable[str] = ()) -> dict[str, int]:
     """The members to read and their size limits: extension -> bytes."""
     return dict.fromkeys(texts, MAX_TEXT_BYTES) | dict.fromkeys(pictures, MAX_IMAGE_BYTES)
 
@@ -63,7 +63,7 @@ class RawSample:
     ) -> bool:
         """Admit a member, or spoil the sample for one that it cannot have. Returns whether to read it.
 
-        `size_limits`: from `limits`; None to read all members. `link_error`: why a link cannot be read.
+        `size_limits`: from `size_limits_of`; None to read all members. `link_error`: why a link cannot be read.
 
         These spoil the sample: a member that repeats, a link that cannot be read, a member over its limit, and a member
         that brings the sample's total over MAX_IMAGE_BYTES.

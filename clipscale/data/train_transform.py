@@ -44,13 +44,13 @@ def random_box(
 class TrainTransform:
     """Turns a picture's bytes into training pixels: random resized crop and flip, with the caller's random numbers."""
 
-    side: int
+    image_size: int
     augment: AugmentConfig
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(C, S, S): shape of the pixels."""
-        return 3, self.side, self.side
+        return 3, self.image_size, self.image_size
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written.
@@ -66,7 +66,7 @@ class TrainTransform:
         flipped = augment.flip > 0 and rng.uniform() < augment.flip
         crop = picture.decode()[top:bottom, left:right]
         image = torch.from_numpy(crop).permute(2, 0, 1)
-        size = (self.side, self.side)
+        size = (self.image_size, self.image_size)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
         pixels = image.numpy()

@@ -194,7 +194,7 @@ class EvalEncoder:
         captioner's tokens of them (n, P, W).
         """
         transform = self.model.eval_transform()
-        blank = np.zeros((3, transform.side, transform.side), np.uint8)
+        blank = np.zeros((3, transform.image_size, transform.image_size), np.uint8)
 
         def pixels_of(index: int) -> tuple[np.ndarray, str]:
             try:

@@ -35,7 +35,7 @@ from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
 from clipscale.models.tokenizer import Tokenizer, context_length_of, tokenizer_of
-from clipscale.models.weights.load_weights import load as load_weights
+from clipscale.models.weights.load_weights import load_weights
 
 TOWERS = ("image", "text")
 NO_DESCRIPTION = "model.architecture does not describe an open_clip model"
@@ -300,19 +300,19 @@ def siglip_trunk(vision: Record) -> nn.Module:
     )
 
 
-def _check_patches(side: int, vision: Record) -> None:
+def _check_patches(image_size: int, vision: Record) -> None:
     """Raise UserError for pictures that the patches do not divide."""
     timm_patch = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
     patch = vision.get("patch_size") or (int(timm_patch[1]) if timm_patch else 1)
-    if side % patch:
-        near = max(1, round(side / patch)) * patch
+    if image_size % patch:
+        near = max(1, round(image_size / patch)) * patch
         raise UserError(
-            f"model.image_size={side}: the patches are {patch} pixels wide; give a multiple, such as {near}"
+            f"model.image_size={image_size}: the patches are {patch} pixels wide; give a multiple, such as {near}"
         )
 
 
-def side_and_tokenizer(config: ModelConfig) -> tuple[int, Tokenizer]:
-    """The side of a model's pictures and its tokenizer, which data workers need before the model is built.
+def image_size_and_tokenizer(config: ModelConfig) -> tuple[int, Tokenizer]:
+    """The side of a model's pictures in pixels, and its tokenizer, which data workers need before the model is built.
 
     Raises UserError as `architecture`.
     """
@@ -325,7 +325,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
     `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own. `tokenizer`: from
-    `side_and_tokenizer`; None: load one.
+    `image_size_and_tokenizer`; None: load one.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """

@@ -43,10 +43,10 @@ class StartedRun:
     checkpoint_template: checkpoint.CheckpointState
 
 
-def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | None = None) -> StartedRun:
+def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUploader | None = None) -> StartedRun:
     """Begin or resume the run, or begin its next stage. A collective.
 
-    `copies`: the thread that has copied the checkpoints of earlier stages; None in this process's first stage.
+    `uploader`: has copied the checkpoints of earlier stages; None in this process's first stage.
 
     If it raises UserError, it has ended the data workers that it had started.
     """
@@ -60,7 +60,7 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
     expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
 
     # Which checkpoint, and which settings.
-    path = prepare_checkpoint_to_resume(config, world, fetch_copy=copies is None)
+    path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
     # No setting is refused after this: nothing would end the workers that `build` starts.
@@ -87,11 +87,11 @@ def begin(config: TrainConfig, world: World, copies: checkpoint.CopyThread | Non
         undo.callback(records.close)
 
         # Checkpoints and their copies.
-        if copies is None:
-            copies = begin_copies(resolved, world)
+        if uploader is None:
+            uploader = begin_uploads(resolved, world)
         is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
         last_begun_step = resolved.step if is_in_folder else None
-        saver = checkpoint.Saver(resolved.folder, world, copies, last_begun_step)
+        saver = checkpoint.Saver(resolved.folder, world, uploader, last_begun_step)
         undo.pop_all()
 
     return StartedRun(
@@ -138,14 +138,14 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
-def begin_copies(resolved: ResolvedRun, world: World) -> checkpoint.CopyThread:
-    """The copies of the run's checkpoints; rank 0 begins to make them if the settings ask for it."""
+def begin_uploads(resolved: ResolvedRun, world: World) -> checkpoint.CheckpointUploader:
+    """What copies the run's checkpoints; rank 0 begins to copy if the settings ask for it."""
     settings = resolved.config.checkpoint
     best = None
     if settings.best:
         best = Best(resolved.folder, Goal.parse("checkpoint.best", settings.best))
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    copies = checkpoint.CopyThread(resolved.folder, settings.copy, retention)
-    if copies.address and world.is_rank0:
-        copies.start()
-    return copies
+    uploader = checkpoint.CheckpointUploader(resolved.folder, settings.copy, retention)
+    if uploader.address and world.is_rank0:
+        uploader.start()
+    return uploader

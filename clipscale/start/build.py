@@ -31,7 +31,7 @@ from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
-from clipscale.models.towers import ClipModel, build_model, side_and_tokenizer
+from clipscale.models.towers import ClipModel, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.disk import check_room
@@ -73,11 +73,11 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
     with ExitStack() as undo:
         # Data first: its workers read while the model is built.
         show_task("opening the shards")
-        side, tokenizer = side_and_tokenizer(config.model)
+        image_size, tokenizer = image_size_and_tokenizer(config.model)
         teachers = run_on_rank0(
             world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
-        stream = undo.enter_context(open_data(resolved, share, side, tokenizer, teachers, world))
+        stream = undo.enter_context(open_data(resolved, share, image_size, tokenizer, teachers, world))
         if world.size > 1:
             stream.defer_failures()
         epoch_samples = stream.epoch_samples
@@ -255,7 +255,7 @@ def build_passes(
 def open_data(
     resolved: ResolvedRun,
     share: BatchShare,
-    side: int,
+    image_size: int,
     tokenizer: Tokenizer,
     teachers: tuple[TeacherFeatures, ...],
     world: World,
@@ -277,7 +277,7 @@ def open_data(
     return open_stream(
         config.data,
         share,
-        side,
+        image_size,
         tokenizer,
         shards,
         position=position,
@@ -295,8 +295,8 @@ def samples_repeat(config: TrainConfig) -> bool:
 def least_saved_bytes(config: TrainConfig) -> int:
     """A lower bound of a checkpoint's bytes.
 
-    Counts the weights of towers that train as a whole or have adapters. Without adapters it also counts their moving
-    average, and the state of the optimizers in STATE_ENTRIES.
+    Counts the weights of the towers with `train=all`: all their layers train, or have adapters with `model.lora`.
+    Without adapters it also counts their moving average, and the state of the optimizers in STATE_ENTRIES.
     """
     encoders = unbuilt_encoders(config.model)
     model = config.model

@@ -15,7 +15,7 @@ from clipscale.config.train_config import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.models.towers import architecture, build_model, side_and_tokenizer
+from clipscale.models.towers import architecture, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.names import run_folder, run_to_resume
 from clipscale.tools.data.check import check_shard
@@ -37,7 +37,7 @@ def main(config: TrainConfig) -> None:
     resumed = run_to_resume(config.run, config.resume)  # its checkpoint holds the weights
     model = config.model if resumed else completed_by_weights(config.model)
     sources = config.data.train or []
-    side, tokenizer = side_and_tokenizer(model)
+    image_size, tokenizer = image_size_and_tokenizer(model)
     tokenizer([""])
     if model.weight_settings and not resumed:
         build_model(model)
@@ -50,7 +50,7 @@ def main(config: TrainConfig) -> None:
         sets = len(load_chosen_sets(config.eval))
     if config.checkpoint.copy:
         check_copy(run_folder(config.run), config.checkpoint.copy)
-    summary = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
+    summary = f"{model.name} of {image_size} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     print_line(f"checked, and nothing is started: {summary}")
 
 

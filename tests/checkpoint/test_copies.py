@@ -119,9 +119,9 @@ def test_a_copy_may_take_longer_than_the_ranks_wait_for_each_other(tmp_path: Pat
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
     """A saver whose checkpoints are copied into the `store`."""
-    copies = checkpoint.CopyThread(run, f"file://{store}", checkpoint.Retention(**retention))
-    copies.start()
-    return checkpoint.Saver(run, ONE_RANK, copies)
+    uploader = checkpoint.CheckpointUploader(run, f"file://{store}", checkpoint.Retention(**retention))
+    uploader.start()
+    return checkpoint.Saver(run, ONE_RANK, uploader)
 
 
 def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
@@ -131,7 +131,7 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
         saver.save(checkpoint.CheckpointState(step), wait=True)
         while not (path_of(root / "store", step) / "meta.json").exists():
             time.sleep(0.01)
-    saver.copies.close(60)
+    saver.uploader.close(60)
     return saver
 
 
@@ -174,7 +174,7 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
     saver = save(tmp_path, [1], keep_newest=1)
-    saver.copies.copying = checkpoints_of(tmp_path / "run")
+    saver.uploader.uploading = checkpoints_of(tmp_path / "run")
     saver.save(checkpoint.CheckpointState(2), wait=True)
     assert steps(tmp_path / "run") == [1, 2]
 
@@ -325,7 +325,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
         saver = copying(tmp_path / "run", store, keep_newest=1)
         saver.save(checkpoint.CheckpointState(step, model={"w": torch.ones(1000)}), wait=True)
-        saver.copies.close(60)
+        saver.uploader.close(60)
 
     copied(1)
     size = sum(path.stat().st_size for path in path_of(store, 1).iterdir())
@@ -353,7 +353,7 @@ def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     saver = copying(tmp_path / "run", tmp_path / "store")
     saver.save(checkpoint.CheckpointState(1), wait=True)
-    saver.copies.close(60)
+    saver.uploader.close(60)
     assert not [*tmp_path.glob("store/checkpoints/*/meta.json")]
 
 

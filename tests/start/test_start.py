@@ -30,7 +30,7 @@ from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
-from clipscale.models.towers import build_model, side_and_tokenizer
+from clipscale.models.towers import build_model, image_size_and_tokenizer
 from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.start.begin import check_goal
@@ -252,10 +252,10 @@ def test_a_start_refuses_settings_that_nobody_has_checked_before_it_starts_worke
 @pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "ViT-B-16-SigLIP-256", "MobileCLIP2-S0"])
 def test_workers_know_the_inputs_of_a_model_before_it_is_built(name: str) -> None:
     config = ModelConfig(name=name)
-    side, tokenizer = side_and_tokenizer(config)
+    image_size, tokenizer = image_size_and_tokenizer(config)
     with torch.device("meta"):
         model = build_model(config)
-    assert (side, tokenizer.length) == (model.image_size, model.context_length)
+    assert (image_size, tokenizer.length) == (model.image_size, model.context_length)
 
 
 def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> None:

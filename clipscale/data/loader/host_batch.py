@@ -47,7 +47,7 @@ class Layout:
 
     slots: int  # local batches in memory at once
     samples: int  # of the local batch
-    side: int  # of the pictures
+    image_size: int
     context_length: int
     text_layout: TextLayout = ONE_CAPTION  # captions and hard negatives of a sample
     # The teachers whose features each slot holds beside the samples.
@@ -69,7 +69,7 @@ class Layout:
             "sameness_keys": ArraySpec((self.samples,), "int64"),
             **{teacher.member: ArraySpec((self.samples, *teacher.shape), teacher.dtype) for teacher in self.teachers},
             "lengths": ArraySpec((self.num_texts,), "int16"),
-            "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
+            "pixels": ArraySpec((self.samples, 3, self.image_size, self.image_size), "uint8"),
         }
 
     def memory_bytes(self) -> int:

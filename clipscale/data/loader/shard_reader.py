@@ -36,9 +36,9 @@ class OrderedShards:
     teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
-    def samples(self) -> int | None:
+    def epoch_samples(self) -> int | None:
         """Samples of an average epoch of all streams; None if shards are drawn with replacement."""
-        return self.order.samples if isinstance(self.order, Epochs) else None
+        return self.order.epoch_samples if isinstance(self.order, Epochs) else None
 
     @cached_property
     def order_fingerprint(self) -> str:

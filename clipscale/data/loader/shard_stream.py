@@ -19,7 +19,7 @@ from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.position import StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, limits
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, size_limits_of
 from clipscale.data.sentences import draw_part
 from clipscale.data.shards.reader import why_unusable
 from clipscale.data.shards.store import RETRIES, Store
@@ -222,7 +222,7 @@ def open_shard_stream(
     else:
         starts = [(0, 0)] * len(sources)
     teacher_members = {teacher.member for teacher in spec.shards.teachers}
-    size_limits = limits(IMAGE_TYPES, spec.selection.members() | teacher_members)
+    size_limits = size_limits_of(IMAGE_TYPES, spec.selection.members() | teacher_members)
     readers = [
         ShardReader(
             source, stream_id, position, size_limits, store, spec.subset, lambda url: set_status(f", reading {url}")

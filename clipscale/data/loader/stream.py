@@ -96,7 +96,7 @@ class TrainStream:
         # have no samples in them. So the caller discards the batch with `discard_last_batch`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
-        self.epoch_samples = self._shards.samples
+        self.epoch_samples = self._shards.epoch_samples
 
     def request_first(self) -> None:
         """Let the workers fill the first batches, one for each slot of the memory."""
@@ -270,7 +270,7 @@ def order_shards(
 def open_stream(
     config: DataConfig,
     share: BatchShare,
-    side: int,
+    image_size: int,
     tokenizer: Callable[[list[str]], Tensor],
     shards: OrderedShards,
     *,
@@ -280,15 +280,15 @@ def open_stream(
 ) -> TrainStream:
     """Open the stream of batches over `shards`, at the start or at the run's `position`.
 
-    `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `check_memory`. Raises
-    UserError for settings or shards that cannot work.
+    `image_size`: the side of the model's pictures in pixels. `gpu`: page-lock the batch memory. `free`: see
+    `check_memory`. Raises UserError for settings or shards that cannot work.
     """
     chosen = parse_selection(config, takes_first=bool(shards.teachers))
     empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
     pad = int(empty[-1])
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.local_batch, side, len(empty), workers, shards.teachers)
+    layout = layout_of(config, share.local_batch, image_size, len(empty), workers, shards.teachers)
     memory_line = check_memory(layout, free)
     arena = create_arena(layout)
     count = max(1, workers)
@@ -297,7 +297,7 @@ def open_stream(
         subset=subset_of(config),
         repeats_samples=bool(config.sample_weights),
         timeout_s=config.timeout_s,
-        transform=TrainTransform(side, config.augment),
+        transform=TrainTransform(image_size, config.augment),
         tokenizer=tokenizer,
         pad=pad,
         end_is_pad=ends_with_pad(empty, other, pad),
@@ -347,7 +347,7 @@ def worker_count(config: DataConfig, num_streams: int) -> int:
 def layout_of(
     config: DataConfig,
     samples: int,
-    side: int,
+    image_size: int,
     context_length: int,
     workers: int,
     teachers: tuple[TeacherFeatures, ...] = (),
@@ -356,7 +356,7 @@ def layout_of(
     return Layout(
         slots=config.buffers if workers else 1,
         samples=samples,
-        side=side,
+        image_size=image_size,
         context_length=context_length,
         text_layout=config.text_layout,
         teachers=teachers,

@@ -333,7 +333,7 @@ def read_shard(
 
     Args:
         reads_content: takes a sample's index; whether its content is read.
-        size_limits: content is read for these members (see `sample.limits`); None for all.
+        size_limits: content is read for these members (see `size_limits_of`); None for all.
         subset: the shard then has only the samples that it lists. One of weight 2.5 comes as three copies, the third
             with a probability of 0.5.
         offsets: returns the samples' offsets (see `index.sample_offsets`). Unwanted samples are then skipped.

@@ -23,7 +23,7 @@ from clipscale.models.weights import adapters
 from clipscale.models.weights.key_styles import SHARED, choose_weight_set, key_styles, listed, match_names
 from clipscale.models.weights.renaming import Weights, from_transformers
 from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes_of
-from clipscale.models.weights.sources import SET, Source, find, with_architecture_of
+from clipscale.models.weights.sources import SET, Source, find_source, with_architecture_of
 
 if TYPE_CHECKING:
     from clipscale.checkpoint import CheckpointState
@@ -70,14 +70,16 @@ def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" =
     preprocess: dict[str, object] = {}
     correct_mask = True
     if config.weights:
-        source = find(config.weights, config.name)
+        source = find_source(config.weights, config.name)
         preprocess = source.model.preprocess
         config = with_architecture_of(config, source)
         correct_mask = config.is_captioner and begins_with_correct_mask(source)
     if config.is_captioner and config.correct_cls_mask is None:
         config = replace(config, correct_cls_mask=correct_mask)
     if config.image.weights:
-        preprocess = find(config.image.weights, config.name, "model.image.weights").model.preprocess or preprocess
+        preprocess = (
+            find_source(config.image.weights, config.name, "model.image.weights").model.preprocess or preprocess
+        )
     return replace(config, preprocess={**preprocess, **config.preprocess})
 
 
@@ -102,18 +104,18 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, weights=None, image=image, text=replace(config.text, weights=None))
 
 
-def load(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
+def load_weights(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
-        source = find(config.weights, config.name)
-        fill(encoders, convert(read(source), encoders, source), source)
+        source = find_source(config.weights, config.name)
+        copy_into(encoders, convert(read(source), encoders, source), source)
     for tower, prefix, weights in (
         ("image", "visual.", config.image.weights),
         ("text", "text.", config.text.weights),
     ):
         if weights:
-            source = find(weights, config.name, f"model.{tower}.weights")
-            fill(encoders, convert(read(source), encoders, source, prefix), source, prefix)
+            source = find_source(weights, config.name, f"model.{tower}.weights")
+            copy_into(encoders, convert(read(source), encoders, source, prefix), source, prefix)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Modu
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") -> None:
+def copy_into(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") -> None:
     """Put weights into the model, or the tower whose names begin with `prefix`.
 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other

@@ -72,7 +72,7 @@ class Source:
         return to_user_error(f"{self.setting} cannot be read as weights")
 
 
-def find(value: str, name: str, setting: str = "model.weights") -> Source:
+def find_source(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names, perhaps by a tag of the architecture `name`. Raises UserError."""
     origin = f"{setting}={value!r}"
     source = local_source(value, setting)

@@ -15,7 +15,7 @@ from clipscale.data.addresses import basename
 from clipscale.data.filters import parse_selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import RULE, ReadFailure, read_shard, why_unusable
 from clipscale.data.shards.subset import subset_of
@@ -70,7 +70,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     findings = Findings()
     problem = ReadFailure()
     chosen = parse_selection(config)
-    size_limits = limits(IMAGE_TYPES, chosen.members())
+    size_limits = size_limits_of(IMAGE_TYPES, chosen.members())
     for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
         findings.weight += min(1.0, sample.keep_probability)
         if sample.repeat:

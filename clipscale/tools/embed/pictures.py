@@ -5,7 +5,7 @@ from functools import cache
 
 from clipscale.data.addresses import is_local
 from clipscale.data.picture import broken_pictures, open_picture, rgb, turned_upright
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -18,7 +18,7 @@ def stored_picture(embedded: EmbeddedSet, sample: Sample) -> bytes:
     make_index(url)
     problem = ReadFailure()
     row = sample["row"]
-    for raw in read_shard(url, problem, lambda n: n == row, limits(IMAGE_TYPES), offsets=sample_offsets):
+    for raw in read_shard(url, problem, lambda n: n == row, size_limits_of(IMAGE_TYPES), offsets=sample_offsets):
         if raw.index == row:
             if raw.key != sample["key"]:
                 raise BrokenSampleError("changed_shard", f"{url}: sample {row} is {raw.key}, not {sample['key']}")

@@ -26,7 +26,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, without_query
-from clipscale.data.sample import IMAGE_TYPES, limits
+from clipscale.data.sample import IMAGE_TYPES, size_limits_of
 from clipscale.data.shards.features import FEATURES_FILE, TeacherNote, encoded_array, notes_beside, one_of_each_folder
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
@@ -234,7 +234,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     """
     problem = ReadFailure()
     captions = {source.partition(":")[0] for source in encoder.captions}
-    kinds = None if config.teacher else limits(IMAGE_TYPES, captions)
+    kinds = None if config.teacher else size_limits_of(IMAGE_TYPES, captions)
     raws = read_shard(url, problem, size_limits=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):

@@ -9,7 +9,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import difference
 from clipscale.models.weights.load_weights import AVERAGE, Weights, fit_positions, without_weights
-from clipscale.models.weights.sources import SET, find
+from clipscale.models.weights.sources import SET, find_source
 from clipscale.trained_model import load_checkpoint
 
 
@@ -47,7 +47,7 @@ def average(
 
 def weights_of(other: str, model: ClipModel, config: ModelConfig, weights: str) -> Weights:
     """The weights of `other`, in the sizes of `model`. Raises UserError for another architecture or other pixels."""
-    source = find(other, config.name, "average")
+    source = find_source(other, config.name, "average")
     differs = difference(config, source.model)
     if config.is_captioner and source.model.name and not source.model.is_captioner:
         differs = "without a decoder"

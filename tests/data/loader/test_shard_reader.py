@@ -11,7 +11,7 @@ import pytest
 from clipscale.data.loader import shard_reader
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.order import Segment, WeightedSources
-from clipscale.data.sample import RawSample, limits
+from clipscale.data.sample import RawSample, size_limits_of
 from clipscale.data.shards import index
 from tests.data.files import write_tar
 from tests.data.streams import items_of
@@ -32,7 +32,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
     count = 40 if counted else None
 
     def keys(start: int, stop: int | None) -> list[str]:
-        items = items_of(Segment(0, 0, start, stop, count), str(path), window=16, size_limits=limits(["png"]))
+        items = items_of(Segment(0, 0, start, stop, count), str(path), window=16, size_limits=size_limits_of(["png"]))
         return [item.key for item in items if isinstance(item, RawSample) and item.members]
 
     ordinary = keys(0, count)
@@ -60,7 +60,11 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
     tracemalloc.start()
     keys = []
     items_of(
-        Segment(0, 0, 0, 90, 90), str(path), window=64, size_limits=limits(["png"]), use=lambda x: keys.append(x.key)
+        Segment(0, 0, 0, 90, 90),
+        str(path),
+        window=64,
+        size_limits=size_limits_of(["png"]),
+        use=lambda x: keys.append(x.key),
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.data.picture import Picture
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, limits
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.tar import BLOCK_BYTES
@@ -53,7 +53,9 @@ def shard(folder: Path) -> bytes:
 def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
     """Read a shard and decode its pictures, and count the reasons."""
     problem, reasons = ReadFailure(), Counter[str]()
-    for sample in read_shard(str(path), problem, size_limits=limits(IMAGE_TYPES, ["txt", "json"]), offsets=offsets):
+    for sample in read_shard(
+        str(path), problem, size_limits=size_limits_of(IMAGE_TYPES, ["txt", "json"]), offsets=offsets
+    ):
         try:
             if sample.error:
                 raise BrokenSampleError(sample.error)

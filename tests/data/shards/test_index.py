@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Resampled
-from clipscale.data.sample import limits
+from clipscale.data.sample import size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import build_order, count_if_quick, count_samples
 from tests.data.files import sample, write_shards, write_tar
@@ -121,7 +121,7 @@ def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
     large = [("b.png", bytes(9 << 20)), ("b.txt", b"x"), ("c.txt", bytes(2 << 20))]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *large, *sample("d")])
     tracemalloc.start()
-    sizes = limits(["png"], ["txt"]) | {"png": 1 << 20}
+    sizes = size_limits_of(["png"], ["txt"]) | {"png": 1 << 20}
     raws, problem = read(path, offsets=index.sample_offsets, size_limits=sizes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

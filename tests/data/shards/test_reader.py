@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.loader import shard_reader
 from clipscale.data.order import Segment
-from clipscale.data.sample import IMAGE_TYPES, RawSample, limits
+from clipscale.data.sample import IMAGE_TYPES, RawSample, size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard
@@ -108,7 +108,7 @@ def test_a_member_that_repeats_begins_a_sample_or_is_counted(
     for _ in range(2):
         findings = check_shard(str(path), DataConfig())
         assert findings.samples == len(expected) + 1 and findings.broken == reasons
-        raws, _ = read(path, offsets=index.sample_offsets, size_limits=limits(IMAGE_TYPES, ["txt"]))
+        raws, _ = read(path, offsets=index.sample_offsets, size_limits=size_limits_of(IMAGE_TYPES, ["txt"]))
         assert {raw.members["txt"].decode(): raw.members["jpg"] for raw in raws[:-1] if len(raw.members) == 2} == good
         for number, raw in enumerate(raws):
             (alone,) = [

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint import CopyThread
+from clipscale.checkpoint import CheckpointUploader
 from clipscale.cli.train_verb import result_if_complete
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, LaunchConfig
@@ -61,7 +61,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
     """The store does not answer. All is saved, and the same command copies it."""
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
     config = four_step_config(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1), checkpoint=copied)
-    close = CopyThread.close
+    close = CheckpointUploader.close
     sent = []
     ended = threading.Event()
 
@@ -69,13 +69,13 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
 
-    def closed(copies: CopyThread, *given: Any) -> bool:
+    def closed(uploader: CheckpointUploader, *given: Any) -> bool:
         threading.Timer(0.5, send).start()
-        return close(copies, *given)
+        return close(uploader, *given)
 
     with (
         mock.patch.object(LocalFileSystem, "put_file", lambda *_, **__: ended.wait()),
-        mock.patch.object(CopyThread, "close", closed),
+        mock.patch.object(CheckpointUploader, "close", closed),
         pytest.raises(StoppedError, match=r"^stopped"),
     ):
         local.launch(config)

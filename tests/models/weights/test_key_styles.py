@@ -21,7 +21,7 @@ from clipscale.models.weights.key_styles import key_pattern, known_names
 from clipscale.models.weights.load_weights import convert, read
 from clipscale.models.weights.renaming import to_transformers
 from clipscale.models.weights.shapes import shapes_of
-from clipscale.models.weights.sources import find, local_source, resolve_architecture
+from clipscale.models.weights.sources import find_source, local_source, resolve_architecture
 from tests.models.weights.test_load_weights import SMALL, config, random_model, state_of
 from tests.support.checkpoints import save
 
@@ -87,7 +87,7 @@ def test_the_weights_of_the_right_model_are_found_under_any_wrapper(
     file = tmp_path / "w.pt"
     torch.save(wrap(dict(weights)), file)
     resolve_architecture(config(weights=str(file)), chosen=True)
-    source = find(str(file), "small")
+    source = find_source(str(file), "small")
     found = convert(read(source), encoders, source)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -106,7 +106,7 @@ def test_a_language_models_vision_tower(tmp_path: Path, weights: State, encoders
     save_file({name: value.contiguous() for name, value in llava(dict(weights)).items()}, file)
     start = ModelConfig("mine", SMALL, image=TowerConfig(str(file)))
     resolve_architecture(start, chosen=True)
-    source = find(str(file), "mine", "model.image.weights")
+    source = find_source(str(file), "mine", "model.image.weights")
     found = convert(read(source), encoders, source, "visual.")
     expected = {name for name in weights if name.startswith("visual.") and name != "visual.proj"}
     assert found.keys() == expected and all(torch.equal(found[name], weights[name]) for name in expected)
@@ -166,11 +166,11 @@ def test_of_several_sets_one_is_taken_others_are_named_and_can_be_chosen(
     torch.save(dict(zip(names, states)), tmp_path / "w.pt")
     for key, expected in (("", states[taken]), *((f"::{name}", state) for name, state in zip(names, states))):
         caplog.clear()
-        source = find(f"{tmp_path}/w.pt{key}", "small")
+        source = find_source(f"{tmp_path}/w.pt{key}", "small")
         assert torch.equal(read(source)["visual.proj"], expected["visual.proj"])
         assert (f"::{names[1 - taken]}" in caplog.text) == (not key)
     with pytest.raises(UserError, match=f"nothing at 'average', but {names[0]}, {names[1]}"):
-        read(find(f"{tmp_path}/w.pt::average", "small"))
+        read(find_source(f"{tmp_path}/w.pt::average", "small"))
 
 
 def test_sets_below_a_prefix_of_names_can_be_chosen(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_sets_below_a_prefix_of_names_can_be_chosen(tmp_path: Path) -> None:
     save_file({f"{name}.{key}": x.clone() for name, state in states.items() for key, x in state.items()}, file)
     for name, state in states.items():
         start = config(weights=f"{file}::{name}")
-        assert torch.equal(read(find(str(start.weights), "small"))["visual.proj"], state["visual.proj"])
+        assert torch.equal(read(find_source(str(start.weights), "small"))["visual.proj"], state["visual.proj"])
         resolve_architecture(start, chosen=True)
 
 
@@ -191,12 +191,12 @@ def test_the_average_of_a_run_can_be_chosen(tmp_path: Path, caplog: pytest.LogCa
     save(tmp_path / "run", 3, {"model": trained.state_dict(), "ema": ema, **values}, keep=0)
     save(tmp_path / "other", 3, {"model": trained.state_dict(), **values}, keep=0)
     for key, model in (("", trained), ("::ema", average)):
-        source = find(f"{tmp_path}/run{key}", "small")
+        source = find_source(f"{tmp_path}/run{key}", "small")
         assert torch.equal(read(source)["visual.proj"], model.image.encoder.proj)
     assert "::ema" in caplog.text
     for value in ("other::ema", "run::average"):
         with pytest.raises(UserError, match="the run has no"):
-            read(find(f"{tmp_path}/{value}", "small"))
+            read(find_source(f"{tmp_path}/{value}", "small"))
 
 
 def test_a_checkpoint_that_names_itself_ends(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_adapters_are_added_to_their_weights(tmp_path: Path, weights: State, enc
     (tmp_path / "adapter_config.json").write_text(json.dumps(LORA))
     torch.save(state, tmp_path / "w.pt")
     resolve_architecture(config(weights=f"{tmp_path}/w.pt"), chosen=True)
-    source = find(f"{tmp_path}/w.pt", "small")
+    source = find_source(f"{tmp_path}/w.pt", "small")
     found = convert(read(source), encoders, source)
     down, up = (state[f"base_model.model.{ADAPTED}.lora_{x}.default.weight"] for x in "AB")
     torch.testing.assert_close(found[f"{ADAPTED}.weight"], weights[f"{ADAPTED}.weight"] + 3 * up @ down)

@@ -27,7 +27,7 @@ from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import described_model
 from clipscale.models.weights.load_weights import completed_by_weights
-from clipscale.models.weights.sources import find
+from clipscale.models.weights.sources import find_source
 from clipscale.tools.export.open_clip import open_clip_description, weights
 from tests.conftest import Capture
 from tests.support.checkpoints import save_model
@@ -170,7 +170,7 @@ def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
     monkeypatch.chdir(tmp_path)
     folder = run(open_clip_folder(tmp_path / "got", random_model(1)), random_model(2))
     step = folder / "checkpoints/step_00000003"
-    assert find(str(folder), "small").path.name == "open_clip_model.safetensors"
+    assert find_source(str(folder), "small").path.name == "open_clip_model.safetensors"
     content = pickle.dumps(Code())
     meta = read_meta(step)
     sums = {name: tuple(sum_of_file) for name, sum_of_file in meta["files"].items()}
@@ -286,7 +286,7 @@ def test_weights_that_cannot_be_fetched_are_refused_with_a_remedy(
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     monkeypatch.setattr("open_clip.download_pretrained", offline)
     with pytest.raises(UserError, match=r"cannot be fetched \(offline\); download it elsewhere"):
-        find(weights, "ViT-B-32")
+        find_source(weights, "ViT-B-32")
 
 
 @pytest.mark.parametrize("weights", ["laion2b_s34b_b79k", "hf-hub:laion/none"])
@@ -299,12 +299,12 @@ def test_weights_that_come_slowly_have_a_line(weights: str, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.snapshot_download", silent)
     monkeypatch.setattr("open_clip.download_pretrained", silent)
     with pytest.raises(UserError, match="offline"):
-        find(weights, "ViT-B-32")
+        find_source(weights, "ViT-B-32")
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(f"waiting for .*{weights.removeprefix('hf-hub:')}'?, which is fetched", line)
 
 
 def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("open_clip.download_pretrained", lambda _: "nowhere")
-    webli = find("webli", "ViT-B-16-SigLIP").model.preprocess
+    webli = find_source("webli", "ViT-B-16-SigLIP").model.preprocess
     assert webli["resize_mode"] == "squash" and webli["mean"] == HALF
