@@ -50,7 +50,7 @@ class DoctorSettings:
 
 @dataclass(frozen=True)
 class CompletionSettings:
-    """`clipscale completion SHELL`: print what lets a shell complete verbs, settings, presets and paths."""
+    """`clipscale completion SHELL`: print a script by which the shell completes verbs, settings, presets, paths."""
 
 
 # Every verb; a name may be two words.

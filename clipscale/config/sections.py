@@ -213,7 +213,8 @@ class LossConfig:
     )
     sizes: list[int] = setting(
         [],
-        "Matryoshka: also train the first N features, for each N listed; the losses are added.",
+        "Matryoshka: also train the first N dimensions of each feature vector, for each N listed; the losses are "
+        "added.",
         least=1,
     )
 

@@ -1,8 +1,8 @@
 """Encodes images and texts on all ranks.
 
-The work is cut into batches that do not depend on the number of ranks. Rank r takes every world-size-th batch. So 1, 2
-and 4 processes make the same forward passes and get the same features. All ranks make equally many passes, because
-FSDP2's towers communicate in their forward pass. A rank without work repeats an input.
+The work is cut into batches that do not depend on the number of ranks. Of P ranks, rank r takes batches r, r + P,
+r + 2P and so on. So 1, 2 and 4 processes make the same forward passes and get the same features. All ranks make equally
+many passes, because FSDP2's towers communicate in their forward pass. A rank without work repeats an input.
 
 N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
 """

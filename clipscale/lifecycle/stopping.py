@@ -210,8 +210,8 @@ def next_interval(elapsed: float, calls: int) -> int:
 
 
 class SignalPoller:
-    """Records a scheduler's warning or Ctrl-C. A later `poll` then raises on all ranks at the same call, so that the
-    run can save; `poll` says which call that is. With one process it is the next one.
+    """Records a scheduler's warning or Ctrl-C. A later call of `poll` raises SignalError, on all ranks at the same
+    call, so that the run can save. With one process it is the next call.
 
     Warnings are SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends, unless the run was started to ignore it.
     A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.

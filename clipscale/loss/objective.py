@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Objective:
     """The facts of an objective."""
 
-    # (a, b): N times the weight of the softmax over each row and over each column; None drops that direction.
+    # (a, b): the weights of the mean cross-entropy from image to text, and from text to image. None leaves that
+    # direction out.
     weights: tuple[float | None, float | None] = (None, None)
     # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
     # first sweep collects the log-sum-exps of the rows and columns that have a weight.

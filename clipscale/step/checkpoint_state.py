@@ -64,10 +64,11 @@ def optimizer_state(train_step: TrainStep) -> OptimizerState:
 
 
 def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerPolicy) -> None:
-    """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`, which is changed on the way.
+    """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`.
 
-    The optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint trains
-    other parameters.
+    Modifies `state`: it replaces the optimizer's parameter groups, and position embeddings of another size. The run's
+    optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint trains other
+    parameters.
     """
     model = train_step.model
     optimizer = train_step.optimizer

@@ -104,8 +104,8 @@ class ShardStream:
         self._store = store
         self._broken = broken
         self._set_status = set_status
-        # The number of samples given out. With data.weights it chooses the source of the next one. Without weights it
-        # is not read; at the start it then also counts broken samples.
+        # With data.weights: the usable samples given out, which choose the source of the next one. Nothing reads it
+        # without weights.
         self._used = spec.start_of[stream_id].samples
         # Reason -> broken samples since the last usable sample.
         self._reasons: Counter[str] = Counter()
