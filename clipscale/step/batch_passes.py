@@ -1,4 +1,4 @@
-"""The two passes of a batch through the model: what a step calls, and how a model with two towers does it.
+"""The two passes of a batch through the model: the interface that a step calls, and its implementation for two towers.
 
 A captioner has one encoder of pairs in the place of two towers; see `captioner_passes.py`.
 N: samples of this rank, D: feature width.

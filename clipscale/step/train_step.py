@@ -55,9 +55,8 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. Without fp16, one that is not ends the run before the update.
-
-        With fp16 `overflows` decides instead.
+        """Whether loss and norm are finite. Without fp16, a loss or norm that is not finite ends the run before the
+        update. With fp16 `overflows` decides instead.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 

@@ -50,10 +50,7 @@ class GradCache:
             module may serve several towers. A module without trainable parameters is encoded once and not replayed,
             so a loss of its own is never counted. The passes must draw their random numbers from torch's default
             generators, whose states are restored. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
-            synchronised once, with its last chunk; clipscale's own `ShardedTower` does it after each chunk. A module
-            with a method `gradient_sync(sync)`, a context, sums in its own way: each pass runs inside that context, and
-            `sync` is true for the last chunk's backward pass alone. The forward pass of such an encoder counts as a
-            collective, unless it has an attribute `forward_is_collective = False`.
+            synchronised once, with its last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. It is the
@@ -62,25 +59,15 @@ class GradCache:
                 math.inf: keep all
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
-            A rank that runs out of memory for a graph keeps none from then on. If any encoder is under FSDP2 or trains
-            batch normalisation, all ranks then keep none. Without FSDP2 a graph of an encoder that trains batch
-            normalisation must fit, or the step raises OutOfMemoryError: a repeated pass would update statistics twice.
-            Another wrapper with `no_sync` may decide in the forward pass whether the backward pass sums. So its last
-            chunk is always replayed.
+            What happens if a graph does not fit after all: see `OnShortMemory` and `GraphBudget.give_up_if_short`.
         autocast: makes the context in which encoders run, a new one for each chunk.
-        scaler: a gradient scaler for fp16. `backward` scales the loss with it; `scaler.step(optimizer)` and
+        scaler: a gradient scaler for fp16, with which `backward` scales the loss. `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
-            twice. A loss that ends in `scaler.scale(...)` is refused; any other scale looks like a part of the loss.
+            twice.
         representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
-    Raises ValueError for chunk sizes below 1, an option of another kind, input tensors of unequal length, an encoder
-    whose output is not a tensor or has another number of rows than its input, a chunk's loss that is not a scalar, a
-    `representation` with trainable parameters, a module without trainable parameters whose output requires a gradient
-    all the same (of an input, or of a parameter that it does not list), an encoder that trains and whose output has no
-    graph, a loss that does not use a representation, a loss that the same scaler has scaled already, batch
-    normalisation in training mode over more than one chunk, or over several ranks without synchronisation, and DDP with
-    static_graph=True.
+    Raises ValueError for options of another kind; what the methods raise is said there.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -130,7 +117,8 @@ class GradCache:
     def step(self, *inputs: object, **loss_options: object) -> Tensor:
         """Gradients of the loss over one batch, one input per tower; returns the loss, detached and not scaled.
 
-        `loss_options`: keywords of the loss, over the whole batch. The chunks' own losses are added to it.
+        `loss_options`: keywords of the loss, over the whole batch. The chunks' own losses are added to it. Raises as
+        `encode`, `backward` and `replay` do.
         """
         representations = self.encode(*inputs)
         value = self.loss(*representations, **loss_options)
@@ -145,6 +133,19 @@ class GradCache:
         `LazyInput`. A tuple becomes positional arguments of the encoder, a mapping keywords. The representations of a
         `ReorderedInput` are in the batch's order. `before_chunk()` is called before each chunk; what it raises ends the
         step.
+
+        Raises ValueError for
+
+        - another number of inputs than of encoders;
+        - an empty input, or one whose tensors have unequal lengths;
+        - an encoder's output that is not a tensor, or has another number of rows than its input;
+        - a chunk's own loss that is not a scalar;
+        - a module without trainable parameters whose output requires a gradient all the same: of an input, or of a
+          parameter that it does not list;
+        - batch normalisation in training mode over several chunks, or over several ranks without synchronisation;
+        - DDP with static_graph=True.
+
+        Raises OutOfMemoryError if a pass without a graph does not fit; for one whose graph is kept see `OnShortMemory`.
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
@@ -170,7 +171,9 @@ class GradCache:
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
 
-        `value`: the loss, not scaled; see `scaler`.
+        `value`: the loss, not scaled; see `scaler`. Raises ValueError if it is not one number with a graph, does not
+        use the representations of an encoder that trains, or ends in `scaler.scale(...)` of the same scaler. Any other
+        scale looks like a part of the loss.
         """
         if problem := _no_loss(value):
             raise ValueError(f"the loss is {problem}: give one number with a graph to the representations")
@@ -184,7 +187,8 @@ class GradCache:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
         `before_chunk`: see `encode`. `chunk_loss_weight`: the weight of the chunks' own losses in the gradients;
-        `chunk_loss` is their unweighted sum. Raises ValueError if `backward` has not gone before.
+        `chunk_loss` is their unweighted sum. Raises ValueError if `backward` has not gone before, if an encoder that
+        trains returns an output without a graph, and for a chunk's own loss that is scaled already.
         """
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:

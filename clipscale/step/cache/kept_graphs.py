@@ -43,8 +43,8 @@ class OnShortMemory(Enum):
     # Try the pass. If it fails, drop the tower's graphs and repeat the pass without a graph. DDP uses this and not
     # ASK_FIRST: every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets together.
     RETRY = "retry"
-    # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates statistics does this, because a repeated
-    # one would update them twice.
+    # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates the statistics of batch normalisation does
+    # this, because a repeated one would update them twice.
     RAISE = "raise"
 
 

@@ -19,10 +19,13 @@ def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
 
 
 class GradientSync(Protocol):
-    """An encoder that sums its gradients over ranks itself; see `GradCache`."""
+    """An encoder that sums its gradients over ranks in its own way, as clipscale's `ShardedTower` does.
+
+    Its forward pass counts as a collective, unless it has an attribute `forward_is_collective = False`.
+    """
 
     def gradient_sync(self, sync: bool) -> AbstractContextManager[None]:
-        """Around the pass of a chunk. `sync`: whether the encoder's last backward pass of the step runs inside."""
+        """Around each pass of a chunk. `sync`: whether the encoder's last backward pass of the step runs inside."""
 
 
 def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
@@ -31,7 +34,11 @@ def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
 
 
 class HasNoSync(Protocol):
-    """A wrapper with a context in which a pass does not sum gradients, such as DDP."""
+    """A wrapper with a context in which a pass does not sum gradients, such as DDP.
+
+    Another one than DDP may decide in the forward pass whether the backward pass sums, so its last chunk's graph is
+    never kept.
+    """
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
