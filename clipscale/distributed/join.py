@@ -65,7 +65,7 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
     own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
     picks a random prefix, and the other ranks ask for it. Without torchrun rank 0 opens the store. Raises
-    UnreachableError if a rank does not ask, or rank 0 does not answer, in time, and UserError for a port that is taken.
+    UnreachableError if a rank does not ask, or rank 0 does not answer, in time, and where rank 0 cannot open the port.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -75,13 +75,17 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
         prefix = agree_on_prefix(store, rank, size, timeout)
         signal_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     except dist.DistError as error:
+        reason = one_line(error)
         if rank0_hosts_store and rank == 0:
-            raise UserError(
-                f"MASTER_PORT={port}: rank 0 cannot open it ({one_line(error)}); give a free port"
+            raise UnreachableError(
+                f"MASTER_PORT={port}: rank 0 cannot open it ({reason}); end what has it, or give a free port"
+                if "failed to listen" in reason
+                else f"MASTER_ADDR={address}: rank 0 does not reach itself there, at port {port} ({reason}); give the "
+                "address of its machine"
             ) from error
         raise UnreachableError(
             f"launch.timeout_s={timeout.total_seconds():g}: rank {rank} reached no rank 0 at {address}:{port} "
-            f"({one_line(error)}); see whether rank 0 has started, and raise the limit if it only needs longer"
+            f"({reason}); see whether rank 0 has started, and raise the limit if it only needs longer"
         ) from error
     signal_store.set_timeout(timedelta(seconds=SIGNAL_S))
     return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signal_store)

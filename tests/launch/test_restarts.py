@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from clipscale.common.errors import UnreachableError, UserError
+from clipscale.common.errors import UnreachableError
 from clipscale.distributed.join import connect_store
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
@@ -137,12 +137,19 @@ def test_a_rank_that_reaches_no_rank_0_says_it_in_one_line(monkeypatch: pytest.M
         connect_store(1, 2, limit)
 
 
-def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_names_the_port_that_is_taken_or_the_address_that_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither need be a mistake: the rank 0 before it may still be ending, or a name not be known yet."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with socket.socket() as listening:
         listening.bind(("", 0))
         listening.listen()
         port = listening.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=f"MASTER_PORT={port}: rank 0 cannot open it"):
+        with pytest.raises(UnreachableError, match=f"MASTER_PORT={port}: rank 0 cannot open it"):
             connect_store(0, 2, timedelta(seconds=1))
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(UnreachableError, match=r"MASTER_ADDR=no-such-host\.invalid: rank 0 does not reach itself"):
+        connect_store(0, 2, timedelta(seconds=1))
