@@ -4,13 +4,18 @@ Otherwise the others would wait for that rank in the next collective. Only UserE
 its process ends, and then the launcher ends the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import NoReturn, TypeVar, cast
 
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 
 T = TypeVar("T")
+
+# Seconds between the messages of a rank 0 whose work takes long.
+BEAT_S = 1.0
 
 
 def run_on_rank0(world: World, work: Callable[[], T]) -> T:
@@ -23,18 +28,48 @@ def run_on_rank0(world: World, work: Callable[[], T]) -> T:
 
 
 def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
-    """`run_on_rank0` for work that has limits of its own, and may take longer than `World.timeout`. A collective."""
-    result: T | None = None
-    problem: UserError | None = None
+    """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
+
+    Rank 0 says in between that it still works. So the others notice at once if its process has ended, and after
+    `World.timeout` if it is silent.
+    """
+    if world.size == 1:
+        return work()
+    group = world.rank0_group
+    outcome: tuple[T | None, UserError | None] | None = None
     if world.is_rank0:
-        try:
-            result = work()
-        except UserError as error:
-            problem = error
-    result, problem = world.broadcast_object((result, problem), is_late=True)
+        with saying_that_it_works(world):
+            try:
+                outcome = work(), None
+            except UserError as error:
+                outcome = None, error
+        world.broadcast_object(outcome, group)
+    while outcome is None:
+        outcome = world.broadcast_object(outcome, group)
+    result, problem = outcome
     if problem:
         raise_on_all_ranks(problem)
     return cast(T, result)
+
+
+@contextmanager
+def saying_that_it_works(world: World) -> Iterator[None]:
+    """Around work of rank 0: a thread sends None to the other ranks, at once and then every BEAT_S seconds."""
+    has_ended = Event()
+
+    def say() -> None:
+        with suppress(RuntimeError):  # another rank has ended; rank 0 learns of it when its work is done
+            while not has_ended.is_set():
+                world.broadcast_object(None, world.rank0_group)
+                has_ended.wait(min(BEAT_S, world.timeout.total_seconds() / 4))
+
+    thread = Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+    thread.join()  # but not after an error of this rank alone, which ends its process
 
 
 def raise_together(world: World, work: Callable[[], T]) -> T:

@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 # How long a rank waits for the others, which may be loading models.
 TIMEOUT = timedelta(minutes=30)
-# How long ranks wait for work of rank 0 that has limits of its own, such as a copy: longer than any takes.
-LATE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,11 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast_object(self, value: T, *, is_late: bool = False) -> T:
-        """Rank 0's `value`, on every rank. `is_late`: wait for it for LATE, and not for `timeout` alone."""
+    def broadcast_object(self, value: T, group: dist.ProcessGroup | None = None) -> T:
+        """Rank 0's `value`, on every rank."""
         box = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.late_group if is_late else None)
+            dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def barrier(self) -> None:
@@ -112,9 +110,9 @@ class World:
         return self._gloo_group(4 * self.timeout)
 
     @cached_property
-    def late_group(self) -> dist.ProcessGroup:
-        """A CPU group on which rank 0 may come late. All ranks create it at the same point."""
-        return self._gloo_group(LATE)
+    def rank0_group(self) -> dist.ProcessGroup:
+        """A CPU group on which rank 0 says that it still works. All ranks create it at the same point."""
+        return self._gloo_group(self.timeout)
 
     def _gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=timeout)

@@ -9,7 +9,7 @@ from typing import cast
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run, model_facts
-from clipscale.distributed.agreement import raise_together, run_on_rank0
+from clipscale.distributed.agreement import raise_together, run_long_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import load_chosen_sets, suite_table
@@ -61,7 +61,7 @@ def work(config: EvalRunConfig) -> Results:
                     config.which,
                     config.eval.weights,
                     config.model,
-                    partial(run_on_rank0, world),
+                    partial(run_long_on_rank0, world),
                 ),
             )
             source = {"model": settings.name, "source": config.model.weights} | model_facts(config.model)

@@ -24,7 +24,7 @@ from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.data.shards.subset import subset_of
-from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.loss.objective import OBJECTIVES
@@ -74,7 +74,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         # Data first: its workers read while the model is built.
         show_task("opening the shards")
         image_size, tokenizer = image_size_and_tokenizer(config.model)
-        teachers = run_on_rank0(
+        teachers = run_long_on_rank0(
             world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
         )
         stream = undo.enter_context(open_data(resolved, share, image_size, tokenizer, teachers, world))
@@ -270,7 +270,7 @@ def open_data(
         share,
         config.seed,
         position,
-        on_rank0=partial(run_on_rank0, world),
+        on_rank0=partial(run_long_on_rank0, world),
         largest_divisor=resolved.largest_divisor,
         teachers=teachers,
     )

@@ -14,7 +14,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.stages import stages_of
 from clipscale.config.train_config import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
-from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights.load_weights import completed_by_weights
@@ -104,7 +104,7 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     """
     values = checkpoint.read_values(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
-        config = replace(config, model=run_on_rank0(world, lambda: completed_by_weights(config.model, values)))
+        config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, values)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
     step = values.step if values else 0
@@ -113,7 +113,7 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(values, config, last_trained)
     settings = by_stage[index]
-    model = run_on_rank0(world, lambda: completed_by_weights(settings.model, values))
+    model = run_long_on_rank0(world, lambda: completed_by_weights(settings.model, values))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)

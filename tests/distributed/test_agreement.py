@@ -1,10 +1,14 @@
 """A UserError of one rank is raised on all of them, at the same place. Another error is that rank's own."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_together, run_on_rank0
+from clipscale.distributed import agreement
+from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_together, run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
 from tests.support.ranks import run_ranks
 
@@ -58,3 +62,31 @@ def fail_alone(rank: int, ranks: int) -> bool:
 
 def test_another_error_leaves_its_rank_at_once() -> None:
     assert run_ranks(fail_alone, 2) == [True, True]
+
+
+def wait_for_rank_0(rank: int, ranks: int) -> tuple[int, str]:
+    """The result and the error of work that takes longer than a rank waits. Then rank 0 is silent as long."""
+    agreement.BEAT_S = 0.1
+    world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=0.7))
+
+    def fail() -> int:
+        raise UserError("no network")
+
+    def work() -> int:
+        time.sleep(0.9)
+        return 5
+
+    with pytest.raises(UserError) as raised:
+        run_long_on_rank0(world, fail)
+    assert is_raised_on_all_ranks(world, raised.value)
+    result = run_long_on_rank0(world, work)
+    if rank == 0:
+        time.sleep(1)
+    else:
+        with pytest.raises(RuntimeError):
+            run_long_on_rank0(world, work)
+    return result, str(raised.value)
+
+
+def test_ranks_wait_for_rank_0_as_long_as_it_works_and_no_longer() -> None:
+    assert run_ranks(wait_for_rank_0, 3) == [(5, "no network")] * 3

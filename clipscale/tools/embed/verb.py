@@ -33,7 +33,7 @@ from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.shard_errors import SourceError
 from clipscale.data.shards.writer import shard_writer
-from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel
@@ -72,9 +72,9 @@ def work(config: EmbedConfig) -> Embedded:
         torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_run_or_weights(
-            run, config.which, config.weights, config.model, partial(run_on_rank0, world)
+            run, config.which, config.weights, config.model, partial(run_long_on_rank0, world)
         )
-        sources = run_on_rank0(world, lambda: write_note(config, out, features_note(config, model, settings)))
+        sources = run_long_on_rank0(world, lambda: write_note(config, out, features_note(config, model, settings)))
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))

@@ -16,7 +16,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.agreement import run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import init_world
 from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
@@ -87,7 +87,7 @@ class Explorer:
 def open_explorer(config: ExploreConfig) -> Explorer:
     """Load what the settings name. Raises UserError if the set has features of another model."""
     world = init_world(config.device)
-    model, title, embedded = load_matching(config, partial(run_on_rank0, world))
+    model, title, embedded = load_matching(config, partial(run_long_on_rank0, world))
     return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
 
 
