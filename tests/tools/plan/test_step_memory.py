@@ -70,9 +70,10 @@ def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: i
     """It keeps a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = measured_config(**CASES[name] | {"batch": 96})
     with dry_run(config, 1, None) as run:
-        graphs = sum(each.graph for each in StepModel(run, 96, (16, 16)).passes)
-    config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * graphs))))
-    step = predicted(config)
+        model = StepModel(run, 96, (16, 16))
+        budget = int(share * 6 * sum(each.graph for each in model.passes))
+        step = model.within(budget)
+    config = replace(config, cache=replace(config.cache, keep=str(budget)))
     assert_agree(step, measured(config), growth=False)
     assert sum(step.kept) >= kept
 
