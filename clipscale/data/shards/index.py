@@ -156,9 +156,11 @@ def _states(paths: Sequence[str]) -> list[ObjectState | None]:
 
     Threads help on network file systems. Each takes many files: on a local disk they only wait for each other.
     """
-    size = max(1, -(-len(paths) // THREADS))
+    if not paths:
+        return []
+    size = -(-len(paths) // THREADS)
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
-    with ThreadPool(THREADS) as pool:  # a signal leaves it at once, also where a file system is silent
+    with ThreadPool(len(slices)) as pool:  # a signal leaves it at once, also where a file system is silent
         return [*chain.from_iterable(pool.map(_states_one_by_one, slices))]
 
 
