@@ -67,13 +67,13 @@ def test_another_error_leaves_its_rank_at_once() -> None:
 def wait_for_rank_0(rank: int, ranks: int) -> tuple[int, str]:
     """The result and the error of work that takes longer than a rank waits. Then rank 0 is silent as long."""
     agreement.BEAT_S = 0.1
-    world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=0.7))
+    world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=2))
 
     def fail() -> int:
         raise UserError("no network")
 
     def work() -> int:
-        time.sleep(0.9)
+        time.sleep(2.5)
         return 5
 
     with pytest.raises(UserError) as raised:
@@ -81,7 +81,7 @@ def wait_for_rank_0(rank: int, ranks: int) -> tuple[int, str]:
     assert is_raised_on_all_ranks(world, raised.value)
     result = run_long_on_rank0(world, work)
     if rank == 0:
-        time.sleep(1)
+        time.sleep(2.5)
     else:
         with pytest.raises(RuntimeError):
             run_long_on_rank0(world, work)
