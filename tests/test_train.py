@@ -95,6 +95,7 @@ def test_the_best_step_is_saved_and_stays_also_after_a_resume(
         train(replace(config, run=str(tmp_path / "other"), checkpoint=CheckpointConfig(best="birds/top1")))
 
 
+@pytest.mark.slow  # beside the test above
 def test_the_best_step_is_kept_where_all_are_worse_than_the_start(
     finished: Path,
     shards: str,

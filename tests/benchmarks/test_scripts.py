@@ -214,6 +214,7 @@ def test_a_change_is_golden_if_all_curves_are_those_of_the_other_commit(
             golden.main([word])
 
 
+@pytest.mark.slow  # each is composed
 def test_golden_runs_have_settings_that_there_are(script: Any, tmp_path: Path) -> None:
     golden = script("golden")
     for words in golden.RUNS.values():
@@ -229,6 +230,7 @@ def test_a_golden_run_is_trained_and_read(script: Any, tmp_path: Path) -> None:
     assert golden.comparison(first, golden.curve(ROOT, "samples=128 seed=1", tmp_path / "other")).endswith("step 1")
 
 
+@pytest.mark.slow  # four whole steps; step/cache/test_cast_weights.py has the gradients
 def test_products_in_float32_are_no_farther_from_float64_than_autograds_sums(script: Any) -> None:
     (row,) = script("rounding").measure("tiny", batch=16, chunk=4, precision="bf16")
     for of in ("matrices", "all"):

@@ -55,8 +55,9 @@ def in_ranks(config: TrainConfig) -> None:
     ("address", "start", "parallel"),
     [
         pytest.param("s3://bucket/runs/mine", train, "ddp", marks=pytest.mark.slow),  # it imports a server
-        ("", in_ranks, "ddp"),
-        pytest.param("", in_ranks, "zero3", marks=pytest.mark.slow),  # shards are other files, copied the same way
+        ("", train, "ddp"),
+        # Two ranks copy as one does: rank 0 has the copies. Shards are other files, copied the same way.
+        *(pytest.param("", in_ranks, parallel, marks=pytest.mark.slow) for parallel in ("ddp", "zero3")),
     ],
 )
 def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_bit_for_bit(

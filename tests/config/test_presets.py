@@ -81,7 +81,9 @@ def test_presets_of_all_groups_compose_their_model_builds_and_their_optimizer_ta
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before))
 
 
-@pytest.mark.parametrize("name", ["siglip-b16", "infcl-vit-b16-lit", "clipa-b16"])
+@pytest.mark.parametrize(
+    "name", ["siglip-b16", *(pytest.param(n, marks=pytest.mark.slow) for n in ("infcl-vit-b16-lit", "clipa-b16"))]
+)
 def test_a_recipe_can_be_planned(name: str) -> None:
     words = [f"experiment={name}", "hardware=h100-80g", "gpus=8", "cache.chunk=8"]
     config = compose.settings("plan", compose.overrides("plan", words)[1])

@@ -244,18 +244,18 @@ def features_and_results(
     return features, evaluate(model, evaluation(config), world, file=ResultsFile(Path(run), 1)), len(passes)
 
 
-def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_features_and_results_on_ranks_are_those_of_one(tmp_path: Path, size: int) -> None:
     classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
     captions = str(retrieval_set(tmp_path / "captions"))
     sets = classes, captions, str(pair_set(tmp_path / "pairs"))
     expected, results, _ = features_and_results(0, 1, str(tmp_path / "1"), *sets)
-    for size in (2, 4):
-        answers = run_ranks(features_and_results, size, str(tmp_path / str(size)), *sets)
-        assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
-        for features, reference, _ in answers:
-            assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"
-            assert reference == results
-        assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == results
+    answers = run_ranks(features_and_results, size, str(tmp_path / "ranks"), *sets)
+    assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
+    for features, reference, _ in answers:
+        assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"
+        assert reference == results
+    assert json.loads((tmp_path / "ranks/eval/step_00000001.json").read_text())["results"] == results
 
 
 def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shards: str, tmp_path: Path) -> None:

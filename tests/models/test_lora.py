@@ -158,9 +158,9 @@ def test_whatever_takes_a_run_merges_its_adapters(shards: str, tmp_path: Path) -
         exported = build_model(replace(PLAIN, weights=str(folder)))
         for other in (again, exported):
             assert all(torch.equal(x, other.state_dict()[name]) for name, x in state.items())
-        both = ExportSettings(run=str(run), weights=weights, average=[str(run)], shares=[0.5, 0.5])
-        averaged = build_model(replace(PLAIN, weights=str(export(both)))).state_dict()
-        assert all(torch.equal(x, averaged[name]) for name, x in state.items())
+    both = ExportSettings(run=str(run), weights="ema", average=[str(run)], shares=[0.5, 0.5])
+    averaged = build_model(replace(PLAIN, weights=str(export(both)))).state_dict()
+    assert all(torch.equal(x, averaged[name]) for name, x in state.items())
     half = ExportSettings(run=str(run), average=[str(tmp_path / "base")], shares=[0.5, 0.5])
     averaged = build_model(replace(PLAIN, weights=str(export(half)))).state_dict()
     for name, x in load_model(run)[0].state_dict().items():

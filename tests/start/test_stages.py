@@ -110,6 +110,7 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
         assert position and len(position.by_stream) == 2
 
 
+@pytest.mark.slow  # below, stages are one curve
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
     train(staged(shards, tmp_path / "plain", [], samples=24))
     train(staged(shards, tmp_path / "stage", [{"samples": 24, "batch": 12, "lr": 1e-3}]))

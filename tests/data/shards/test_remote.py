@@ -316,6 +316,7 @@ def test_a_silent_store_is_not_listed(silent: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
+@pytest.mark.slow  # it imports a server
 def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> None:
     import boto3
 

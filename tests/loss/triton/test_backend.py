@@ -223,7 +223,7 @@ def unit(*numbers: float) -> Tensor:
     return torch.tensor([*numbers, math.sqrt(max(0.0, 1 - sum(x * x for x in numbers)))], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("c", [-0.46, -0.30, -0.9, 0.5])
+@pytest.mark.parametrize("c", [-0.46, 0.5, *(pytest.param(c, marks=LONG) for c in (-0.30, -0.9))])
 @pytest.mark.parametrize("gap", [0.0, pytest.param(0.3, marks=LONG)])
 def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float) -> None:
     """Two rows with a perfect positive, and a third whose column lies tens of nats below them."""
@@ -288,7 +288,7 @@ def forked() -> Iterator[Workers]:
     ("objective", "exchange"),
     [
         ("softmax", "ring"),
-        ("softmax", "replicated"),
+        pytest.param("softmax", "replicated", marks=LONG),
         ("softmax", "local"),
         ("softmax_text", "gather"),
         ("sigmoid", "ring"),

