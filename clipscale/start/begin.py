@@ -63,7 +63,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
-    # No setting is refused after this: nothing would end the workers that `build` starts.
+    # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
     save_steps, save_seconds = config.checkpoint.interval
     intervals = Intervals(
         evaluates_start=bool(config.model.weights and evaluation.sets),
