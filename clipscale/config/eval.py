@@ -20,9 +20,6 @@ EVAL_MODEL_SETTINGS = (
     "name architecture weights image.weights text.weights image_size context_length correct_cls_mask preprocess"
 )
 
-# Of these, the ones that the name of an evaluation's folder has.
-FOLDER_SETTINGS = ("image.weights", "text.weights", "image_size", "context_length")
-
 
 @dataclass(frozen=True)
 class RunModel:
@@ -162,10 +159,9 @@ def check_eval(config: EvalRunConfig) -> Path:
 
 
 def results_name(model: ModelConfig) -> str:
-    """The name of the folder of results of any weights. Other towers or sizes have another one."""
+    """The name of the folder of results of any weights. Another model has another one, by any of its settings."""
     named_model = "" if model.architecture and model.weights else model.name
-    others = model_facts(model)
-    own = [f"{key}={others[key]}" for key in FOLDER_SETTINGS if key in others]
+    own = [f"{key}={value}" for key, value in model_facts(model).items()]
     return "-".join(filter(None, ("eval", named_model, model.weights, *own)))
 
 

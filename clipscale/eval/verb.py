@@ -1,7 +1,7 @@
 """The verb `clipscale eval`: evaluates a run's checkpoints, or any weights. Every process does its share."""
 
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,6 +16,7 @@ from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
+from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.names import settings_of_run
 from clipscale.step.precision import Precision
 from clipscale.trained_model import load_run_or_weights
@@ -24,7 +25,8 @@ from clipscale.trained_model import load_run_or_weights
 def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
-    complete_config = completed_by_run(config)
+    # Results of a run that trains on are of this checkpoint.
+    complete_config = replace(completed_by_run(config), model=with_checkpoints_of_runs(config.model))
     if is_main_rank() and not config.eval.has_sets:
         log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
     return cast(Results, local.launch(complete_config, f"{__name__}:work"))

@@ -193,7 +193,7 @@ def test_any_weights_have_their_points_and_settings_in_the_sinks(
     places = EvalRunConfig(device="cpu", model=chosen, out=str(tmp_path / "out"), log=SinkConfig(tensorboard=True))
     results = main(replace(places, eval=EvalConfig(sets=sets[:1])))
     assert scalars(tmp_path / "out", "eval/classes/top1") == [(0, pytest.approx(results["classes"]["top1"]))]
-    assert [settings["model"]["weights"] for settings in given] == [chosen.weights]
+    assert [settings["model"]["weights"] for settings in given] == [str(path_of(tmp_path / "run", 7))]
 
 
 def test_results_of_other_towers_and_sizes_lie_in_another_folder(
@@ -209,6 +209,8 @@ def test_results_of_other_towers_and_sizes_lie_in_another_folder(
         replace(TINY, name="other", text=own_text),
         replace(TINY, weights=weights),
         replace(TINY, weights=weights, image_size=24),
+        replace(TINY, weights=weights, preprocess={"interpolation": "bilinear"}),
+        replace(TINY, weights=weights, correct_cls_mask=True),
     ]
     for each in models:
         main(EvalRunConfig(device="cpu", model=each, eval=EvalConfig(sets=sets[:1])))
@@ -216,10 +218,29 @@ def test_results_of_other_towers_and_sizes_lie_in_another_folder(
         json.loads(path.read_text())["measured"]["classes"] for path in tmp_path.glob("runs/eval*/eval/final.json")
     ]
     keys = ("model", "source", "image.weights", "text.weights", "image_size")
+    path = weights.removeprefix("run:")
     assert sorted([str(facts.get(key)) for key in keys] for facts in noted) == sorted(
-        [str(value) for value in (each.name, each.weights, each.image.weights, each.text.weights, each.image_size)]
+        [
+            str(path if value == weights else value)
+            for value in (each.name, each.weights, each.image.weights, each.text.weights, each.image_size)
+        ]
         for each in models
     )
+
+
+def test_results_of_weights_of_a_run_are_of_the_checkpoint_that_is_its_newest(
+    tmp_path: Path, model: ClipModel, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may train on between two evaluations."""
+    monkeypatch.chdir(tmp_path)
+    for step in (7, 9):
+        save_model(tmp_path / "runs/b", model, TINY, step)
+        main(EvalRunConfig(device="cpu", model=replace(TINY, weights="b"), eval=EvalConfig(sets=sets[:1])))
+    noted = sorted(
+        json.loads(path.read_text())["measured"]["classes"]["source"]
+        for path in tmp_path.glob("runs/eval*/eval/final.json")
+    )
+    assert noted == [f"runs/b/checkpoints/step_0000000{step}" for step in (7, 9)]
 
 
 def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Capture) -> None:
