@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from clipscale.cli.verbs import FLAGS, VERBS
-from clipscale.common import files
+from clipscale.common import files, ranks
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import is_main_rank, print_line
 from clipscale.common.text import did_you_mean, one_of
@@ -237,7 +237,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None, *, 
     if isinstance(values, TrainConfig):
         needs_bias = has_logit_bias(values)
         folder = run_folder(values.run) / in_sweep if values.run and in_sweep else values.run
-        resumed = run_to_resume(str(folder), values.resume)
+        resumed = run_to_resume(str(folder), values.resume, own_first=bool(in_sweep) or ranks.is_restarted())
     return replace(
         values, model=resolve_architecture(values.model, chosen=chosen, needs_bias=needs_bias, resumed=resumed)
     )

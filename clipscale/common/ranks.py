@@ -35,3 +35,8 @@ def local_rank() -> int:
 def local_world_size(unknown: int = 1) -> int:
     """The number of ranks on this machine, which share its cores and memory; `unknown` if no variable says it."""
     return max(1, number("LOCAL_WORLD_SIZE", unknown))
+
+
+def is_restarted() -> bool:
+    """Whether torchrun or Slurm says that it has started this process again."""
+    return any(number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM"))

@@ -40,17 +40,16 @@ def path_or_run(name: str) -> Path:
 # ---- checkpoints ----
 
 
-def run_to_resume(run: str, resume: str) -> Path | None:
-    """The folder of the run whose checkpoints a start may resume: its own, if it has some, else that of `resume`.
+def run_to_resume(run: str, resume: str, *, own_first: bool = True) -> Path | None:
+    """The folder of the run whose checkpoints a start may resume: its own, or that of `resume=PATH`.
 
-    None if there is none. `run`: its name, or empty.
+    None if there is none. `run`: its name, or empty. `own_first`: its own if both have some.
     """
     if resume == "none":
         return None
-    folders = [run_folder(run)] if run else []
-    named = [] if resume == "auto" else named_checkpoints(resume)
-    if named:
-        folders.append(named[-1].parent.parent)
+    own = [run_folder(run)] if run else []
+    named = [] if resume == "auto" else [path.parent.parent for path in named_checkpoints(resume)[-1:]]
+    folders = own + named if own_first else named + own
     return next((folder for folder in folders if checkpoints_of(folder)), None)
 
 

@@ -28,9 +28,8 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
     """
     folder = Path(config.run)
     copy = config.checkpoint.copy if fetch_copy else ""
-    restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
-    restarted = any(world.all_gather_object(any(restarts)))
+    restarted = any(world.all_gather_object(ranks.is_restarted()))
     newest = checkpoint.prepare_checkpoint(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
 

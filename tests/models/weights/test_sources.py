@@ -26,6 +26,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
+from clipscale.run_folder.names import path_of
 from tests.models.weights.test_load_weights import (
     SMALL,
     config,
@@ -72,6 +73,26 @@ def test_a_run_brings_its_model_whatever_the_preset_says(place: Path, verb: str,
     assert (composed.model.name, composed.model.image_size) == ("small", 48)
     assert composed.model.architecture["embed_dim"] == SMALL["embed_dim"]
     assert composed.model.image.layer_decay == 0.75, "the rest of the preset stays"
+
+
+def test_a_run_that_resumes_another_has_the_others_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own checkpoints count after a restart and in a sweep."""
+    monkeypatch.chdir(tmp_path)
+    for name, width in (("other", 16), ("own", 24), ("sweep/0", 24)):
+        path_of(Path("runs") / name, 1).mkdir(parents=True)
+        model = config(architecture=SMALL | {"embed_dim": width})
+        files.write_json(Path("runs") / name / "config.yaml", {"model": asdict(model)})
+    words = ["model.weights=start", "resume=other"]
+
+    def resumed_width(run: str, **given: str) -> int:
+        return settings("train", [*words, f"run={run}"], **given).model.architecture["embed_dim"]
+
+    assert resumed_width("own") == 16
+    assert resumed_width("sweep", in_sweep="0") == 24
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resumed_width("own") == 24
 
 
 def test_weights_bring_their_logit_bias_to_a_loss_that_uses_it(place: Path) -> None:
