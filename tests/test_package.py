@@ -64,6 +64,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow  # it installs the wheel, whose files the test above knows
 def test_the_wheel_composes_a_run_from_another_folder(installed: Path, tmp_path: Path, environment: dict) -> None:
     (tmp_path / "x.tar").touch()
     words = [str(installed / "bin/clipscale"), "train", *TINY, "data.train=x.tar", "--cfg", "job"]

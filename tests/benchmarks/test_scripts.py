@@ -42,6 +42,7 @@ def script_settings(module: ModuleType, *words: str) -> SimpleNamespace:
     return settings_of(module.DEFAULTS, ["device=cpu", *words] if "device" in module.DEFAULTS else words)
 
 
+@pytest.mark.slow  # tests/loss/test_exact.py has the losses
 def test_losses_agree_with_the_oracle_and_ours_takes_four_units_and_little_memory(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

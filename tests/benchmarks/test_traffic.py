@@ -20,6 +20,7 @@ def tower() -> nn.Module:
     return nn.Sequential(nn.Linear(W, W, bias=False), nn.GELU(), nn.GELU(), nn.Flatten(0), nn.Unflatten(0, (W, N)))
 
 
+@pytest.mark.slow  # it traces several steps
 def test_products_count_by_flop_and_all_else_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer without bias in float32: two products, since its input needs no gradient. A GELU reads and writes
     N * W numbers, and in the backward pass reads twice as many. The rows' transposition moves nothing."""

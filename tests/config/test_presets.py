@@ -12,10 +12,11 @@ import yaml
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.config.expected_bands import bands_of
+from clipscale.config.model import ModelConfig
 from clipscale.config.presets import group_options, preset_title
 from clipscale.config.setting import flat
 from clipscale.config.train_config import TrainConfig, check, plain_fields, with_defaults
-from clipscale.models.towers import build_model
+from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer
 from tests.support.towers import small_model
@@ -31,6 +32,18 @@ def composed(*overrides: str) -> TrainConfig:
     return with_defaults(config)
 
 
+MODELS: dict[str, ClipModel] = {}
+
+
+def built(config: ModelConfig) -> ClipModel:
+    """The model; recipes of the same model share one."""
+    key = repr(config)
+    if key not in MODELS:
+        with torch.device("meta"):
+            MODELS[key] = build_model(config)
+    return MODELS[key]
+
+
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 # They have no source, and name no score.
 OWN = {"demo", "demo-coca", "finetune", "finetune-lora", "finetune-head"}
@@ -41,8 +54,7 @@ RANGES = {"cc3m-rn50": (18.5, 20.0), "datacomp-small": (2.5, 5.1), "datacomp-med
 @pytest.mark.parametrize("name", OPTIONS["experiment"])
 def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name: str) -> None:
     config = composed(f"experiment={name}")
-    with torch.device("meta"):
-        model = build_model(without_weights(config.model))
+    model = built(without_weights(config.model))
     optimizer = build_optimizer(model, config.optim)
     assert sum(len(group["params"]) for group in optimizer.param_groups) > 0
     trained = [tower for tower in (model.image, model.text) if any(p.requires_grad for p in tower.parameters())]

@@ -140,10 +140,10 @@ TRAIN = ["train", "model=vit-b32", "batch=8", "samples=16", "device=cpu", "plan=
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        pytest.param([*TRAIN, "data.train=s3://bucket/*.tar"], "", id="a-first-answer"),
+        pytest.param([*TRAIN, "data.train=s3://bucket/*.tar"], "", id="a-first-answer", marks=pytest.mark.slow),
         pytest.param([*TRAIN, "data.train=s3://bucket/*.tar"], "list-type", id="a-listing"),
         pytest.param([*TRAIN, "checkpoint.copy=s3://bucket/run", "data.train={}"], "", id="a-copy"),
-        pytest.param(["data", "index", "{}"], "", id="an-index"),
+        pytest.param(["data", "index", "{}"], "", id="an-index", marks=pytest.mark.slow),
         pytest.param(["data", "check", "{}"], "", id="a-check"),
     ],
 )

@@ -199,6 +199,7 @@ def test_a_packed_projection_with_adapters_is_cast_once() -> None:
     assert casts.elements.count(projections[0].weight.numel()) == len(projections)
 
 
+@pytest.mark.slow  # step/test_compiled.py compiles, too
 def test_compiled_blocks_have_the_same_gradients() -> None:
     """In a process of its own: compiling changes torch for good."""
     run_ranks(compiled, 1)

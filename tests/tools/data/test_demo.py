@@ -59,7 +59,9 @@ def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_leaves_neither_a_folder_nor_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, number: int, status: int
 ) -> None:

@@ -61,7 +61,7 @@ def test_no_row_of_a_large_table_is_lost_to_a_quote(tmp_path: Path, name: str, r
     assert [row and row["caption"] for row in rows] == [caption.strip() for caption in captions]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(captions=st.lists(CAPTIONS.map("".join), min_size=1, max_size=4), mark=st.sampled_from(",;\t"))
 def test_what_a_program_has_quoted_is_read_as_it_was(captions: list[str], mark: str) -> None:
     text = io.StringIO(newline="")

@@ -18,7 +18,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".json"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(pieces=st.lists(PIECES | st.binary(max_size=4), max_size=12))
 @example(pieces=[b"a" * 5_000_000])
 @example(pieces=[b"image,caption\n", b"a" * 5_000_000])
