@@ -26,8 +26,8 @@ from clipscale.cli import compose, plugin_settings
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.config.presets import PACKAGE
-from clipscale.config.setting import setting
+from clipscale.config.presets import PACKAGE, default_choices
+from clipscale.config.setting import setting, settings_of
 from clipscale.config.train_config import MAX_SAMPLES, check
 from clipscale.run_folder.names import run_folder
 from clipscale.tools.data.demo_folder import user_folder
@@ -174,18 +174,34 @@ def lay_runs(typed: Iterable[Sequence[str]], finished: Path, folder: Path) -> No
 
 
 def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Few commands that have all settings of all of them, of each verb. Each adds the most that are still missing."""
-    settings_of: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    """Few commands that have all sections of all of them, of each verb. Each adds the most that are still missing."""
+    sections_of: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for words in typed:
         verb, rest = split_verb(words)
-        settings_of[words] = {(verb, ""), *((verb, word.partition("=")[0]) for word in rest if "=" in word)}
-    missing = set[tuple[str, str]]().union(*settings_of.values())
+        sections_of[words] = {
+            (verb, ""),
+            *((verb, word.partition("=")[0].split(".")[0]) for word in rest if "=" in word),
+        }
+    missing = set[tuple[str, str]]().union(*sections_of.values())
     chosen = []
     while missing:
-        best = max(settings_of, key=lambda words: len(settings_of[words] & missing))
+        best = max(sections_of, key=lambda words: len(sections_of[words] & missing))
         chosen.append(best)
-        missing -= settings_of[best]
+        missing -= sections_of[best]
     return chosen
+
+
+def test_every_setting_of_a_command_is_one_of_its_verb(commands: Commands) -> None:
+    for words in checked(commands):
+        name, rest = split_verb(words)
+        verb = VERBS[name]
+        known = {*settings_of(verb.settings), *default_choices(verb.conf)}
+        for key in (word.lstrip("+").partition("=")[0] for word in rest if "=" in word):
+            key = compose.SECTION_ALIASES.get(key, "data.train" if key == "data" else key)
+            is_known = (
+                key in known or compose.is_in_dictionary(key, verb.settings) or compose.is_hydra_setting(key + ".")
+            )
+            assert is_known, f"{key}, in clipscale {' '.join(words)}"
 
 
 @pytest.mark.long
@@ -193,8 +209,8 @@ def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def test_every_command_composes(
     commands: Commands, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
-    """Its words are settings of its verb, and their values fit each other and the runs. /models is not there. In the
-    ordinary suite: so many commands that they have all settings; each preset has a test in config/test_presets.py."""
+    """The values of its settings fit each other and the runs. /models is not there. In the ordinary suite: so many
+    commands that they have all sections; each preset has a test in config/test_presets.py."""
     monkeypatch.chdir(tmp_path)
     typed = checked(commands)
     lay_runs(typed, finished, tmp_path)

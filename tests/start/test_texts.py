@@ -134,7 +134,7 @@ def test_kernels_are_refused_where_a_sample_is_in_a_batch_twice(
     ("ranks", "given"),
     [
         (1, {"cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(2, {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}, marks=pytest.mark.slow),
         (1, {"sizes": [3, 8]}),
         pytest.param(2, {"data": {"same": None, "sample_weights": OFTEN}}, marks=pytest.mark.slow),
