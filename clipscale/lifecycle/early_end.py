@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from clipscale.checkpoint.saving import UnwritableError
-from clipscale.common.errors import StoppedError, UserError
+from torch.distributed.checkpoint import CheckpointException
+
+from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.terminal import is_main_rank, log_warning
 from clipscale.distributed.agreement import is_raised_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
@@ -51,8 +52,8 @@ def can_save_after(error: UserError | OSError, run: Savable) -> bool:
 def saving_completed_steps(run: Savable) -> Iterator[None]:
     """Around a run's loop: saves the completed steps after a signal, and after an error if `can_save_after` it.
 
-    Raises StoppedError after a signal, and UnwritableError if a disk does not take the steps then. After an error that
-    is a warning.
+    Raises StoppedError after a signal, and what the save raises then, as UnwritableError. After an error that is a
+    warning, whatever it is.
     """
     try:
         yield
@@ -63,9 +64,9 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
         if can_save_after(error, run):
             try:
                 run.save_at_once()
-            except UnwritableError as unwritable:  # what ended the run stays its end
-                if is_main_rank():
-                    log_warning(str(unwritable))
+            except (Exception, CheckpointException) as failure:  # what ended the run stays its end
+                if is_main_rank() and str(failure) != str(error):
+                    log_warning(f"the last completed steps are not saved ({one_line(failure)})")
         raise
 
 

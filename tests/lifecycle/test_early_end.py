@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, UserError
@@ -48,10 +49,14 @@ class Run:
 
 
 class Unwritable(Run):
-    """A run whose disk is full."""
+    """A run whose last save fails."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__()
+        self.failure = failure
 
     def save_at_once(self) -> None:
-        raise UnwritableError("checkpoint step_00000004 could not be written (No space left on device)")
+        raise self.failure
 
 
 def shared(error: UserError) -> UserError:
@@ -80,10 +85,22 @@ def test_a_run_saves_after_an_error_of_all_ranks_between_updates(
     assert can_save_after(error, run) == can_save
 
 
-def test_a_last_save_that_fails_does_not_hide_what_ended_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        UnwritableError("checkpoint step_00000004 could not be written (No space left on device)"),
+        CheckpointException("write", {1: (RuntimeError("No space left"), None)}),  # type: ignore[dict-item]
+        RuntimeError("No space left"),
+        OSError("No space left"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_last_save_that_fails_does_not_hide_what_ended_the_run(
+    failure: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its status tells a launcher whether to start again."""
-    with pytest.raises(LoaderError, match="the storage is gone"), saving_completed_steps(Unwritable()):
+    with pytest.raises(LoaderError, match="the storage is gone"), saving_completed_steps(Unwritable(failure)):
         raise LoaderError("the storage is gone")
-    with pytest.raises(UnwritableError), saving_completed_steps(Unwritable()):
+    with pytest.raises(type(failure)), saving_completed_steps(Unwritable(failure)):
         raise SignalError(signal.SIGTERM)
     assert capsys.readouterr().out.count("No space left") == 1
