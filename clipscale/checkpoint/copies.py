@@ -38,6 +38,8 @@ from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.run_folder.moving_aside import move_records_aside
 from clipscale.run_folder.names import (
+    EARLIER,
+    EVAL,
     META,
     METRICS,
     RESULT,
@@ -229,6 +231,14 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
             target.mv(COPYING, name)
 
 
+def remove_set_aside(store: DirFileSystem, run: Path) -> None:
+    """Remove the store's results that the run has set aside: it trains those steps again. See `move_later_aside`."""
+    for name in store.find(EVAL):
+        is_aside = any(run.glob(f"{EARLIER}*/{Path(name).name}"))
+        if COPIED_FILES.fullmatch(name) and is_aside and not (run / name).exists():
+            store.rm_file(name)
+
+
 def remove_parts(store: DirFileSystem) -> None:
     """Remove the remains of copies that failed or were killed: the next copy needs the space."""
     complete = copies_in(store, f"/{META}")
@@ -324,6 +334,7 @@ class CheckpointUploader:
         self.uploading = checkpoints_of(self.run)[-1:]  # chosen before the records, which are then at least as new
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
+        remove_set_aside(store, self.run)
         for path in self.uploading:
             copy_checkpoint(store, path)
             for old in self.retention.outdated(complete_checkpoints(store, self.run), path.name):

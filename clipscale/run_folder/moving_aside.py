@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from clipscale.common import files
 from clipscale.common.files import DAMAGED, reason_of, unused_path
-from clipscale.run_folder.names import EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
+from clipscale.run_folder.names import EARLIER, EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpo
     """Move the run's records into a folder of their own, and log `why`."""
     records = [record for record in RUN_RECORDS if (run_dir / record.name).exists()]
     if any(record.is_measurement and (run_dir / record.name).stat().st_size for record in records):
-        aside = unused_path(run_dir / "earlier")
+        aside = unused_path(run_dir / EARLIER)
         aside.mkdir()
         for record in records:
             (run_dir / record.name).rename(aside / record.name)
@@ -85,7 +85,7 @@ def move_later_aside(run_dir: Path, step: int) -> None:
     results = [path for path in evaluations if step_of(path.with_suffix("")) > step]
     if not later and not results:
         return
-    aside = unused_path(run_dir / "earlier")
+    aside = unused_path(run_dir / EARLIER)
     aside.mkdir()
     with suppress(FileNotFoundError):
         shutil.copy(run_dir / METRICS, aside)

@@ -16,6 +16,8 @@ LOCK = "run.lock"
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 # One JSON object a step.
 METRICS = "metrics.jsonl"
+# The beginning of the names of folders with records that a run has set aside.
+EARLIER = "earlier"
 # The folder of evaluations.
 EVAL = "eval"
 # The run's result. It exists only when the run is complete.

@@ -28,6 +28,7 @@ from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleCo
 from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
+from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
 from tests.conftest import Capture
@@ -171,6 +172,22 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, [], keep_newest=1, every=4)
     assert steps(store) == [4, 6, 7], "what is later than the run stays"
     assert len([*store.rglob("step_*")]) == 7, "with four of somebody else's"
+
+
+def test_results_that_the_run_has_set_aside_leave_the_store(tmp_path: Path) -> None:
+    """A later start from the copy would take them for results of the steps that were trained again."""
+    run, store = tmp_path / "run", tmp_path / "store"
+    save(tmp_path, [1])
+    for step in (1, 2, 3):
+        write_result(run, step, 0.5)
+    save(tmp_path, [2])
+    shutil.rmtree(path_of(run, 2))
+    shutil.rmtree(path_of(store, 2))
+    move_outdated_aside(run, 1, begins_elsewhere=False)
+    write_result(run, 3, 0.7)  # it has come to this step again
+    write_result(store, 9, 0.1)  # the run knows nothing of it
+    save(tmp_path, [])
+    assert sorted(path.stem for path in (store / "eval").iterdir()) == [f"step_{step:08d}" for step in (1, 3, 9)]
 
 
 def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
