@@ -58,7 +58,7 @@ def near_duplicates(load: Load, samples: Tensor, clusters: Tensor, cosine: float
     while is_open.any():
         largest[is_open] = 0
         nearest[is_open] = torch.arange(len(largest))[is_open]
-        for group in groups:
+        for group in tracked(groups, f"comparing {int(is_open.sum())} again", len(groups)):
             if is_open[group].any():
                 settled_first = torch.cat([group[~is_open[group]], group[is_open[group]]])
                 compare(load, settled_first[largest[settled_first] < cosine], cosine, largest, nearest)

@@ -1,6 +1,7 @@
 """`data select` finds planted faults, keeps one of near-duplicates, and levels clusters; its page runs nothing."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -96,14 +97,21 @@ def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_duplicate_is_one_of_a_sample_that_stays_whatever_the_clusters(seed: int) -> None:
+def test_each_duplicate_is_one_of_a_sample_that_stays_whatever_the_clusters(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sample went as the duplicate of one that went itself, in its second cluster, as that of a third."""
     generator = torch.Generator().manual_seed(seed)
     rows = features(200, seed, width=3)
     samples = torch.randperm(200, generator=generator)
     clusters = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in samples])
     cosine = 0.9
+    shown: list[str] = []
+    tracked = near.tracked
+    monkeypatch.setattr(near, "tracked", lambda items, what, total: shown.append(what) or tracked(items, what, total))
     largest, nearest = near.near_duplicates(rows.__getitem__, samples, clusters, cosine)
+    assert shown[0] == "comparing inside clusters" and all(re.fullmatch(r"comparing \d+ again", x) for x in shown[1:])
+    assert len(shown) > 1, "each pass over the clusters has its progress"
     gone = largest >= cosine
     assert 20 < gone.sum() < 180
     assert not gone[nearest[gone]].any()
