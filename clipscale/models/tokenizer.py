@@ -37,7 +37,7 @@ WORDS = 2**14
 class Tokenizer:
     """Captions -> int64 tokens (N, T) by `inner`, from as many characters of each caption as can matter.
 
-    `inner` is loaded when it is first needed: a plan needs none. Raises UserError where it cannot be.
+    `inner` is loaded when it is first needed: most plans need none. Raises UserError where it cannot be.
 
     The time of byte-pair encoding grows with the square of a word's length: it takes minutes for 80 kB of random
     letters.

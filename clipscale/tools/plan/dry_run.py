@@ -324,7 +324,9 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     if config.trains_captioner:
         assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
-    sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
+    sorts_captions = False  # more memory, and so safe, where the tokenizer cannot be had
+    with suppress(UserError, OSError):
+        sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
     runtime = DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live

@@ -18,7 +18,10 @@ class PlanConfig(TrainConfig):
         "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine's."
     )
     gpus: int = setting(
-        1, "GPUs per node; one process each. Without `hardware`, 1: the processes of a run here.", least=1
+        1,
+        "GPUs per node; one process each. Without `hardware`, 1 stands for all processes of a run here; for a plan of "
+        "one give `launch.procs=1`.",
+        least=1,
     )
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: Bytes | None = setting(

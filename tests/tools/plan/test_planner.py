@@ -13,6 +13,7 @@ import torch
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig
@@ -175,6 +176,20 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
     assert main(["plan", *TINIEST, *few_remedies, "batch=64", "cache.chunk=16", *hardware]) == status
     out = capsys.readouterr().out
     assert out.startswith(first) and ("planned for this machine, without a GPU" in out) == (not hardware)
+
+
+def test_a_plan_goes_without_a_tokenizer_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then plans for captions that keep their padding, which take more memory."""
+
+    def refuse(*given: object) -> None:
+        raise UserError("the tokenizer cannot be fetched")
+
+    monkeypatch.setattr("clipscale.models.tokenizer._loaded", refuse)
+    monkeypatch.setattr(
+        "clipscale.tools.plan.dry_run.may_cut_captions", lambda _, tokenizer: bool(len(tokenizer([""])))
+    )
+    with dry_run(plan_settings(*TINIEST, "batch=64", "cache.chunk=16"), 1, None) as run:
+        assert run.caption_share == 1
 
 
 @pytest.mark.parametrize(
