@@ -55,6 +55,7 @@ def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow  # it parses a part of the package three times
 def test_a_draw_is_a_function_of_its_seed() -> None:
     first, again, other = (breaks_of_code.drawn(5, seed, ["clipscale/loss/block.py"]) for seed in (1, 1, 2))
     assert first == again != other and len({(each.file, each.line) for each in first}) == 5

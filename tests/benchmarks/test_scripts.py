@@ -58,6 +58,7 @@ def test_losses_agree_with_the_oracle_and_ours_takes_four_units_and_little_memor
     assert (rows["infcl"]["units"], rows["open_clip"]["units"]) == (4, 6)
 
 
+@pytest.mark.slow  # seven steps; tests/test_exactness.py has the gradients
 def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
     step = script("step")
     gradients = {}
