@@ -168,6 +168,10 @@ def checked(commands: Commands) -> dict[tuple[str, ...], Block]:
     return {tuple(ours(words)): block for block, words in commands if ours(words) and block.needs != IN_TEXT}
 
 
+# The runs that are laid are of a smaller model than the page's, which a captioner's towers cannot begin from.
+SMALL_RUN = "'runs/demo' is test, whose embed_dim is 32"
+
+
 def lay_runs(typed: Iterable[Sequence[str]], finished: Path, folder: Path) -> None:
     for run in set().union(*map(runs_of, typed)):
         shutil.copytree(finished, folder / "runs" / run, dirs_exist_ok=True)
@@ -227,7 +231,7 @@ def test_every_command_composes(
                 if name == "train":
                     check(settings)
         except UserError as error:
-            assert "there is no /models/" in str(error), words
+            assert SMALL_RUN in str(error) or "there is no /models/" in str(error), words
 
 
 @pytest.mark.slow  # the ordinary test above composes most
@@ -256,7 +260,7 @@ def test_every_command_finds_what_it_names(
         remote = re.search("network|S3", block.needs) and re.search(
             "cannot be (fetched|listed|loaded|read)|unreachable_shard|has no credentials", out
         )
-        if status != 0 and not remote:
+        if status != 0 and not remote and SMALL_RUN not in out:
             wrong.append(f"{block.page}, {block.needs}: clipscale {' '.join(words)}: {out}")
     assert not wrong, "\n".join(wrong)
 

@@ -75,6 +75,8 @@ class ChunkMemory:
     encode: float
     # Bytes of the graph; 0 for a frozen tower.
     graph: float = 0
+    # Peak of a first pass that keeps its graph, beyond the graph.
+    encode_kept: float = 0
     # Peak of the second pass.
     replay: float = 0
     # Operations of the first pass without a graph, and of the second one.
@@ -208,13 +210,14 @@ class DryRun:
             p.grad = torch.empty_like(p) if p.requires_grad and not no_gradients else None
         outputs = encoded()
         graph = meter.live()
+        encode_kept = meter.end() - graph
         meter.is_backward = True
         with cast_weights.in_pass(builds_graph=True, is_last_backward=False):  # checkpointing runs the layers again
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         replay = meter.end()
         operations = meter.operations
         self.step.optimizer.zero_grad()
-        return ChunkMemory(encode, graph, replay, encode_operations, operations)
+        return ChunkMemory(encode, graph, encode_kept, replay, encode_operations, operations)
 
     def measure_loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""

@@ -89,9 +89,10 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
     """
     updated = one_of_each(step.optimizer)
     for _ in range(2):  # the first update makes the state
-        tracker.take_peak()
+        step.optimizer.zero_grad()
         for p, _ in updated:
             p.grad = torch.empty_like(p)
+        tracker.take_peak()
         step.sum_and_unscale_gradients()
         step.update(gradient_norm(step.trainable_parameters))
     peak = tracker.take_peak() - tracker.live

@@ -92,7 +92,10 @@ class StepModel:
         peak = {}
         for i, name in enumerate(TOWERS):
             live += held[i]
-            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.memory.gathered[i].encode
+            encode = self.passes[i].encode
+            if kept[i]:
+                encode = max(encode, self.passes[i].encode_kept)
+            peak[f"encode {name}"] = live + encode + dry_run.memory.gathered[i].encode
         before["loss"] = live
         peak["loss"] = live + dry_run.loss(self.batch)
         live += sum(gradients)
@@ -122,8 +125,11 @@ class StepModel:
 
     def budget(self, most: float) -> float:
         """The most bytes that kept graphs may take if the step is to take at most `most` bytes."""
-        graphs = {f"replay {name}": chunk.graph for name, chunk in zip(TOWERS, self.passes)}
-        highest = max(size - graphs.get(part, 0) for part, size in self.memory().peak.items())
+        if_kept: dict[str, float] = {}  # what peaks gain once graphs are kept, beside these
+        for name, chunk in zip(TOWERS, self.passes):
+            if_kept[f"encode {name}"] = max(0, chunk.encode_kept - chunk.encode)
+            if_kept[f"replay {name}"] = -chunk.graph
+        highest = max(size + if_kept.get(part, 0) for part, size in self.memory().peak.items())
         return max(0.0, most - highest)
 
     def within(self, budget: float) -> StepMemory:
