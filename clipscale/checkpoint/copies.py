@@ -185,7 +185,7 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
 def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
     with fetched(store, path, run) as temporary:
-        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole checkpoint that recent")
         move_records_aside(run, "goes on from its copy")
         copy_records(store, DirFileSystem(str(run), LOCAL))
         discard(run / path)
@@ -299,7 +299,7 @@ class CheckpointUploader:
             self.thread.join(SILENT_S)
             if self.thread.is_alive():
                 log_line(
-                    "the last checkpoint is being copied; if that is stopped, the run's next start goes on with it"
+                    "the last checkpoint is being copied; if you stop that, the run's next start completes the copy"
                 )
                 try:
                     self.thread.join(limit_s)

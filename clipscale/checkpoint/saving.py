@@ -66,7 +66,8 @@ class Saver:
         self.uploader = uploader
         self.retention = uploader.retention
         # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
-        # new run: its start is not saved. None for a state from another folder, so that even its first step is saved.
+        # new run, whose initial state is never saved. None if the state comes from another folder: then the step at
+        # which it starts counts as unsaved.
         self.last_begun_step = last_begun_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None

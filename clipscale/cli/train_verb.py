@@ -27,8 +27,9 @@ from clipscale.launch import local
 from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder, run_to_resume
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
-# Settings, and whole sections, that may differ while a complete run stays complete. They change its weights by rounding
-# at most. One exception is accepted: with dropout, the chunks (`cache.`) decide which sample gets which random numbers.
+# A complete run stays complete if only these settings, or settings of these sections, differ. They change its weights
+# by rounding at most. One exception is accepted: with dropout, the chunks (`cache.`) decide which sample gets which
+# random numbers.
 NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
 NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 

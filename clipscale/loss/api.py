@@ -166,7 +166,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     refuse_unknown(distillation_loss, unknown)
     _check_words(exchange=exchange, backend=backend)
     if captions != 1 or backend == "triton":
-        raise ValueError("distillation_loss takes one caption an image, and has no kernels: leave them out")
+        raise ValueError("distillation_loss takes one caption an image and has no Triton kernels: leave both out")
     if not teachers or len(weights) != 2 or min(weights) < 0 or not max(weights):
         raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and two weights of 0 or more")
     module = _module_of(similarity)

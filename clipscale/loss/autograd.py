@@ -174,8 +174,8 @@ def gradients(
     needs: NeedsGrad,
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: one sweep of the backend's backward function. Returns N times the inputs' gradients, times
-    `factor`.
+    """A collective: one sweep of the backend's backward function. Returns `factor` times N dL/dx of each
+    input x; with a factor of 1/N these are the gradients of the mean.
 
     An entry is None if its input needs no gradient. The scale's may be computed anyway; autograd then ignores it.
     Where each gradient comes from:

@@ -21,16 +21,16 @@ from tests.support.runs import four_step_config, loop_with_batches
 
 
 @pytest.mark.parametrize(
-    ("message", "chunks", "tokens", "save"),
+    ("message", "chunks", "labels", "save"),
     [((3, 0, 0, 7, 9), 3, 16, False), ((3, 1, 0, 7, 0), 0, 0, False), ((3, 0, 1, 7, 9), 3, 16, True)],
 )
 def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
-    message: tuple[int, ...], chunks: int, tokens: int, save: bool
+    message: tuple[int, ...], chunks: int, labels: int, save: bool
 ) -> None:
-    """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save. Then come
-    the ranks' tokens."""
+    """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save. Then comes
+    each rank's number of caption labels."""
     agreement = StepAgreement(AsyncReduction(torch.tensor(message)))
-    assert (agreement.num_text_chunks, agreement.num_caption_labels, agreement.wants_save) == (chunks, tokens, save)
+    assert (agreement.num_text_chunks, agreement.num_caption_labels, agreement.wants_save) == (chunks, labels, save)
 
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from clipscale.data.train_transform import TrainTransform
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
 MAX_BROKEN_IN_SHARD = 20_000
-# A stream gives up after this many broken samples in a row, or so many segments without a usable one. The
-# limits are generous: one bad shard of a few must not end a run, and a stream of a small set may hold a single sample
-# an epoch.
+# A stream gives up after MAX_BROKEN broken samples in a row, or after MAX_UNUSABLE_SEGMENTS segments in a row without a
+# usable sample. The limits are generous: one bad shard of a few must not end a run, and a stream of a small set may
+# hold a single sample an epoch.
 MAX_BROKEN = 200_000
 MAX_UNUSABLE_SEGMENTS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.

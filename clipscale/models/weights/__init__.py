@@ -4,11 +4,11 @@
     sources.py          value of `model.weights` -> `Source`: a file, a folder, a run's checkpoint, a tag of open_clip
     descriptions.py     configuration beside the weights -> open_clip's description of the model
     hugging_face.py     the same for transformers' CLIP and SigLIP, by the table hugging_face.yaml
-    names.py            keys in the file -> keys of the model, whatever wraps them
+    key_styles.py       keys in the file -> keys of the model, whatever wraps them
     shapes.py           shapes in the file -> what does not fit the model, before torch is loaded; by shapes.yaml
     adapters.py         PEFT's adapters -> merged into the weights that they change
     renaming.py         transformers' keys -> open_clip's, and back for an export
-    loading.py          reads the file, does all of this, and fills the model
+    load_weights.py     reads the file, does all of this, and fills the model
 
 One key of a checkpoint of a compiled student in DDP, on its way:
 

@@ -91,9 +91,8 @@ class GradCache:
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
-        self.chunks = [*chunks] if isinstance(chunks, Sequence) else [chunks] * len(encoders)
-        if len(self.chunks) != len(encoders) or not all(isinstance(size, int) and size > 0 for size in self.chunks):
-            raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
+        # May be changed between steps; `encode` checks it.
+        self.chunks = checked_chunks(chunks, len(encoders))
         is_context = isinstance(autocast, AbstractContextManager)  # one context cannot serve all chunks
         if is_context or not callable(autocast):
             raise ValueError(
@@ -136,7 +135,7 @@ class GradCache:
 
         Raises ValueError for
 
-        - another number of inputs than of encoders;
+        - another number of inputs than of encoders, or `chunks` that have become none;
         - an empty input, or one whose tensors have unequal lengths;
         - an encoder's output that is not a tensor, or has another number of rows than its input;
         - a chunk's own loss that is not a scalar;
@@ -149,6 +148,7 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
+        self.chunks = checked_chunks(self.chunks, len(self.towers))
         return [self.encode_tower(i, tower_input, before_chunk) for i, tower_input in enumerate(inputs)]
 
     def encode_tower(self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved: float = 0) -> Tensor:
@@ -267,6 +267,14 @@ def _sum(losses: list[Tensor]) -> Tensor:
     """The sum of the losses, in at least float32."""
     stacked = torch.stack(losses)
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
+
+
+def checked_chunks(chunks: int | Sequence[int], num_encoders: int) -> list[int]:
+    """The argument `chunks` of `GradCache` as a size for each encoder. Raises ValueError."""
+    sizes = [*chunks] if isinstance(chunks, Sequence) else [chunks] * num_encoders
+    if len(sizes) != num_encoders or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {num_encoders} encoders")
+    return sizes
 
 
 def checked_keep_bytes(keep_bytes: float | None) -> float | None:

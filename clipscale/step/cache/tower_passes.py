@@ -128,9 +128,9 @@ class TowerPasses:
     def forward_with_policy(self, policy: GraphPolicy, i: int) -> Tensor:
         """Run chunk i, and do with its graph what the policy says. Returns its representations, detached.
 
-        An encoder without trainable parameters has no second pass. The first time it runs with gradients enabled: a
-        graph is then built only if it uses a parameter that it does not list, or an input that requires a gradient.
-        Raises ValueError for these.
+        An encoder without trainable parameters has no second pass. Its first chunk runs with gradients enabled,
+        as a check: a graph can then come only from a parameter that the module does not list, or from an input that
+        requires a gradient. Raises ValueError for these.
         """
         verifies_graph_free = torch.is_grad_enabled() and not self.has_second_pass and not self.is_known_graph_free
         with nullcontext() if verifies_graph_free else self.graphs.building(policy):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,14 @@ def test_a_budget_that_is_set_later_is_checked_as_well() -> None:
     cache = GradCache([nn.Linear(2, 2)], torch.sum, chunks=1)
     with pytest.raises(ValueError, match="keep_bytes='8G': give a number of bytes"):
         cache.keep_bytes = "8G"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("chunks", [[4, 4], [0], 2.5])
+def test_chunks_that_are_set_later_are_checked_as_well(chunks: Any) -> None:
+    cache = GradCache([nn.Linear(2, 2)], torch.sum, chunks=1)
+    cache.chunks = chunks
+    with pytest.raises(ValueError, match="one size of at least 1, or one for each of 1 encoders"):
+        cache.step(torch.ones(4, 2))
 
 
 def test_a_replay_without_a_backward_pass_is_refused() -> None:
