@@ -103,6 +103,13 @@ def test_every_file_opens_with_a_sentence() -> None:
             assert opening.endswith((".", ":")), f"{path} opens with half a sentence: {opening}"
 
 
+def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        opening = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"[\w./]*\w\.py\b", opening):
+            assert any((folder / name).exists() for folder in (path.parent, PACKAGE, PACKAGE.parent)), f"{path}: {name}"
+
+
 # Who reads a section of the settings: where a run, a verb or its processes begin; and the one owner of each section.
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],

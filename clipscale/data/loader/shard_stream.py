@@ -1,6 +1,7 @@
 """Decodes the usable samples of a shard stream, and fills one worker's rows of every batch from its streams.
 
-order.py fixes the order of all samples. Each stream skips its broken samples by itself: no stream depends on another.
+data/order.py fixes the order of all samples. Each stream skips its broken samples by itself: no stream depends on
+another.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The training stream: opens the data of a run, and gives one local batch after another.
 
-order.py fixes the order of samples; workers read and decode them.
+data/order.py fixes the order of samples; workers read and decode them.
 """
 
 import logging
