@@ -129,7 +129,7 @@ def test_a_student_like_its_teacher_has_no_gradient() -> None:
         ({"teachers": [torch.ones(2, 4, 3)]}, "a teacher is its image features, its text features and its logit scale"),
         ({"teachers": [(torch.ones(4, 3), torch.ones(5, 3), 1.0)]}, "a teacher's features"),
         ({"captions": 2}, "one caption"),
-        ({"backend": "triton"}, "no kernels"),
+        ({"backend": "triton"}, "no Triton kernels"),
         ({"exchange": "rings"}, "exchange='rings'"),
     ],
 )
