@@ -255,7 +255,7 @@ class CheckpointUploader:
         an error:         is printed once for its type; the next `request` tries again
         close:            makes a last copy and waits for it; a complete run's has result.json
 
-    If the store has later checkpoints than the run, they stay.
+    Checkpoints in the store that are later than the run's newest one are not deleted.
     """
 
     def __init__(self, run: Path, address: str, retention: Retention) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run: its records, its checkpoints RUN/checkpoints/step_00001000, and which of them are kept."""
+"""The checkpoints in the folder of a run, RUN/checkpoints/step_00001000, and which of them are kept."""
 
 import re
 import shutil
@@ -36,7 +36,7 @@ class Retention:
 
     def outdated(self, checkpoints: list[Path], up_to: str) -> list[Path]:
         """Which of the `checkpoints`, sorted by step, to delete. Those after the one named `up_to` are left alone."""
-        earlier = [path for path in checkpoints if path.name <= up_to]
+        earlier = [path for path in checkpoints if step_of(path) <= step_of(Path(up_to))]
         best = self.best.among(map(step_of, earlier)) if self.best else None
         candidates = [path for path in earlier if step_of(path) != best]
         if self.every:

@@ -10,7 +10,7 @@ from pathlib import Path
 from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
-from clipscale.distributed.agreement import raise_together, run_long_on_rank0, run_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.run_folder.moving_aside import move_checkpoint_aside
 from clipscale.run_folder.names import checkpoints_of, named_checkpoints, path_or_run
@@ -30,7 +30,7 @@ def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "")
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    candidates = raise_together(world, lambda: candidates_of(run_dir, resume))
+    candidates = run_on_all_ranks(world, lambda: candidates_of(run_dir, resume))
     if any(others != candidates for others in world.all_gather_object(candidates)):
         raise UserError(
             f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
@@ -39,7 +39,7 @@ def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "")
     undamaged = None
     for candidate in candidates:
         try:
-            raise_together(world, partial(verify, candidate, world.rank, world.size))
+            run_on_all_ranks(world, partial(verify, candidate, world.rank, world.size))
         except UserError as error:
             damaged[candidate] = str(error)
         else:

@@ -117,9 +117,9 @@ def starts_again(key: str, typed: object) -> bool:
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:
     """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
-    `isolated`: the run gets processes of its own, even if one suffices. `advice`: which command goes on after a signal;
-    empty for a run that is no part of a sweep. Raises as `launch.local.launch`, and UserError for a run that cannot
-    fit.
+    `isolated`: the run gets processes of its own, even if one suffices. `advice`: for a run of a sweep, the command
+    that resumes the sweep after a signal; else empty. Raises as `launch.local.launch`, and UserError for a run that
+    cannot fit.
     """
     resumes_by_itself = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)

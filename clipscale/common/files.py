@@ -204,7 +204,7 @@ def read_record(path: Path) -> Record:
     else:
         depth = 0
         # libyaml is fast, and refuses the surrogates that stand for bytes of names that are not UTF-8.
-        for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), yaml.CSafeLoader):
+        for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), YAML_LOADER):
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
             elif isinstance(event, yaml.CollectionEndEvent):

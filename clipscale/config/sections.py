@@ -87,7 +87,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How many worker processes `train` and `eval` start on this machine when they are not run under torchrun."""
+    """The processes that `train`, `eval` and `embed` start on this machine when torchrun has not started them."""
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)

@@ -15,30 +15,30 @@ from clipscale.distributed.world import World
 T = TypeVar("T")
 
 # Seconds between the messages of a rank 0 whose work takes long.
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 def run_on_rank0(world: World, work: Callable[[], T]) -> T:
     """Call `work` on rank 0 alone. Returns its result, or raises its UserError, on all ranks. A collective.
 
-    Another error than UserError leaves rank 0 alone: see `raise_together`.
+    Another error than UserError leaves rank 0 alone: see `run_on_all_ranks`.
     """
-    result = raise_together(world, lambda: work() if world.is_rank0 else None)
+    result = run_on_all_ranks(world, lambda: work() if world.is_rank0 else None)
     return cast(T, world.broadcast_object(result))
 
 
 def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
     """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
 
-    Rank 0 says in between that it still works. So the others notice at once if its process has ended, and after
-    `World.timeout` if it is silent.
+    Meanwhile rank 0 sends heartbeats. If its process ends, the others fail at once; if it hangs, after
+    `World.timeout`.
     """
     if world.size == 1:
         return work()
     group = world.rank0_group
     outcome: tuple[T | None, UserError | None] | None = None
     if world.is_rank0:
-        with saying_that_it_works(world):
+        with sending_heartbeats(world):
             try:
                 outcome = work(), None
             except UserError as error:
@@ -53,15 +53,15 @@ def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def saying_that_it_works(world: World) -> Iterator[None]:
-    """Around work of rank 0: a thread sends None to the other ranks, at once and then every BEAT_S seconds."""
+def sending_heartbeats(world: World) -> Iterator[None]:
+    """Around work of rank 0: a thread sends None to the other ranks, at once and then every HEARTBEAT_S seconds."""
     has_ended = Event()
 
     def say() -> None:
         with suppress(RuntimeError):  # another rank has ended; rank 0 learns of it when its work is done
             while not has_ended.is_set():
                 world.broadcast_object(None, world.rank0_group)
-                has_ended.wait(min(BEAT_S, world.timeout.total_seconds() / 4))
+                has_ended.wait(min(HEARTBEAT_S, world.timeout.total_seconds() / 4))
 
     thread = Thread(target=say, daemon=True)
     thread.start()
@@ -72,7 +72,7 @@ def saying_that_it_works(world: World) -> Iterator[None]:
     thread.join()  # but not after an error of this rank alone, which ends its process
 
 
-def raise_together(world: World, work: Callable[[], T]) -> T:
+def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """Call `work` on every rank, and gather the ranks' errors. A collective. Returns this rank's result.
 
     If any rank raises UserError, every rank raises the first of them. Any other error of `work` leaves this rank alone,
@@ -84,9 +84,9 @@ def raise_together(world: World, work: Callable[[], T]) -> T:
         result = work()
     except UserError as error:
         problem = error
-    for error_of_rank in world.all_gather_object(problem):
+    for rank, error_of_rank in enumerate(world.all_gather_object(problem)):
         if error_of_rank:
-            raise_on_all_ranks(error_of_rank)
+            raise_on_all_ranks(problem if problem and rank == world.rank else error_of_rank)  # its own has its cause
     return result
 
 

@@ -72,7 +72,7 @@ class World:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.all_reduce_max_async(*values).values()
 
-    def at_own_rank(self, value: int) -> list[int]:
+    def one_hot_by_rank(self, value: int) -> list[int]:
         """A list of zeros with the value at this rank's index. Its `all_reduce_max` has the values of all ranks."""
         values = [0] * self.size
         values[self.rank] = value

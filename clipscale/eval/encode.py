@@ -23,7 +23,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.poll import Poll, no_poll
 from clipscale.data.eval_transform import prefetched
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.agreement import raise_together
+from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
 from clipscale.loss.exchange import Communicator
@@ -222,5 +222,5 @@ class EvalEncoder:
                     else:
                         features = self.model.image(pixels)
                 yield ImageBatch(span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device))
-        raise_together(self.world, waits.check)
+        run_on_all_ranks(self.world, waits.check)
         return sum(self.world.all_gather_object(reasons), Counter())

@@ -9,7 +9,7 @@ from typing import cast
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
 from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run, model_facts
-from clipscale.distributed.agreement import raise_together, run_long_on_rank0
+from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import load_chosen_sets, suite_table
@@ -47,7 +47,7 @@ def work(config: EvalRunConfig) -> Results:
     world = init_world(config.device, config.launch.timeout_s)
     try:
         # before a model is loaded, so that a mistyped path is reported at once
-        sets = raise_together(world, lambda: load_chosen_sets(config.eval))
+        sets = run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
         precision = Precision.set_up(config.precision, world.device)
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
@@ -55,7 +55,7 @@ def work(config: EvalRunConfig) -> Results:
         described = {} if run else {"model": asdict(config.model)}  # wandb has those of a run from its training
         with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, described)) as sinks:
             show_task("loading the model")
-            model, settings, step = raise_together(
+            model, settings, step = run_on_all_ranks(
                 world,
                 partial(
                     load_run_or_weights,

@@ -52,8 +52,8 @@ def can_save_after(error: UserError | OSError, run: Savable) -> bool:
 def saving_completed_steps(run: Savable) -> Iterator[None]:
     """Around a run's loop: saves the completed steps after a signal, and after an error if `can_save_after` it.
 
-    Raises StoppedError after a signal, and what the save raises then, as UnwritableError. After an error that is a
-    warning, whatever it is.
+    After a signal, raises StoppedError, or what the save raises, such as UnwritableError. After an error, raises that
+    error; a save that fails is then only a warning.
     """
     try:
         yield

@@ -74,6 +74,8 @@ class MetricLog:
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._times: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._warned: set[str] = set()
+        # Steps of this start.
+        self._num_steps = 0
 
     def log_step(self, record: StepRecord) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are not tensors.
@@ -96,7 +98,8 @@ class MetricLog:
         if first or (now - self._printed_at >= PAUSE_S and record["step"] % self.every == 0):
             self._print_last()
             self._printed_at = now
-        if record["step"] > WARM_UP_STEPS:
+        self._num_steps += 1
+        if self._num_steps > WARM_UP_STEPS:
             self._recent.append(record)
             warnings = warnings_of(self._recent)
             for name in warnings.keys() - self._warned:

@@ -8,7 +8,7 @@ from clipscale.log.records import StepRecord
 
 # Steps that are compared.
 WINDOW_STEPS = 50
-# The first steps of a run do not count, because kernels, compilers and workers start in them.
+# The first steps of a start do not count, because kernels, compilers and workers start in them.
 WARM_UP_STEPS = 10
 # Above this uniformity features have collapsed: two of them have a cosine of 0.99.
 COLLAPSED_UNIFORMITY = -0.05

@@ -1,5 +1,5 @@
-"""Renames and reports files that a run finds in its folder and does not use. These are damaged
-records, and files of another run or of later steps. It deletes nothing but result.json, the mark of a complete run.
+"""Renames, and reports, files in a run's folder that the run cannot use: damaged records, and files of another run or
+of later steps. Only result.json, the mark of a complete run, is ever deleted.
 """
 
 import logging

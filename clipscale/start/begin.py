@@ -9,7 +9,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
 from clipscale.config.train_config import TrainConfig
-from clipscale.distributed.agreement import raise_together
+from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation, sized_sets
@@ -116,7 +116,7 @@ def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     return Evaluation(
-        sets=raise_together(world, lambda: load_chosen_sets(config.eval)),
+        sets=run_on_all_ranks(world, lambda: load_chosen_sets(config.eval)),
         batch_size=config.eval.batch,
         objective=config.loss.objective,
         sizes=tuple(config.loss.sizes),

@@ -103,8 +103,8 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 
-        # Measured before `build_step` wraps the towers. Under FSDP2 each pass gathers weights, so a rank that tries one
-        # size more than the others would wait for them.
+        # Measured before `build_step` wraps the towers: the ranks may try different numbers of sizes. Under FSDP2 each
+        # try would be a collective, and a rank with one more would hang.
         chunk_sizes = choose_chunk_sizes(resolved, model, precision, share.local_batch, world)
         train_step = build_step(
             config,

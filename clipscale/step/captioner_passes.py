@@ -52,7 +52,7 @@ class CaptionerPasses:
         features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
         if isinstance(pairs.images, FrozenTowerOutputs):
             self.image_bytes = pairs.images.bytes_each
-        # No label at all: no sample has arrived, and the step ends with the loader's error.
+        # At least 1, to divide by: there are no labels only if the loader has failed, whose error then ends the step.
         self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch), agreement))
         return EncodedBatch([features], captions)
 

@@ -21,7 +21,7 @@ from clipscale.common.terminal import log_warning
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
-from clipscale.distributed.agreement import raise_together
+from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.models.weights.load_weights import fit_positions
 from clipscale.step.train_step import TrainStep
@@ -36,7 +36,7 @@ def gather_checkpoint_state(
     position is not known.
     """
     world = train_step.world
-    position = raise_together(world, stream.position)
+    position = run_on_all_ranks(world, stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
     return replace(
         description,

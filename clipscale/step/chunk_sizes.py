@@ -19,7 +19,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
-from clipscale.distributed.agreement import raise_together
+from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.pass_contexts import batch_norms
@@ -126,7 +126,7 @@ def measured_chunk(
     def norms() -> int:
         return norm_rows(tower, draw(1))
 
-    size = raise_together(world, lambda: find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs))
+    size = run_on_all_ranks(world, lambda: find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs))
     return min(world.all_gather_object(size))
 
 
@@ -160,7 +160,8 @@ def find_chunk(
        for the memory, or over 5 % slower than a smaller one (GOOD_ENOUGH), ends the list. If several sizes were
        measured, the largest is then left out, because features, loss and the other tower's gradients need memory, too.
     2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Otherwise only the
-       fastest stays: no graph is kept without `keeps_graphs`, and all are if the whole batch fits in one chunk.
+       fastest stays. This is so without `keeps_graphs`, where no graph is kept, and if the whole batch fits in one
+       chunk, where all are.
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 

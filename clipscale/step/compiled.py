@@ -102,8 +102,8 @@ def run_every_pass(
     *,
     has_other_ranks: bool,
 ) -> None:
-    """Run every kind of pass of a tower, on random inputs: full and last chunks, with cast weights and, as DDP sums in
-    a last chunk, with the tower's own. A collective under FSDP2.
+    """Run every kind of pass of a tower on random inputs: a full chunk and the last one, each once with cast weights
+    and once with the tower's own, which DDP needs in the last chunk. A collective under FSDP2.
 
     `rows`: the tower's images or texts in a step. There may be fewer than `chunk`, which an earlier start has chosen.
 

@@ -102,7 +102,7 @@ class StepInputs:
         `own`: the labels in this rank's captions. `agreement`: see `captions`.
         """
         known = agreement.num_caption_labels if agreement else 0
-        return known or sum(self.world.all_reduce_max(*self.world.at_own_rank(own)))
+        return known or sum(self.world.all_reduce_max(*self.world.one_hot_by_rank(own)))
 
     def begin_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
@@ -115,7 +115,7 @@ class StepInputs:
         captions = self.own_captions(upcoming, chunk_size) if upcoming else None
         sorted_captions = captions if isinstance(captions, SortedCaptions) else None
         text_chunks = sorted_captions.num_chunks if sorted_captions else 0
-        labels = [] if caption_labels is None else self.world.at_own_rank(caption_labels)
+        labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)
         is_unknown = int(upcoming is None)
         message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
         return StepAgreement(message, sorted_captions)

@@ -16,7 +16,7 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.agreement import raise_on_all_ranks, raise_together
+from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
@@ -177,7 +177,7 @@ class TrainStep:
     # ---- update ----
 
     def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
-        """The step's numbers. Updates the weights, unless the numbers are not finite (with fp16: the norm).
+        """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
 
         A collective. Raises as `run` does.
 
@@ -217,7 +217,7 @@ class TrainStep:
 
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
-        raise_together(self.world, stream.raise_failure)
+        run_on_all_ranks(self.world, stream.raise_failure)
         if not self.precision.can_lower_loss_scale:
             raise_on_all_ranks(
                 UserError(

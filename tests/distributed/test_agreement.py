@@ -8,7 +8,7 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.distributed import agreement
-from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_together, run_long_on_rank0, run_on_rank0
+from clipscale.distributed.agreement import is_raised_on_all_ranks, run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
 from tests.support.ranks import run_ranks
 
@@ -26,7 +26,7 @@ def agree(rank: int, ranks: int) -> tuple[str, bool, bool, str, int]:
         raise UserError(f"rank {rank} cannot write")
 
     with pytest.raises(UserError) as of_rank_1:
-        raise_together(world, fail_on_rank_1)
+        run_on_all_ranks(world, fail_on_rank_1)
     with pytest.raises(UserError) as of_rank_0:
         run_on_rank0(world, fail)
     return (
@@ -53,10 +53,10 @@ def fail_alone(rank: int, ranks: int) -> bool:
 
     if rank == 1:
         with pytest.raises(OSError, match="disk"):
-            raise_together(world, work)
+            run_on_all_ranks(world, work)
         world.barrier()
     else:
-        raise_together(world, work)
+        run_on_all_ranks(world, work)
     return True
 
 
@@ -66,7 +66,7 @@ def test_another_error_leaves_its_rank_at_once() -> None:
 
 def wait_for_rank_0(rank: int, ranks: int) -> tuple[int, str]:
     """The result and the error of work that takes longer than a rank waits. Then rank 0 is silent as long."""
-    agreement.BEAT_S = 0.1
+    agreement.HEARTBEAT_S = 0.1
     world = World(rank, ranks, torch.device("cpu"), timedelta(seconds=2))
 
     def fail() -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of a step agree on before they know each other's next batch."""
+"""What the ranks of a step agree on before they know each other's next batch; and a step that fp16 skips."""
 
 import math
 from pathlib import Path

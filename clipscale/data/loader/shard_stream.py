@@ -105,8 +105,8 @@ class ShardStream:
         self._store = store
         self._broken = broken
         self._set_status = set_status
-        # With data.weights: the usable samples given out, which choose the source of the next one. Nothing reads it
-        # without weights.
+        # The usable samples given out so far. With data.weights this number decides the source of the next sample;
+        # otherwise it is unused.
         self._used = spec.start_of[stream_id].samples
         # Reason -> broken samples since the last usable sample.
         self._reasons: Counter[str] = Counter()

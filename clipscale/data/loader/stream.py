@@ -213,16 +213,16 @@ class TrainStream:
         if it is not deferred."""
         try:
             messages = [] if self.failure else self.workers.receive(needed, poll)
-        except Exception as error:  # even at a bug of the loader the run saves its steps, and ends
-            failure: UserError
-            if isinstance(error, UserError):
-                failure = error
-            else:
-                failure = LoaderError(f"the data loader failed: {error!r}")
-                print_failure("the data loader failed", "".join(traceback.format_exception(error)))
-            self.failure = failure
+        except UserError as error:
+            self.failure = error
             if not self._defers_failures:
-                raise failure from error
+                raise
+            return
+        except Exception as error:  # even at a bug of the loader the run saves its steps, and ends
+            self.failure = LoaderError(f"the data loader failed: {error!r}")
+            print_failure("the data loader failed", "".join(traceback.format_exception(error)))
+            if not self._defers_failures:
+                raise self.failure from error
             return
         for number, message in messages:
             if CHANGED_SHARD in message.faults and CHANGED_SHARD not in self.faults:

@@ -191,7 +191,7 @@ class TritonSoftmax(TritonBackend):
         scale = block.parameters.scale
         factor, nat = log2_factor(scale)
         t = self.tiles
-        # Four numbers of four bytes a tile row and a tile column.
+        # Two numbers of four bytes a row of a tile (reference and sum), and two a column.
         area = self.runtime.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)
         for panel in self.panels(block, area):
             n = len(panel.rows)

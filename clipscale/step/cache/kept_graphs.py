@@ -29,8 +29,8 @@ from clipscale.step.cache.chunk_output import ChunkOutput
 
 log = logging.getLogger(__name__)
 
-# A graph is kept only if the free memory is this many times its bytes. The graphs of `cache.keep=auto` always fit,
-# because that setting leaves a tenth of the memory free.
+# A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the
+# memory free, so this rarely refuses one there.
 HEADROOM = 1.1
 
 
@@ -39,9 +39,10 @@ class OnShortMemory(Enum):
 
     # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
     # collective does this, because no rank may fail in it or repeat it.
-    ASK_FIRST = "ask first"
+    CHECK_FIRST = "check first"
     # Try the pass. If it fails, drop the tower's graphs and repeat the pass without a graph. DDP uses this and not
-    # ASK_FIRST: every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets together.
+    # CHECK_FIRST: every rank must build a graph in the first step, because all ranks then rebuild DDP's buckets
+    # together.
     RETRY = "retry"
     # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates the statistics of batch normalisation does
     # this, because a repeated one would update them twice.
@@ -93,9 +94,9 @@ class KeptGraphs:
     def choose_policy(self, i: int) -> GraphPolicy:
         """Choose what becomes of the graph of chunk i, the next one to be encoded.
 
-        With ASK_FIRST it looks at the free memory. If that is short, this rank keeps no more graphs in this step.
+        With CHECK_FIRST it looks at the free memory. If that is short, this rank keeps no more graphs in this step.
         """
-        if i < self.num_kept and self.on_short_memory is OnShortMemory.ASK_FIRST and not self._has_memory():
+        if i < self.num_kept and self.on_short_memory is OnShortMemory.CHECK_FIRST and not self._has_memory():
             self.num_kept = i
             self.is_out_of_memory = True
         return self.planned_policy(i)
@@ -108,7 +109,7 @@ class KeptGraphs:
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP
-        if i < self.num_planned and self.on_short_memory is OnShortMemory.ASK_FIRST:
+        if i < self.num_planned and self.on_short_memory is OnShortMemory.CHECK_FIRST:
             return GraphPolicy.DISCARD
         return GraphPolicy.MEASURE if self.is_measuring else GraphPolicy.NO_GRAPH
 

@@ -112,7 +112,7 @@ def is_on_gpu(encoder: Callable[..., object]) -> bool:
 def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
     """What the encoder's first pass does where the memory is short for a graph."""
     if is_collective(encoder):
-        return OnShortMemory.ASK_FIRST
+        return OnShortMemory.CHECK_FIRST
     return OnShortMemory.RAISE if batch_norms(encoder) else OnShortMemory.RETRY
 
 

@@ -151,7 +151,7 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
 
 
 KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
-ASK_FIRST, RETRY, RAISE = OnShortMemory
+CHECK_FIRST, RETRY, RAISE = OnShortMemory
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ ASK_FIRST, RETRY, RAISE = OnShortMemory
     [
         (2, 2, RETRY, False, [KEEP, KEEP, NO_GRAPH]),
         (0, 0, RAISE, True, [MEASURE, MEASURE, MEASURE]),
-        (1, 2, ASK_FIRST, False, [KEEP, DISCARD, NO_GRAPH]),
+        (1, 2, CHECK_FIRST, False, [KEEP, DISCARD, NO_GRAPH]),
         (1, 2, RETRY, False, [KEEP, NO_GRAPH, NO_GRAPH]),
     ],
     ids=["two fit", "first step", "one does not fit, and other ranks build it", "one does not fit"],
