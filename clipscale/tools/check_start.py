@@ -13,6 +13,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train_config import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import count_if_quick
+from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, image_size_and_tokenizer
@@ -44,6 +45,7 @@ def main(config: TrainConfig) -> None:
     shards = sets = 0
     if not is_missing(sources):  # a missing demo set is rendered at the start
         shards = sum(check_source(source, config.data) for source in sources)
+        find_teachers(config.data, config.distill.teachers, config.distill.scales)
         epoch = count_if_quick(config.data, local_shards(config.data))
         for warning in {batch_exceeds_data(stage, epoch) for stage in stages_of(config)} - {""}:
             print_line(f"warning: {warning}", error=True)
