@@ -136,7 +136,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
                 difference = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
                 raise UserError(f"out={out}: holds features of another kind ({difference}); choose another folder")
             # files of an earlier command have no features of other teachers than it noted
-            others = common_notes(others, notes, f"out={out}: {out} has features of another {{}} than these shards")
+            others = common_notes(others, notes, f"out={out}: {out}", "these shards")
         files.write_json(out / FEATURES_FILE, {**others, format_name: note})
         write_shards_file(out, entries)  # before any work: a start after a kill then knows whose files are there
     return shards
@@ -176,19 +176,20 @@ def other_teachers(config: EmbedConfig, shards: Iterable[str]) -> dict[str, Teac
     common = notes_beside(first)
     common.pop(config.teacher, None)
     for url in rest:
-        common = common_notes(
-            common, notes_beside(url), f"out={config.out}: {url} has features of another {{}} than {first}"
-        )
+        common = common_notes(common, notes_beside(url), f"out={config.out}: {url}", first)
     return common
 
 
 def common_notes(
-    notes: Mapping[str, TeacherNote], others: Mapping[str, object], message: str
+    notes: Mapping[str, TeacherNote], others: Mapping[str, object], place: str, first: str
 ) -> dict[str, TeacherNote]:
-    """The notes of teachers that both have. Raises UserError with the message where two of a teacher differ."""
+    """The notes of teachers that both have. Raises UserError where two of a teacher differ.
+
+    `place` and `first` name in its message where `others` and `notes` are from.
+    """
     for name in notes.keys() & others.keys():
         if notes[name] != others[name]:
-            raise UserError(f"{message.format(name)}; choose an out=DIR for each")
+            raise UserError(f"{place} has features of another {name} than {first}; choose an out=DIR for each")
     return {name: note for name, note in notes.items() if name in others}
 
 
