@@ -250,10 +250,9 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
                 run.run_step()
     finally:
         dist.destroy_process_group()
-    built = run.started.built
-    built.stream.close()
-    parameters = sum(p.numel() for p in built.train_step.model.parameters())
-    return {**sent.figures, "parameters": parameters, "width": built.train_step.model.width}
+    run.stream.close()
+    parameters = sum(p.numel() for p in run.train_step.model.parameters())
+    return {**sent.figures, "parameters": parameters, "width": run.train_step.model.width}
 
 
 def figures_of(row: Row) -> str:

@@ -21,7 +21,6 @@ from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
-from clipscale.eval.ending import log_end
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
 from clipscale.lifecycle.run_lock import RunLock
@@ -65,14 +64,14 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     uploader = None
     while True:
         with uploaded_if_failed(uploader, world, COPY_S):
-            started = begin(config, world, uploader)
-        result = TrainLoop(started, world, lock).run()
-        uploader = started.saver.uploader
-        if started.stage.is_last:
+            loop = TrainLoop(begin(config, world, uploader), world, lock)
+        result = loop.run()
+        uploader = loop.saver.uploader
+        if loop.stage.is_last:
             # All ranks stay: Slurm would end rank 0 two minutes after the others.
-            run_long_on_rank0(world, partial(end_uploads, uploader, started.folder, config.launch.timeout_s, result))
+            run_long_on_rank0(world, partial(end_uploads, uploader, loop.folder, config.launch.timeout_s, result))
             return result
-        del started  # frees its model before the next stage's is built
+        del loop  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
 
 
@@ -81,11 +80,24 @@ class TrainLoop:
 
     def __init__(self, started: StartedRun, world: World, lock: RunLock | None = None) -> None:
         """`lock`: the lock of the run's folder, which rank 0 holds; None if nobody else uses the folder."""
-        self.started = started
         self.world = world
         self.lock = lock
-        # Completed steps, and the loss of the last one.
-        self.step = started.step
+        self.folder = started.folder
+        self.stage = started.stage
+        # What is trained, on which data, and how its rate changes.
+        self.train_step = started.train_step
+        self.stream = started.stream
+        self.schedule = started.schedule
+        self.is_compiled = started.is_compiled
+        # When it is evaluated and saved, on which sets, and where that is written.
+        self.intervals = started.intervals
+        self.evaluation = started.evaluation
+        self.records = started.records
+        self.saver = started.saver
+        self.checkpoint_template = started.checkpoint_template
+        self.log_end = started.log_end
+        # Completed steps, now and at this start; and the loss of the last one.
+        self.step = self.step_at_start = started.step
         self.loss = started.loss
         # What the ranks have agreed on for the next step; None before the first one.
         self.agreement: StepAgreement | None = None
@@ -95,32 +107,30 @@ class TrainLoop:
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
-        run = self.started
-        stream = run.built.stream
-        end = run.built.schedule.end  # the step with which the run, or the stage, ends
-        stream.set_poll(self.signal_poller.poll_while_waiting)
+        end = self.schedule.end  # the step with which the run, or the stage, ends
+        self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
-            closing_all(run.records),
+            closing_all(self.records),
             self.signal_poller,
-            closing_all(stream, run.saver),
+            closing_all(self.stream, self.saver),
             saving_completed_steps(self),
         ):
-            if self.step == 0 < end and run.intervals.evaluates_start:
+            if self.step == 0 < end and self.intervals.evaluates_start:
                 self.evaluate()
             while self.step < end:
                 agreement = self.run_step()
                 is_last = self.step == end
                 is_best = False
-                if run.intervals.evaluates_after(self.step) and not is_last:
+                if self.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = run.saver.announce_if_best(self.step)
-                if is_best or is_last or agreement.wants_save or run.intervals.saves_after(self.step):
+                    is_best = self.saver.announce_if_best(self.step)
+                if is_best or is_last or agreement.wants_save or self.intervals.saves_after(self.step):
                     self.save(wait=is_last)
-            if run.evaluation.sets:
+            if self.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(run.folder), "step": self.step, "loss": self.loss, "eval": results}
-        if self.world.is_rank0 and run.stage.is_last:
-            log_end(result, run.evaluation.facts["precision"], run.expected, run.saver.retention.best)
+        result: RunResult = {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
+        if self.world.is_rank0 and self.stage.is_last:
+            self.log_end(result)
         return result
 
     def run_step(self) -> StepAgreement:
@@ -129,20 +139,18 @@ class TrainLoop:
         Returns the ranks' agreement on the next step. It also says whether any rank wants a checkpoint now.
         """
         step = self.step + 1
-        run = self.started
-        stream = run.built.stream
-        train_step = run.built.train_step
-        lr = run.built.schedule.apply(train_step.optimizer, self.step)
-        with rollback_on_error(train_step.model, stream, self.world):
-            batch = stream.next_batch()  # its samples may still be arriving
+        train_step = self.train_step
+        lr = self.schedule.apply(train_step.optimizer, self.step)
+        with rollback_on_error(train_step.model, self.stream, self.world):
+            batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 wait_for_first_samples(batch)
-            if self.step == run.step:
+            if self.step == self.step_at_start:
                 show_task(f"step {step}, the first of this start")
-            is_overdue = self.world.is_rank0 and run.intervals.is_overdue(time.monotonic() - self.saved_at)
+            is_overdue = self.world.is_rank0 and self.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
                 batch,
-                stream,
+                self.stream,
                 step,
                 self.agreement,
                 wants_save=is_overdue,
@@ -152,11 +160,11 @@ class TrainLoop:
         self.loss = result.numbers.loss
         record: StepRecord = {
             "step": step,
-            "samples": run.stage.samples_before(step),
-            "batch": run.stage.global_batch,
+            "samples": self.stage.samples_before(step),
+            "batch": self.stage.global_batch,
             "lr": lr,
         }
-        run.records.add(record, result, train_step.model.logit_scale.exp())
+        self.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.set_keep_bytes_if_unknown(result.timer)
         self.agreement = result.next_agreement
@@ -169,62 +177,56 @@ class TrainLoop:
         step as soon as the device has finished it.
         """
         passes = count()
-        run = self.started
 
         def before_chunk() -> None:
             self.signal_poller.poll()
-            run.records.log_if_ready()
-            total = run.built.train_step.cache.num_passes(local_batch)
-            run.records.show_progress(f"step {self.step + 1}", next(passes), total)
+            self.records.log_if_ready()
+            total = self.train_step.cache.num_passes(local_batch)
+            self.records.show_progress(f"step {self.step + 1}", next(passes), total)
 
         return before_chunk
 
     def evaluate(self) -> Results:
         """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
-        run = self.started
-        train_step = run.built.train_step
-        evaluation = run.evaluation
-        run.records.flush()
-        ema = train_step.ema if evaluation.uses_ema else None
-        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(run.built.is_compiled):
+        train_step = self.train_step
+        self.records.flush()
+        ema = train_step.ema if self.evaluation.uses_ema else None
+        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.is_compiled):
             results = evaluate(
                 train_step.model,
-                evaluation,
+                self.evaluation,
                 self.world,
                 autocast=train_step.precision.autocast,
-                file=ResultsFile(run.folder, self.step, evaluation.facts),
+                file=ResultsFile(self.folder, self.step, self.evaluation.facts),
                 poll=partial(self.signal_poller.poll, every_call=True),
                 poll_while_waiting=self.signal_poller.poll_while_waiting,
-                progress=run.records.show_progress,
+                progress=self.records.show_progress,
             )
         reshard(train_step.model)
-        run.records.log_evaluation(self.step, results)
+        self.records.log_evaluation(self.step, results)
         return results
 
     def save(self, *, wait: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: wait until it is complete."""
-        run = self.started
-        run.records.flush()
+        self.records.flush()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = run.stage.samples_before(self.step)
-        description = replace(run.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
-        with ending_if_removed(self.lock, self.world, run.saver.wait_for_save, self.step):
-            state = gather_checkpoint_state(description, run.built.train_step, run.built.stream)
-            run.saver.save(state, wait=wait)
+        samples = self.stage.samples_before(self.step)
+        description = replace(self.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
+        with ending_if_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
+            self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
         """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
-        saver = self.started.saver
-        if self.step != saver.last_begun_step:
+        if self.step != self.saver.last_begun_step:
             self.save(wait=True)
-        saver.wait_for_copy(COPY_S)
+        self.saver.wait_for_copy(COPY_S)
 
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights has begun and not ended."""
-        return self.started.built.train_step.is_updating
+        return self.train_step.is_updating
 
 
 def end_uploads(uploader: CheckpointUploader, folder: Path, limit_s: float, result: RunResult) -> None:

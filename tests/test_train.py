@@ -277,8 +277,8 @@ def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Pat
     run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9), ONE_RANK)
     for _ in range(2):
         run.run_step()
-    run.started.built.stream.close()
-    model = weakref.ref(run.started.built.train_step.model)
+    run.stream.close()
+    model = weakref.ref(run.train_step.model)
     gc.disable()
     try:
         del run

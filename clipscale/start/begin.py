@@ -1,16 +1,21 @@
 """How a run starts, on one page: resolve, build, announce, open the log. See `train.py` for what follows."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.record import RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
 from clipscale.config.train_config import TrainConfig
+from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
+from clipscale.eval.ending import log_end
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
@@ -18,9 +23,11 @@ from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
 from clipscale.start.announce import announce
-from clipscale.start.build import BuiltRun, build
+from clipscale.start.build import build
 from clipscale.start.folder_changes import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.resolve import ResolvedRun, Stage, resolve
+from clipscale.step.optim import Schedule
+from clipscale.step.train_step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +39,19 @@ class StartedRun:
     # Completed steps, and the loss of the last one; see ResolvedRun.
     step: int
     loss: float
-    built: BuiltRun
-    evaluation: Evaluation
-    # Published scores of the preset.
-    expected: Expected
+    train_step: TrainStep
+    stream: TrainStream
+    schedule: Schedule
+    # Whether the towers run compiled code.
+    is_compiled: bool
     intervals: Intervals
+    evaluation: Evaluation
     records: StepRecords
     saver: checkpoint.Saver
     # The part of each checkpoint that describes model and optimizer, without their states.
     checkpoint_template: checkpoint.CheckpointState
+    # Prints the last lines of the run.
+    log_end: Callable[[RunResult], None]
 
 
 def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUploader | None = None) -> StartedRun:
@@ -99,15 +110,18 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         stage=resolved.stage,
         step=resolved.step,
         loss=resolved.loss,
-        built=built,
-        evaluation=evaluation,
-        expected=expected,
+        train_step=built.train_step,
+        stream=built.stream,
+        schedule=built.schedule,
+        is_compiled=built.is_compiled,
         intervals=intervals,
+        evaluation=evaluation,
         records=records,
         saver=saver,
         checkpoint_template=checkpoint.CheckpointState(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
+        log_end=partial(log_end, precision=config.precision, expected=expected, best=saver.retention.best),
     )
 
 

@@ -59,6 +59,8 @@ class BuiltRun:
     stream: TrainStream
     schedule: Schedule
     flops: Flops
+    # Whether the captions of a batch are sorted by length; see `StepInputs`.
+    sorts_captions: bool
     # Whether the towers run compiled code.
     is_compiled: bool
 
@@ -106,6 +108,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         # Measured before `build_step` wraps the towers: the ranks may try different numbers of sizes. Under FSDP2 each
         # try would be a collective, and a rank with one more would hang.
         chunk_sizes = choose_chunk_sizes(resolved, model, precision, share.local_batch, world)
+        sorts_captions = may_cut_captions(model.text.encoder, tokenizer)
         train_step = build_step(
             config,
             world,
@@ -113,7 +116,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
             precision,
             chunk_sizes,
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
-            sort_captions=may_cut_captions(model.text.encoder, tokenizer),
+            sort_captions=sorts_captions,
         )
         if resolved.checkpoint_path:
             state = checkpoint.load(resolved.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))
@@ -127,9 +130,11 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
 
         flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         steps = schedule.end - resolved.step
-        is_compiled = compile_if_worthwhile(train_step, config, flops, steps, share.local_batch, world)
+        is_compiled = compile_if_worthwhile(
+            train_step, config, flops, steps, share.local_batch, world, lengths_vary=sorts_captions
+        )
         undo.pop_all()
-    return BuiltRun(train_step, stream, schedule, flops, is_compiled)
+    return BuiltRun(train_step, stream, schedule, flops, sorts_captions, is_compiled)
 
 
 def choose_chunk_sizes(
@@ -332,18 +337,26 @@ def restore_random(resolved: ResolvedRun, world: World) -> None:
 
 
 def compile_if_worthwhile(
-    train_step: TrainStep, config: TrainConfig, flops: Flops, steps: int, local_batch: int, world: World
+    train_step: TrainStep,
+    config: TrainConfig,
+    flops: Flops,
+    steps: int,
+    local_batch: int,
+    world: World,
+    *,
+    lengths_vary: bool,
 ) -> bool:
     """Compile the towers if `model.compile` asks for it, or if the remaining `steps` are worth the time.
 
-    Returns whether they run compiled code from now on.
+    `lengths_vary`: whether the chunks' captions differ in width. Returns whether the towers run compiled code from now
+    on.
     """
     setting = config.model.compile
     flops_left = steps * local_batch * flops.per_sample()
     if not should_compile(setting, flops_left, flops.peak):
         return False
     show_task("compiling the towers")
-    towers = compile_towers(train_step.model, lengths_vary=train_step.passes.inputs.sort_captions)
+    towers = compile_towers(train_step.model, lengths_vary=lengths_vary)
     problem = try_compiled(
         train_step.model,
         towers,

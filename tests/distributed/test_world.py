@@ -25,7 +25,6 @@ def counted(rank: int, world_size: int, config: TrainConfig, slots: int) -> tupl
     """How often the second step reads values of the device, sends objects, and waits for a number of the other ranks;
     and the weights after it. With 2 `slots` the second batch has arrived in the first step."""
     run = loop_with_batches(config, World(rank, world_size, torch.device("cpu")), batches=slots)
-    built = run.started.built
     run.run_step()
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,
@@ -34,9 +33,9 @@ def counted(rank: int, world_size: int, config: TrainConfig, slots: int) -> tupl
         patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered,
     ):
         run.run_step()
-    built.stream.close()
+    run.stream.close()
     objects = broadcast.call_count + gathered.call_count
-    return read.call_count, objects, waited.call_count, [p.detach() for p in built.train_step.model.parameters()]
+    return read.call_count, objects, waited.call_count, [p.detach() for p in run.train_step.model.parameters()]
 
 
 @pytest.mark.parametrize(

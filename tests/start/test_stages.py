@@ -145,10 +145,9 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
     config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
     half = TowerConfig(lr_factor=0.5)
     resumed = train_loop(replace(config, model=replace(config.model, image=half, text=half)), ONE_RANK)
-    built = resumed.started.built
-    built.stream.close()
-    resumed.started.records.close()
-    groups = [(group["weight_decay"], group["lr_scale"]) for group in built.train_step.optimizer.param_groups]
+    resumed.stream.close()
+    resumed.records.close()
+    groups = [(group["weight_decay"], group["lr_scale"]) for group in resumed.train_step.optimizer.param_groups]
     assert groups == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
 
 
@@ -159,10 +158,9 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     run = stopped(undisturbed, tmp_path, 3)
     stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
     resumed = train_loop(staged(shards, run, stages), ONE_RANK)
-    built = resumed.started.built
-    built.stream.close()
-    resumed.started.records.close()
-    step = built.train_step
+    resumed.stream.close()
+    resumed.records.close()
+    step = resumed.train_step
     before, encoders = weights(run, 3), torch.nn.Module()
     encoders.visual, encoders.text = step.model.image.encoder, step.model.text.encoder
     image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"

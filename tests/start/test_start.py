@@ -108,7 +108,7 @@ def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int
     ):
         for config in configs:
             run = train_loop(config, World(rank, world_size, torch.device("cpu")))
-            run.started.built.stream.close()
+            run.stream.close()
             steps.append(run.step)
     return steps, is_sharded
 
@@ -132,9 +132,8 @@ def started_from(rank: int, world_size: int, config: TrainConfig) -> str:
     )
     with seen:
         run = train_loop(config, World(rank, world_size, torch.device("cpu")))
-        built = run.started.built
-    built.stream.close()
-    return built.train_step.model.image.digest()
+    run.stream.close()
+    return run.train_step.model.image.digest()
 
 
 def test_ranks_start_from_one_checkpoint_of_a_run_that_trains_on(shards: str, tmp_path: Path) -> None:
@@ -153,9 +152,7 @@ def test_a_batch_larger_than_the_data_is_warned_of(
     shards: str, tmp_path: Path, capsys: Capture, batch: int, times: str
 ) -> None:
     """The data has 48 pairs."""
-    train_loop(
-        four_step_config(shards, tmp_path / "run", batch=batch, samples=batch), ONE_RANK
-    ).started.built.stream.close()
+    train_loop(four_step_config(shards, tmp_path / "run", batch=batch, samples=batch), ONE_RANK).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
@@ -352,7 +349,7 @@ def test_a_best_checkpoint_may_be_that_of_a_size(shards: str, tmp_path: Path) ->
     sets = EvalConfig(sets=[str(classification_set(tmp_path / "classes"))])
     config = four_step_config(shards, tmp_path / "run", eval=sets, loss=LossConfig(sizes=[8]))
     for goal in ("classes (size 8)/top1", "classes/top1"):
-        train_loop(replace(config, checkpoint=CheckpointConfig(best=goal)), ONE_RANK).started.built.stream.close()
+        train_loop(replace(config, checkpoint=CheckpointConfig(best=goal)), ONE_RANK).stream.close()
     with refused(r"classes \(size 9\)/top1: no such set .* classes, classes \(size 8\)"):
         train_loop(replace(config, checkpoint=CheckpointConfig(best="classes (size 9)/top1")), ONE_RANK)
 

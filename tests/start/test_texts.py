@@ -90,13 +90,12 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
     cpu = torch.device("cpu")
     with mock.patch("clipscale.start.build.build_model", lambda config, **given: build_model(config, **given).double()):
         run = train_loop(config, World(rank, world_size, cpu))
-        built = run.started.built
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
-        weights = {name: whole(value).detach().clone() for name, value in built.train_step.model.state_dict().items()}
-        batch = built.stream.next_batch()
-        with mock.patch.object(built.stream, "next_batch", lambda batch=batch: batch):
+        weights = {name: whole(value).detach().clone() for name, value in run.train_step.model.state_dict().items()}
+        batch = run.stream.next_batch()
+        with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.run_step()
-    assert all(built.train_step.cache.num_kept_graphs) == (config.cache.keep != "none")
+    assert all(run.train_step.cache.num_kept_graphs) == (config.cache.keep != "none")
     own = len(batch) * config.data.captions_per_step
     rows = [
         batch.pixels(0, len(batch)),
@@ -106,17 +105,16 @@ def one_step(rank: int, world_size: int, config: TrainConfig) -> tuple[Any, ...]
     ]
     rows += batch.teachers()
     rows = [tensor.clone() for tensor in rows]
-    built.stream.close()
-    return weights, gradients(built.train_step.model), run.loss, rows
+    run.stream.close()
+    return weights, gradients(run.train_step.model), run.loss, rows
 
 
 def test_statistics_pair_an_image_with_its_own_first_caption(shard: str, tmp_path: Path) -> None:
     run = train_loop(config_of(shard, tmp_path / "run", data=SEVERAL | NEGATIVES), World(0, 1, torch.device("cpu")))
-    built = run.started.built
-    built.stream.close()
+    run.stream.close()
     images = torch.eye(8)
     captions = torch.stack([images, -images, -images], 1).flatten(0, 1)
-    pending = built.train_step.begin_statistics([images, torch.cat([captions, -images])], step=1)
+    pending = run.train_step.begin_statistics([images, torch.cat([captions, -images])], step=1)
     assert pending and pending.read()["nearest"] == 1
 
 

@@ -59,18 +59,17 @@ def test_another_factor_of_the_learning_rate_resumes_with_the_optimizers_state(s
     slow_text = ModelConfig(name="test", architecture=ARCHITECTURE, text=TowerConfig(lr_factor=0.1))
     train(four_step_config(shards, tmp_path / "run", samples=24, model=slow_text))
     run = train_loop(four_step_config(shards, tmp_path / "run"), ONE_RANK)
-    built = run.started.built
-    built.stream.close()
+    run.stream.close()
     saved = checkpoint.load(path_of(tmp_path / "run", 2))
-    groups = built.train_step.optimizer.param_groups
+    groups = run.train_step.optimizer.param_groups
     assert len(groups) < len(saved.optimizer["param_groups"]) and {group["lr_scale"] for group in groups} == {1.0}
-    names = {parameter: name for name, parameter in built.train_step.model.named_parameters()}
-    resumed = {names[parameter]: state for parameter, state in built.train_step.optimizer.state.items()}
+    names = {parameter: name for name, parameter in run.train_step.model.named_parameters()}
+    resumed = {names[parameter]: state for parameter, state in run.train_step.optimizer.state.items()}
     torch.testing.assert_close(resumed, saved.optimizer["state"], rtol=0, atol=0)
     for group in saved.optimizer["param_groups"]:
         group["step"] = 2
-    load_state(built.train_step, saved, OptimizerPolicy.TAKE_ALL)
-    assert [group["step"] for group in built.train_step.optimizer.param_groups] == [2] * len(groups)
+    load_state(run.train_step, saved, OptimizerPolicy.TAKE_ALL)
+    assert [group["step"] for group in run.train_step.optimizer.param_groups] == [2] * len(groups)
 
 
 @pytest.mark.slow
@@ -104,12 +103,11 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
         shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none")
     )
     run = train_loop(config, ONE_RANK)
-    built = run.started.built
     run.run_step()
-    built.stream.close()
-    gradients = [p.grad for p in built.train_step.model.parameters() if p.grad is not None]
+    run.stream.close()
+    gradients = [p.grad for p in run.train_step.model.parameters() if p.grad is not None]
     assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.25, rel=1e-4)
-    assert built.train_step.model.logit_scale.exp().item() == pytest.approx(3.0)
+    assert run.train_step.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +124,8 @@ def test_a_loss_scale_goes_on_where_there_is_one(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=512.0))
     last = str(path_of(tmp_path / "run", 4))
     run = train_loop(four_step_config(shards, tmp_path / "on", precision=after, resume=last, samples=72), ONE_RANK)
-    built = run.started.built
-    built.stream.close()
-    found = built.train_step.precision.scaler
+    run.stream.close()
+    found = run.train_step.precision.scaler
     assert (found.get_scale() if found else None) == scale
 
 
@@ -190,12 +187,11 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
     run = train_loop(four_step_config(shards, tmp_path / "run", model=model), ONE_RANK)
-    built = run.started.built
     calls.clear()
     run.run_step()
-    built.stream.close()
-    assert built.train_step.passes.inputs.sort_captions
-    encoder = built.train_step.model.image.encoder
+    run.stream.close()
+    assert run.train_step.passes.inputs.sort_captions
+    encoder = run.train_step.model.image.encoder
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 
 

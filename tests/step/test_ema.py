@@ -54,10 +54,9 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
     config = four_step_config(shards, tmp_path / "run", ema=0.9, precision="fp16")
     run = train_loop(config, ONE_RANK)
-    built = run.started.built
     run.run_step()
-    built.stream.close()
-    average = built.train_step.ema
+    run.stream.close()
+    average = run.train_step.ema
     assert average and average.num_updates == averaged
 
 
@@ -65,9 +64,8 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train_loop(four_step_config(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ONE_RANK)
-    built = run.started.built
     run.run_step()
-    model, average = built.train_step.model, built.train_step.ema
+    model, average = run.train_step.model, run.train_step.ema
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(
@@ -77,4 +75,4 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     assert average and all(torch.equal(seen[name], value) for name, value in average.values.items())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert any(not torch.equal(seen[name], before[name]) for name in before)
-    built.stream.close()
+    run.stream.close()

@@ -68,8 +68,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = train_loop(resnet(shards, tmp_path / "run", "sync", None), ONE_RANK)
-    built = run.started.built
-    before = copy.deepcopy(built.train_step.model.state_dict())
+    before = copy.deepcopy(run.train_step.model.state_dict())
     calls = []
 
     def signalled() -> None:
@@ -78,10 +77,10 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
             raise SignalError(15)
 
     monkeypatch.setattr(run.signal_poller, "poll", signalled)
-    with pytest.raises(SignalError), rollback_on_error(built.train_step.model, built.stream, ONE_RANK):
+    with pytest.raises(SignalError), rollback_on_error(run.train_step.model, run.stream, ONE_RANK):
         run.run_step()
-    built.stream.close()
-    for name, value in built.train_step.model.state_dict().items():
+    run.stream.close()
+    for name, value in run.train_step.model.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
@@ -90,5 +89,5 @@ def test_a_frozen_tower_that_a_checkpoint_has_rounded_is_said(shards: str, tmp_p
     config = four_step_config(shards, tmp_path / "run", model=model, samples=24)
     train(config)
     for precision, is_said in (("bf16", False), ("fp32", True)):
-        train_loop(replace(config, precision=precision, samples=48), ONE_RANK).started.built.stream.close()
+        train_loop(replace(config, precision=precision, samples=48), ONE_RANK).stream.close()
         assert ("frozen towers in torch.bfloat16" in capsys.readouterr().out) == is_said

@@ -38,7 +38,7 @@ def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path:
     with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
         for _ in range(2):
             run.run_step()
-    run.started.built.stream.close()
+    run.stream.close()
     assert made.call_count == 2
 
 
@@ -46,12 +46,11 @@ def second_step_with_a_late_rank(rank: int, world_size: int, config: TrainConfig
     """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
     captions."""
     run = loop_with_batches(config, World(rank, world_size, torch.device("cpu")), batches=2 - rank)
-    built = run.started.built
     run.run_step()
-    built.train_step.cache.chunks[1] -= rank
+    run.train_step.cache.chunks[1] -= rank
     run.run_step()
-    built.stream.close()
-    return run.loss, len(built.train_step.cache.towers[1].spans)
+    run.stream.close()
+    return run.loss, len(run.train_step.cache.towers[1].spans)
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def loop_with_batches(config: TrainConfig, world: World, batches: int) -> TrainL
     with patch.object(stream, "layout_of", lambda *given: replace(layout(*given), slots=batches)):
         loop = train_loop(config, world)
     for step in range(batches):
-        loop.started.built.stream.wait_for_batch(step)
+        loop.stream.wait_for_batch(step)
     return loop
 
 
