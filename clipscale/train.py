@@ -16,7 +16,6 @@ from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.join import destroy_world, init_world
@@ -144,7 +143,8 @@ class TrainLoop:
         with rollback_on_error(train_step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
-                wait_for_first_samples(batch)
+                show_task("waiting for the first samples")
+                batch.tokens(0, 16)  # waits here, so that the first step does not seem slow
             if self.step == self.step_at_start:
                 show_task(f"step {step}, the first of this start")
             is_overdue = self.world.is_rank0 and self.intervals.is_overdue(time.monotonic() - self.saved_at)
@@ -229,14 +229,8 @@ class TrainLoop:
         return self.train_step.is_updating
 
 
-def end_uploads(uploader: CheckpointUploader, folder: Path, limit_s: float, result: RunResult) -> None:
-    """Wait for the last copy, and then write result.json into the run's folder. With it the same command prints the
-    results, and trains no more."""
-    if uploader.close(limit_s, result):
+def end_uploads(uploader: CheckpointUploader | None, folder: Path, limit_s: float, result: RunResult) -> None:
+    """Wait for the last copy, if there is one, and then write result.json into the run's folder. With it the same
+    command prints the results, and trains no more."""
+    if uploader is None or uploader.close(limit_s, result):
         files.write_json(folder / RESULT, result)
-
-
-def wait_for_first_samples(batch: HostBatch) -> None:
-    """Wait for the first captions of a run here, so that its first step does not seem slow."""
-    show_task("waiting for the first samples")
-    batch.tokens(0, 16)

@@ -259,7 +259,7 @@ class CheckpointUploader:
     """
 
     def __init__(self, run: Path, address: str, retention: Retention) -> None:
-        """`address`: the store's; if empty, nothing is copied."""
+        """`address`: the store's. `retention`: which checkpoints stay in it."""
         self.run = run
         self.address = address
         self.retention = retention
@@ -287,7 +287,7 @@ class CheckpointUploader:
     def close(self, limit_s: float, result: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most SILENT_S + `limit_s` seconds.
 
-        Returns whether the store has the state; true if nothing is copied. A warning says if it lacks the state.
+        Returns whether the store has the state. A warning says if it lacks the state.
 
         `result`: what a complete run returns. It is copied last, as result.json. The caller writes it into the
         run's folder if this returns true. Without it, the same command starts again and copies again.
@@ -295,16 +295,13 @@ class CheckpointUploader:
         self.result = result
         self.request()
         self._tasks.put(False)
-        if self.thread.ident:
-            self.thread.join(SILENT_S)
-            if self.thread.is_alive():
-                log_line(
-                    "the last checkpoint is being copied; if you stop that, the run's next start completes the copy"
-                )
-                try:
-                    self.thread.join(limit_s)
-                finally:
-                    self.is_abandoned = self.thread.is_alive()
+        self.thread.join(SILENT_S)
+        if self.thread.is_alive():
+            log_line("the last checkpoint is being copied; if you stop that, the run's next start completes the copy")
+            try:
+                self.thread.join(limit_s)
+            finally:
+                self.is_abandoned = self.thread.is_alive()
         if self.problem:
             log_warning(
                 f"checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "

@@ -17,6 +17,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import CheckpointUploader
+from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
     meta_text,
@@ -55,16 +56,18 @@ class Saver:
     """
 
     def __init__(
-        self, run_dir: Path, world: World, uploader: CheckpointUploader, last_begun_step: int | None = None
+        self,
+        run_dir: Path,
+        world: World,
+        retention: Retention,
+        uploader: CheckpointUploader | None = None,
+        last_begun_step: int | None = None,
     ) -> None:
-        """`uploader`: copies each checkpoint; its retention holds in the run's folder, too.
-
-        `last_begun_step`: see below.
-        """
+        """`uploader`: copies each checkpoint; None: nothing is copied. `last_begun_step`: see below."""
         self.run_dir = run_dir
         self.world = world
+        self.retention = retention
         self.uploader = uploader
-        self.retention = uploader.retention
         # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
         # new run, whose initial state is never saved. None if the state comes from another folder: then the step at
         # which it starts counts as unsaved.
@@ -142,7 +145,7 @@ class Saver:
     def wait_for_copy(self, limit_s: float) -> None:
         """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
         self.wait_for_save()
-        if self.uploader.address:
+        if self.uploader:
             run_on_rank0(self.world, partial(self.uploader.close, limit_s))
 
     def announce_if_best(self, step: int) -> bool:
@@ -190,8 +193,9 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        self.uploader.request()
-        uploading = self.uploader.uploading
+        if self.uploader:
+            self.uploader.request()
+        uploading = self.uploader.uploading if self.uploader else []
         for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
             if old not in uploading:
                 folder.remove(old)

@@ -57,7 +57,7 @@ class StartedRun:
 def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUploader | None = None) -> StartedRun:
     """Begin or resume the run, or begin its next stage. A collective.
 
-    `uploader`: has copied the checkpoints of earlier stages; None in this process's first stage.
+    `uploader`: has copied the checkpoints of earlier stages; None in this process's first stage, and without a copy.
 
     If it raises UserError, it has ended the data workers that it had started.
     """
@@ -98,11 +98,12 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         undo.callback(records.close)
 
         # Checkpoints and their copies.
+        retention = retention_of(resolved)
         if uploader is None:
-            uploader = begin_uploads(resolved, world)
+            uploader = begin_uploads(resolved, retention, world)
         is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
         last_begun_step = resolved.step if is_in_folder else None
-        saver = checkpoint.Saver(resolved.folder, world, uploader, last_begun_step)
+        saver = checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
         undo.pop_all()
 
     return StartedRun(
@@ -121,7 +122,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         checkpoint_template=checkpoint.CheckpointState(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
-        log_end=partial(log_end, precision=config.precision, expected=expected, best=saver.retention.best),
+        log_end=partial(log_end, precision=config.precision, expected=expected, best=retention.best),
     )
 
 
@@ -152,14 +153,23 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
-def begin_uploads(resolved: ResolvedRun, world: World) -> checkpoint.CheckpointUploader:
-    """What copies the run's checkpoints; rank 0 begins to copy if the settings ask for it."""
+def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:
+    """Which checkpoints of the run stay."""
     settings = resolved.config.checkpoint
     best = None
     if settings.best:
         best = Best(resolved.folder, Goal.parse("checkpoint.best", settings.best))
-    retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    uploader = checkpoint.CheckpointUploader(resolved.folder, settings.copy, retention)
-    if uploader.address and world.is_rank0:
+    return checkpoint.Retention(settings.keep, settings.keep_every, best)
+
+
+def begin_uploads(
+    resolved: ResolvedRun, retention: checkpoint.Retention, world: World
+) -> checkpoint.CheckpointUploader | None:
+    """What copies the run's checkpoints, of which rank 0 copies the newest at once; None without `checkpoint.copy`."""
+    address = resolved.config.checkpoint.copy
+    if not address:
+        return None
+    uploader = checkpoint.CheckpointUploader(resolved.folder, address, retention)
+    if world.is_rank0:
         uploader.start()
     return uploader

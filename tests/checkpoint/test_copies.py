@@ -121,9 +121,10 @@ def test_a_copy_may_take_longer_than_the_ranks_wait_for_each_other(tmp_path: Pat
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
     """A saver whose checkpoints are copied into the `store`."""
-    uploader = checkpoint.CheckpointUploader(run, f"file://{store}", checkpoint.Retention(**retention))
+    kept = checkpoint.Retention(**retention)
+    uploader = checkpoint.CheckpointUploader(run, f"file://{store}", kept)
     uploader.start()
-    return checkpoint.Saver(run, ONE_RANK, uploader)
+    return checkpoint.Saver(run, ONE_RANK, kept, uploader)
 
 
 def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:

@@ -24,7 +24,7 @@ def steps(run: Path) -> list[int]:
 
 def saver_of(run: Path, retention: checkpoint.Retention | None = None, world: World = ONE_RANK) -> checkpoint.Saver:
     """A saver that copies nothing. `retention`: None for the default."""
-    return checkpoint.Saver(run, world, checkpoint.CheckpointUploader(run, "", retention or checkpoint.Retention()))
+    return checkpoint.Saver(run, world, retention or checkpoint.Retention())
 
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
