@@ -11,9 +11,9 @@ model/logit_scale.
 """
 
 from clipscale.checkpoint.copies import CheckpointUploader, check_copy, uploaded_if_failed
-from clipscale.checkpoint.folder import Retention, make_folder, remove_temporary
 from clipscale.checkpoint.loading import load, read_values
 from clipscale.checkpoint.resume import prepare_checkpoint
+from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointState
 
@@ -24,9 +24,7 @@ __all__ = [
     "Saver",
     "check_copy",
     "load",
-    "make_folder",
     "prepare_checkpoint",
     "read_values",
-    "remove_temporary",
     "uploaded_if_failed",
 ]  # fmt: skip

@@ -19,9 +19,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint.folder import COPYING, TEMPORARY, Retention, discard
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
+from clipscale.checkpoint.retention import Retention
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
@@ -36,6 +36,7 @@ from clipscale.common.remote import (
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.disk import COPYING, TEMPORARY, discard
 from clipscale.run_folder.moving_aside import move_records_aside
 from clipscale.run_folder.names import (
     EARLIER,

@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import CheckpointUploader
-from clipscale.checkpoint.folder import Retention
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
     meta_text,
@@ -25,6 +23,7 @@ from clipscale.checkpoint.format import (
     split_tensors,
     values_text,
 )
+from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import appears, sync
@@ -32,6 +31,7 @@ from clipscale.common.ranks import local_rank
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
+from clipscale.run_folder.disk import TEMPORARY, discard, remove_checkpoint
 from clipscale.run_folder.names import META, checkpoints_of, path_of
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
@@ -134,7 +134,7 @@ class Saver:
             result.result()
         except CheckpointException as error:
             if self.world.is_rank0 or local_rank() == 0:  # each host may have a folder of its own
-                folder.discard(self._temporary(step))
+                discard(self._temporary(step))
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
                 raise
@@ -184,13 +184,13 @@ class Saver:
                 log_warning(f"{error}; training goes on without it" if goes_on else str(error))
 
     def _temporary(self, step: int) -> Path:
-        return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
+        return path_of(self.run_dir, step).with_suffix(TEMPORARY)
 
     def commit(self, step: int) -> None:
         """Give the checkpoint its name, and delete outdated ones. Rank 0 calls it when everything is on the disk."""
         path = path_of(self.run_dir, step)
         if path.exists():
-            folder.remove(path)
+            remove_checkpoint(path)
         self._temporary(step).replace(path)
         sync(path.parent)
         if self.uploader:
@@ -198,7 +198,7 @@ class Saver:
         uploading = self.uploader.uploading if self.uploader else []
         for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
             if old not in uploading:
-                folder.remove(old)
+                remove_checkpoint(old)
 
 
 def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.run_folder.disk import make_folder, remove_temporary
 from clipscale.run_folder.names import LOCK
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RunLock:
         goes on may be writing them. Raises FolderInUseError if another run keeps the lock.
         """
         self.has_made_folder |= not self.folder.exists()
-        checkpoint.make_folder(self.folder)
+        make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
         is_locked = wait_for_flock(file, self.folder)
         if self._removed(file):  # by a holder that has failed at its start
@@ -92,7 +92,7 @@ class RunLock:
         file.flush()
         self.file = file
         if is_locked:
-            checkpoint.remove_temporary(self.folder)
+            remove_temporary(self.folder)
 
     def renew(self) -> bool:
         """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has

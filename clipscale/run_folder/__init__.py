@@ -1,1 +1,1 @@
-"""The folder of a run: the names of its files, which of its checkpoints is meant, and what is moved aside."""
+"""The folder of a run: names of its files, which checkpoint is meant, what is moved aside, and what is deleted."""

@@ -21,13 +21,13 @@ from fsspec.implementations.local import LocalFileSystem
 from clipscale import checkpoint
 from clipscale.checkpoint import copies
 from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint, restore_from_copy
-from clipscale.checkpoint.folder import discard
 from clipscale.cli.train_verb import result_if_complete
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
+from clipscale.run_folder.disk import discard, remove_temporary
 from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.train import train
@@ -395,7 +395,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     for path in left:
         path.rename(store / path.name)
         path.write_bytes(b"")
-    checkpoint.remove_temporary(run)
+    remove_temporary(run)
     (store / "metrics.jsonl").unlink()
     save(tmp_path, [2])
     assert not [*tmp_path.rglob("*.tmp")]

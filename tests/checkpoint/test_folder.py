@@ -98,18 +98,6 @@ def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     assert steps(tmp_path) == [6, 7, 9, 10]
 
 
-def test_what_a_dead_run_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path, 1, some_state(), keep=0)
-    users = "thesis.tmp/a notes.tmp .notes-0123456789abcdef.tmp checkpoints/mine.tmp/a checkpoints/step_3.mine.tmp"
-    ours = "checkpoints/step_00000002.tmp/a checkpoints/step_00000000.old.tmp/a .metrics.jsonl-0123456789abcdef.tmp"
-    for name in f"{users} {ours}".split():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    checkpoint.remove_temporary(tmp_path)
-    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
-    assert {name for name in files if "step_00000001" not in name} == {*users.split()}
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system for two checkpoints of the small run, and not for three."""

@@ -1,0 +1,28 @@
+"""Which checkpoints of a run are kept, in its folder and in its copy."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.names import step_of
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run stay."""
+
+    # Of the checkpoints that neither `every` nor `best` keeps, this many of the newest stay; 0: all.
+    keep_newest: int = 2
+    # Checkpoints at multiples of this many steps stay; 0: none.
+    every: int = 0
+    # The best checkpoint stays; None if there is no measure of the best.
+    best: Best | None = None
+
+    def outdated(self, checkpoints: list[Path], up_to: str) -> list[Path]:
+        """Which of the `checkpoints`, sorted by step, to delete. Those after the one named `up_to` are left alone."""
+        earlier = [path for path in checkpoints if step_of(path) <= step_of(Path(up_to))]
+        best = self.best.among(map(step_of, earlier)) if self.best else None
+        candidates = [path for path in earlier if step_of(path) != best]
+        if self.every:
+            candidates = [path for path in candidates if step_of(path) % self.every]
+        return candidates[: -self.keep_newest]
