@@ -139,7 +139,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
         assert (finished / name).stat().st_size > 0, name
     (last,) = checkpoints_of(finished)
     assert last.name == "step_00000010"
-    assert checkpoint.read_values(last).version == __version__
+    assert checkpoint.read_description(last).version == __version__
 
 
 def test_a_record_has_the_fields_that_are_declared(finished: Path) -> None:

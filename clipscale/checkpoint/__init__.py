@@ -11,13 +11,14 @@ model/logit_scale.
 """
 
 from clipscale.checkpoint.copies import CheckpointUploader, check_copy, uploaded_if_failed
-from clipscale.checkpoint.loading import load, read_values
+from clipscale.checkpoint.loading import load, read_description
 from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.saving import Saver
-from clipscale.checkpoint.state import CheckpointState
+from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
 
 __all__ = [
+    "CheckpointDescription",
     "CheckpointState",
     "CheckpointUploader",
     "Retention",
@@ -25,6 +26,6 @@ __all__ = [
     "check_copy",
     "load",
     "prepare_checkpoint",
-    "read_values",
+    "read_description",
     "uploaded_if_failed",
 ]  # fmt: skip

@@ -20,16 +20,16 @@ from clipscale.checkpoint.format import (
     read_meta,
     size_and_crc32,
 )
-from clipscale.checkpoint.state import CheckpointState
+from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
 from clipscale.common.errors import to_user_error
 from clipscale.common.files import check_inside
 from clipscale.common.hardware import cores
 
 
-def read_values(path: Path) -> CheckpointState:
-    """A checkpoint without its tensors. Raises UserError."""
+def read_description(path: Path) -> CheckpointDescription:
+    """A checkpoint's description, without its tensors. Raises UserError."""
     with damaged_checkpoint_to_user_error(path):
-        return CheckpointState.of(read_meta(path)["values"])
+        return CheckpointDescription.of(read_meta(path)["values"])
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 from torch import Tensor
 
@@ -30,11 +30,10 @@ class EmaState(TypedDict):
 
 
 @dataclass
-class CheckpointState:
-    """The content of a checkpoint. Fields that an earlier version did not write keep their defaults;
-    `version` is then empty.
+class CheckpointDescription:
+    """What a checkpoint says of its run: everything in it but the states of model, optimizer, average and loss scale.
 
-    `gather_checkpoint_state` makes it; everything that reads a checkpoint reads these fields.
+    Fields that an earlier version did not write keep their defaults; `version` is then empty.
     """
 
     # Steps that have been trained.
@@ -45,16 +44,10 @@ class CheckpointState:
     batch: int = 0
     # The last step's loss.
     loss: float = math.nan
-    # Weights by name.
-    model: dict[str, Tensor] = field(default_factory=dict)
     # The settings of the model.
     model_config: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerState = field(default_factory=OptimizerState)
     # The setting optim.name.
     optimizer_name: str = ""
-    # The loss scale of fp16.
-    scaler: dict[str, Any] | None = None
-    ema: EmaState | None = None
     # The samples per chunk; None if not known.
     chunks: ChunkSizes | None = None
     # The random states of each rank.
@@ -64,22 +57,14 @@ class CheckpointState:
     # The clipscale version that wrote it; empty if not known.
     version: str = __version__
 
-    def tree(self) -> dict[str, Any]:
-        """The content as dictionaries of plain values and tensors, which a checkpoint's files hold."""
-        tree = dict(vars(self))
-        tree["chunks"] = asdict(self.chunks) if self.chunks else {}
-        tree["random"] = [state.record() for state in self.random]
-        tree["position"] = self.position.record() if self.position else {}
-        return tree
-
-    @staticmethod
-    def of(tree: Mapping[str, Any]) -> "CheckpointState":
-        """The state from the tree in a checkpoint's files. Fields that only another version has are left out."""
-        field_names = {own.name for own in fields(CheckpointState)}
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Self:
+        """What the tree in a checkpoint's files has of this class. Fields of other versions are left out."""
+        field_names = {own.name for own in fields(cls)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
         chunks = values.get("chunks")
         position = values.get("position")
-        return CheckpointState(
+        return cls(
             **values
             | {
                 "chunks": ChunkSizes(**chunks) if chunks else None,
@@ -87,3 +72,34 @@ class CheckpointState:
                 "position": DataPosition.of(position) if position else None,
             }
         )
+
+
+@dataclass
+class CheckpointState(CheckpointDescription):
+    """The whole content of a checkpoint, which `gather_checkpoint_state` makes."""
+
+    # Weights by name.
+    model: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    # The loss scale of fp16.
+    scaler: dict[str, Any] | None = None
+    ema: EmaState | None = None
+
+    def tree(self) -> dict[str, Any]:
+        """The content as dictionaries of plain values and tensors, which a checkpoint's files hold."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "batch": self.batch,
+            "loss": self.loss,
+            "model": self.model,
+            "model_config": self.model_config,
+            "optimizer": self.optimizer,
+            "optimizer_name": self.optimizer_name,
+            "scaler": self.scaler,
+            "ema": self.ema,
+            "chunks": asdict(self.chunks) if self.chunks else {},
+            "random": [state.record() for state in self.random],
+            "position": self.position.record() if self.position else {},
+            "version": self.version,
+        }

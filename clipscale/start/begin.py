@@ -48,8 +48,8 @@ class StartedRun:
     evaluation: Evaluation
     records: StepRecords
     saver: checkpoint.Saver
-    # The part of each checkpoint that describes model and optimizer, without their states.
-    checkpoint_template: checkpoint.CheckpointState
+    # What the descriptions of all checkpoints have in common: batch, model and optimizer.
+    checkpoint_template: checkpoint.CheckpointDescription
     # Prints the last lines of the run.
     log_end: Callable[[RunResult], None]
 
@@ -119,7 +119,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         evaluation=evaluation,
         records=records,
         saver=saver,
-        checkpoint_template=checkpoint.CheckpointState(
+        checkpoint_template=checkpoint.CheckpointDescription(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
         log_end=partial(log_end, precision=config.precision, expected=expected, best=retention.best),

@@ -148,7 +148,7 @@ def choose_chunk_sizes(
             model,
             local_batch,
             world,
-            resolved.checkpoint_values.chunks if resolved.checkpoint_values and not resolved.is_stage_start else None,
+            resolved.resumed.chunks if resolved.resumed and not resolved.is_stage_start else None,
             keeps_graphs=config.cache.keep_bytes != 0,
             texts_per_sample=config.data.text_layout.texts_per_sample,
             pairs=pair_encoder(model) if config.trains_captioner else None,
@@ -269,7 +269,7 @@ def open_data(
     config = resolved.config
     free = free_memory()
     world.barrier()  # no rank allocates before all have read the free memory
-    position = resolved.checkpoint_values.position if resolved.checkpoint_values else None
+    position = resolved.resumed.position if resolved.resumed else None
     shards = order_shards(
         config.data,
         share,
@@ -331,8 +331,8 @@ def restore_random(resolved: ResolvedRun, world: World) -> None:
     A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
     torch.manual_seed(resolved.config.seed + 1 + world.rank + resolved.step * world.size)
-    if resolved.checkpoint_values and len(resolved.checkpoint_values.random) == world.size:
-        state = resolved.checkpoint_values.random[world.rank]  # a run on a CPU has saved no state of CUDA
+    if resolved.resumed and len(resolved.resumed.random) == world.size:
+        state = resolved.resumed.random[world.rank]  # a run on a CPU has saved no state of CUDA
         RandomState(state.cpu, state.cuda if world.device.type == "cuda" else None).restore()
 
 

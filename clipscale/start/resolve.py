@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale import checkpoint
-from clipscale.checkpoint import CheckpointState
+from clipscale.checkpoint import CheckpointDescription
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cpu_has_bf16
 from clipscale.config.model import ModelConfig
@@ -51,8 +51,8 @@ class ResolvedRun:
     stage: Stage
     # The checkpoint to resume; None for a new run.
     checkpoint_path: Path | None
-    # The checkpoint's values, without tensors.
-    checkpoint_values: CheckpointState | None
+    # The description of that checkpoint.
+    resumed: CheckpointDescription | None
     # Whether the checkpoint is the end of the previous stage.
     is_stage_start: bool
     # The settings of the whole run, as config.yaml has them.
@@ -63,12 +63,12 @@ class ResolvedRun:
     @property
     def step(self) -> int:
         """Completed steps."""
-        return self.checkpoint_values.step if self.checkpoint_values else 0
+        return self.resumed.step if self.resumed else 0
 
     @property
     def loss(self) -> float:
         """The last completed step's loss; NaN before the first step."""
-        return self.checkpoint_values.loss if self.checkpoint_values else math.nan
+        return self.resumed.loss if self.resumed else math.nan
 
     @property
     def folder(self) -> Path:
@@ -102,18 +102,18 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     3. The initial weights of the model (`model.weights`) and of each tower.
     4. Random weights, by `seed`.
     """
-    values = checkpoint.read_values(path) if path else None
+    resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
-        config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, values)))
+        config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
     by_stage = stages_of(config)
     stages = all_stages(config, by_stage, world)
-    step = values.step if values else 0
+    step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
     is_stage_start = index > 0 and step == stages[index].first_step
     last_trained = stages[index - 1] if is_stage_start else stages[index]
-    check_fits(values, config, last_trained)
+    check_fits(resumed, config, last_trained)
     settings = by_stage[index]
-    model = run_long_on_rank0(world, lambda: completed_by_weights(settings.model, values))
+    model = run_long_on_rank0(world, lambda: completed_by_weights(settings.model, resumed))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
     completed = replace(settings, model=model)
@@ -123,7 +123,7 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
         stages=tuple(stages),
         stage=stages[index],
         checkpoint_path=path,
-        checkpoint_values=values,
+        resumed=resumed,
         is_stage_start=is_stage_start,
         config_yaml=to_yaml(config if config.stages else completed),
         notices=(*pixel_notices(settings.model, model), *precision_notices(completed, world.device.type)),
@@ -160,30 +160,30 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def check_fits(values: CheckpointState | None, config: TrainConfig, last_trained: Stage) -> None:
+def check_fits(resumed: CheckpointDescription | None, config: TrainConfig, last_trained: Stage) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
-    `values`: the checkpoint without its tensors; None for a new run. `last_trained`: the stage of its last step.
+    `resumed`: the checkpoint's description; None for a new run. `last_trained`: the stage of its last step.
     """
-    if values is None:
+    if resumed is None:
         if checkpoints_of(Path(config.run)):
             raise UserError(
                 f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
             )
         return
-    model = values.model_config
+    model = resumed.model_config
     for setting, then, now in (
-        ("batch", values.batch, last_trained.global_batch),
+        ("batch", resumed.batch, last_trained.global_batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),
-        ("optim.name", values.optimizer_name, config.optim.name),
+        ("optim.name", resumed.optimizer_name, config.optim.name),
     ):
         if then != now:
             raise UserError(f"{setting}={now!r}: the checkpoint was trained with {then!r}; take it, or another run")
-    if values.samples != last_trained.samples_before(values.step):
+    if resumed.samples != last_trained.samples_before(resumed.step):
         raise UserError(
-            f"resume: the checkpoint has seen {values.samples} samples in {values.step} steps, which these "
+            f"resume: the checkpoint has seen {resumed.samples} samples in {resumed.step} steps, which these "
             "stages do not make; give those that it was trained with"
         )
 

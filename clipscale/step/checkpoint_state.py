@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from clipscale.checkpoint.state import CheckpointState, OptimizerState
+from clipscale.checkpoint.state import CheckpointDescription, CheckpointState, OptimizerState
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning
@@ -28,7 +28,7 @@ from clipscale.step.train_step import TrainStep
 
 
 def gather_checkpoint_state(
-    description: CheckpointState, train_step: TrainStep, stream: TrainStream
+    description: CheckpointDescription, train_step: TrainStep, stream: TrainStream
 ) -> CheckpointState:
     """A collective: `description` with the states of the step and of all ranks' streams, as a checkpoint holds them.
 
@@ -38,13 +38,16 @@ def gather_checkpoint_state(
     world = train_step.world
     position = run_on_all_ranks(world, stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
-    return replace(
+    described = replace(
         description,
+        chunks=train_step.chunk_sizes,
         random=random,
         position=merge_positions(world.all_gather_object(position)),
+    )
+    return CheckpointState(
+        **vars(described),
         model=cast("dict[str, Tensor]", get_model_state_dict(train_step.model)),
         optimizer=optimizer_state(train_step),
-        chunks=train_step.chunk_sizes,
         scaler=train_step.precision.scaler.state_dict() if train_step.precision.scaler else None,
         ema=train_step.ema.state_dict() if train_step.ema else None,
     )

@@ -71,6 +71,21 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
 
+# The entries of meta.json, in the order of earlier versions.
+ENTRIES = """step samples batch loss model model_config optimizer optimizer_name scaler ema chunks random position
+version"""
+STATES = {"model", "optimizer", "scaler", "ema"}
+
+
+def test_every_field_is_written_and_a_description_is_all_but_the_states(tmp_path: Path) -> None:
+    names = ENTRIES.split()
+    assert [*checkpoint.CheckpointState().tree()] == names
+    assert vars(checkpoint.CheckpointState()).keys() == {*names}
+    description = checkpoint.read_description(save(tmp_path, 4, some_state(), keep=1))
+    assert vars(description).keys() == {*names} - STATES
+    assert (description.step, description.loss) == (4, 0.5)
+
+
 def test_chunks_and_positions_have_the_form_that_earlier_versions_read(tmp_path: Path) -> None:
     position = DataPosition("digest", 2, {0: StreamPosition(1, 5), 1: StreamPosition(0, 7, ((2, 3), (0, 4)))})
     path = save(tmp_path, 1, {"chunks": ChunkSizes(8, 16, "cpu"), "position": position}, keep=1)

@@ -106,7 +106,7 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
     stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
     for path in checkpoints_of(tmp_path / "run"):
-        position = checkpoint.read_values(path).position
+        position = checkpoint.read_description(path).position
         assert position and len(position.by_stream) == 2
 
 
@@ -126,7 +126,7 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60, checkpoint=CheckpointConfig(every="0")))
     ends = (path_of(undisturbed, 7), path_of(tmp_path / "plain", 5))
-    ours, reference = (checkpoint.read_values(end).position for end in ends)
+    ours, reference = (checkpoint.read_description(end).position for end in ends)
     assert ours == reference, "60 samples of the same order"
 
 

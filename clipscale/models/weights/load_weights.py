@@ -26,7 +26,7 @@ from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes
 from clipscale.models.weights.sources import SET, Source, find_source, with_architecture_of
 
 if TYPE_CHECKING:
-    from clipscale.checkpoint import CheckpointState
+    from clipscale.checkpoint import CheckpointDescription
 
 log = logging.getLogger(__name__)
 # The key of a run's moving average, after `::`.
@@ -45,19 +45,19 @@ NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
-def completed_by_weights(config: ModelConfig, values: "CheckpointState | None" = None) -> ModelConfig:
+def completed_by_weights(config: ModelConfig, resumed: "CheckpointDescription | None" = None) -> ModelConfig:
     """The settings of a model, completed by its weights. Raises UserError.
 
     If `config` has no name, the weights say the architecture. How pictures are prepared comes from the first of
     these that says it:
 
     1. `config`,
-    2. the run's own checkpoint, if there is one; `values` has it without tensors,
+    2. the checkpoint that a run resumes, if there is one; `resumed` is its description,
     3. the image tower's weights,
     4. the whole model's weights.
     """
-    if values is not None:
-        trained = ModelConfig.of(values.model_config)
+    if resumed is not None:
+        trained = ModelConfig.of(resumed.model_config)
         with_name = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
             with_name,

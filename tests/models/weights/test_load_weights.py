@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.checkpoint import CheckpointState
+from clipscale.checkpoint import CheckpointDescription
 from clipscale.checkpoint.format import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
@@ -134,7 +134,7 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
         begun = completed_by_weights(start)
         assert (begun.pixels.mean, begun.pixels.std, begun.pixels.resize_mode) == (HALF, HALF, "squash")
-        saved = CheckpointState(
+        saved = CheckpointDescription(
             model_config=asdict(replace(begun, image_size=48)) | {"lora": 0}
         )  # as of an earlier version
         resumed = completed_by_weights(config(weights=bare), saved)

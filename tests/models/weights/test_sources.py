@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from clipscale.checkpoint import CheckpointState
+from clipscale.checkpoint import CheckpointDescription
 from clipscale.cli.compose import settings
 from clipscale.cli.main import main
 from clipscale.cli.train_verb import check_weights
@@ -114,7 +114,7 @@ def test_weights_bring_their_logit_bias_to_a_loss_that_uses_it(place: Path) -> N
         chosen = config(weights=weights)
         composed = resolve_architecture(chosen, chosen=True, needs_bias=True)
         assert build_model(composed).logit_bias == -3
-        saved = CheckpointState(model_config=asdict(composed))
+        saved = CheckpointDescription(model_config=asdict(composed))
         assert completed_by_weights(chosen, saved).init_bias == composed.init_bias, "it is so when the run goes on"
         assert resolve_architecture(chosen, chosen=True).init_bias is None
     for weights in ("start", "bare.safetensors"):
