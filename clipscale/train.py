@@ -32,7 +32,7 @@ from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.rollback import rollback_on_error
-from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.train_step import StepResult
 
 # After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
 # kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal, so a copy has all of its time only if the save
@@ -98,8 +98,6 @@ class TrainLoop:
         # Completed steps, now and at this start; and the loss of the last one.
         self.step = self.step_at_start = started.step
         self.loss = started.loss
-        # What the ranks have agreed on for the next step; None before the first one.
-        self.agreement: StepAgreement | None = None
         self.signal_poller = SignalPoller(world)
         self.saved_at = time.monotonic()
 
@@ -117,13 +115,13 @@ class TrainLoop:
             if self.step == 0 < end and self.intervals.evaluates_start:
                 self.evaluate()
             while self.step < end:
-                agreement = self.run_step()
+                step_result = self.run_step()
                 is_last = self.step == end
                 is_best = False
                 if self.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
                     is_best = self.saver.announce_if_best(self.step)
-                if is_best or is_last or agreement.wants_save or self.intervals.saves_after(self.step):
+                if is_best or is_last or step_result.wants_save or self.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if self.evaluation.sets:
                 results = self.evaluate()
@@ -132,11 +130,8 @@ class TrainLoop:
             self.log_end(result)
         return result
 
-    def run_step(self) -> StepAgreement:
-        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective.
-
-        Returns the ranks' agreement on the next step. It also says whether any rank wants a checkpoint now.
-        """
+    def run_step(self) -> StepResult:
+        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
         step = self.step + 1
         train_step = self.train_step
         lr = self.schedule.apply(train_step.optimizer, self.step)
@@ -152,7 +147,6 @@ class TrainLoop:
                 batch,
                 self.stream,
                 step,
-                self.agreement,
                 wants_save=is_overdue,
                 before_chunk=self.make_before_chunk(len(batch)),
             )
@@ -167,8 +161,7 @@ class TrainLoop:
         self.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.set_keep_bytes_if_unknown(result.timer)
-        self.agreement = result.next_agreement
-        return self.agreement
+        return result
 
     def make_before_chunk(self, local_batch: int) -> Poll:
         """The function that a step calls before each chunk. It never waits for the device.

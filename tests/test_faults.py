@@ -23,7 +23,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.run_folder.names import checkpoints_of, step_of
-from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.train_step import StepResult
 from clipscale.train import TrainLoop, train
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards
@@ -36,7 +36,7 @@ def between_steps(work: Callable[[int], Any]) -> Any:
     """`work(step)` before each step of the runs inside."""
     run_step = TrainLoop.run_step
 
-    def disturbed(run: TrainLoop) -> StepAgreement:
+    def disturbed(run: TrainLoop) -> StepResult:
         work(run.step)
         return run_step(run)
 

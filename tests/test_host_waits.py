@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
-from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.train_step import StepResult
 from clipscale.train import TrainLoop, train
 from tests.support.runs import ARCHITECTURE, four_step_config
 
@@ -58,16 +58,16 @@ def test_a_step_waits_for_two_values_of_the_device(
     run_step = TrainLoop.run_step
     as_list = Tensor.tolist
 
-    def counted(run: TrainLoop) -> StepAgreement:
+    def counted(run: TrainLoop) -> StepResult:
         def tolist(tensor: Tensor) -> Any:
             counter.places[place()] += 1
             return as_list(tensor)
 
         with CountWaits() as counter, monkeypatch.context() as patch:
             patch.setattr(Tensor, "tolist", tolist)
-            agreement = run_step(run)
+            result = run_step(run)
         steps.append(counter.places)
-        return agreement
+        return result
 
     monkeypatch.setattr(TrainLoop, "run_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)

@@ -42,10 +42,10 @@ class BatchPasses(Protocol):
     @property
     def inputs(self) -> StepInputs: ...
 
-    def encode(self, batch: HostBatch, agreement: StepAgreement | None, before_chunk: Poll) -> EncodedBatch:
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         """First pass. A collective if the ranks must agree on a count (see `StepInputs`).
 
-        `agreement`: on this step; None in a run's first one. `before_chunk`: called before each chunk, as in `replay`.
+        `before_chunk`: called before each chunk, as in `replay`.
         """
 
     def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,9 @@ class TwoTowerPasses:
     inputs: StepInputs
     text_layout: TextLayout
 
-    def encode(self, batch: HostBatch, agreement: StepAgreement | None, before_chunk: Poll) -> EncodedBatch:
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
-        captions = self.inputs.captions(batch, self.cache.chunks[1], agreement)
+        captions = self.inputs.captions(batch, self.cache.chunks[1])
         return EncodedBatch([image_features, self.cache.encode_tower(1, captions, before_chunk)], captions)
 
     def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,8 @@ class CaptionerPasses:
     # Labels in the captions of this step's global batch; 0 before the first one is encoded.
     num_labels: int = 0
 
-    def encode(self, batch: HostBatch, agreement: StepAgreement | None, before_chunk: Poll) -> EncodedBatch:
-        pairs = self.load_pairs(batch, agreement)
+    def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
+        pairs = self.load_pairs(batch)
         captions = pairs.captions
         reserved = 0.0
         if self.frozen_images is not None:
@@ -53,12 +53,12 @@ class CaptionerPasses:
         if isinstance(pairs.images, FrozenTowerOutputs):
             self.image_bytes = pairs.images.bytes_each
         # At least 1, to divide by: there are no labels only if the loader has failed, whose error then ends the step.
-        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch), agreement))
+        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
         return EncodedBatch([features], captions)
 
-    def load_pairs(self, batch: HostBatch, agreement: StepAgreement | None) -> PairLoader:
+    def load_pairs(self, batch: HostBatch) -> PairLoader:
         """The encoder's input: images and captions of the same samples."""
-        captions = self.inputs.captions(batch, self.cache.chunks[0], agreement)
+        captions = self.inputs.captions(batch, self.cache.chunks[0])
         if isinstance(captions, SortedCaptions):
             return SortedPairs(batch.pixels, captions)
         return PairLoader(self.inputs.images(batch), captions)

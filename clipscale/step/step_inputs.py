@@ -45,9 +45,9 @@ class StepAgreement:
         return self.message.values()[WANTS_SAVE] > 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepInputs:
-    """Builds the encoders' inputs of a batch, and the ranks' agreement on the next one.
+    """Builds the encoders' inputs of a batch, and keeps the ranks' agreement on the next one.
 
     All ranks make equally many text chunks; the agreement has the number.
     """
@@ -60,21 +60,23 @@ class StepInputs:
     sort_captions: bool
     # Whether captions are sorted as those of a captioner's pairs; see `SortedCaptions`.
     has_pairs: bool = False
+    # On the next batch to be encoded; None before the first step of a start.
+    agreement: StepAgreement | None = None
 
     def images(self, batch: HostBatch) -> ChunkLoader:
         """The image tower's input."""
         return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
 
-    def captions(self, batch: HostBatch, chunk_size: int, agreement: StepAgreement | None) -> ChunkLoader:
+    def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
 
-        `chunk_size`: captions of a chunk. `agreement`: on this step; None in a run's first one. A collective if
-        captions are sorted and the agreement does not have the number of chunks.
+        `chunk_size`: captions of a chunk. A collective if captions are sorted and the agreement does not have the
+        number of chunks.
         """
-        captions: ChunkLoader | None = agreement.captions if agreement else None
+        captions: ChunkLoader | None = self.agreement.captions if self.agreement else None
         captions = captions or self.own_captions(batch, chunk_size)
         if isinstance(captions, SortedCaptions):
-            num_chunks = agreement.num_text_chunks if agreement else 0
+            num_chunks = self.agreement.num_text_chunks if self.agreement else 0
             if not num_chunks:
                 [num_chunks] = self.world.all_reduce_max(captions.num_chunks)
             captions.split(num_chunks)
@@ -96,18 +98,20 @@ class StepInputs:
         captions.make_chunks(chunk_size)
         return captions
 
-    def num_caption_labels(self, own: int, agreement: StepAgreement | None) -> int:
+    def num_caption_labels(self, own: int) -> int:
         """The labels in the captions of the global batch. A collective if the agreement does not have the number.
 
-        `own`: the labels in this rank's captions. `agreement`: see `captions`.
+        `own`: the labels in this rank's captions.
         """
-        known = agreement.num_caption_labels if agreement else 0
+        known = self.agreement.num_caption_labels if self.agreement else 0
         return known or sum(self.world.all_reduce_max(*self.world.one_hot_by_rank(own)))
 
     def begin_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
     ) -> StepAgreement:
         """Begin the all-reduce of the next step's facts, and sort its captions ahead. A collective.
+
+        Call it after the first pass of the present step, which reads the agreement that this one replaces.
 
         `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: of a
         captioner's next batch, 0 if it has not arrived; None without a captioner.
@@ -118,4 +122,5 @@ class StepInputs:
         labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)
         is_unknown = int(upcoming is None)
         message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
-        return StepAgreement(message, sorted_captions)
+        self.agreement = StepAgreement(message, sorted_captions)
+        return self.agreement

@@ -71,7 +71,8 @@ class StepResult:
     """The result of a step, for the run's loop."""
 
     numbers: StepNumbers
-    next_agreement: StepAgreement
+    # The ranks' agreement on the next step.
+    agreement: StepAgreement
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
@@ -79,6 +80,11 @@ class StepResult:
     widths: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
     statistics: PendingStatistics | None
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether any rank wishes to save a checkpoint before the next step. Waits for the ranks' message."""
+        return self.agreement.wants_save
 
 
 @dataclass
@@ -105,7 +111,6 @@ class TrainStep:
         batch: HostBatch,
         stream: TrainStream,
         step: int,
-        agreement: StepAgreement | None,
         *,
         wants_save: bool,
         before_chunk: Poll,
@@ -115,8 +120,7 @@ class TrainStep:
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1. Messages name it, and it decides whether statistics are computed.
-            agreement: what the ranks have agreed on for this step; None in the first step of a start.
-            wants_save: whether this rank wishes to save a checkpoint; see `StepAgreement`.
+            wants_save: whether this rank wishes to save a checkpoint after the step; see `StepResult.wants_save`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
@@ -126,21 +130,21 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, captions = self.passes.encode(batch, agreement, before_chunk)
+            features, captions = self.passes.encode(batch, before_chunk)
         statistics = self.begin_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        next_agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
+        agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
             numbers = self.check_and_update(self.passes.loss_terms(value), stream, step)
         return StepResult(
             numbers=numbers,
-            next_agreement=next_agreement,
+            agreement=agreement,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
             widths=self.widths(captions),

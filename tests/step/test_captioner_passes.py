@@ -40,7 +40,7 @@ from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
-from clipscale.step.step_inputs import StepAgreement, StepInputs
+from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
@@ -131,16 +131,15 @@ def one_step(
     step: TrainStep,
     rank: int,
     ranks: int,
-    agreement: StepAgreement | None = None,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> StepResult:
-    """Run a step with this rank's share of the batch: the first one, or one on which the ranks have agreed."""
+    """Run a step with this rank's share of the batch. After the first one the ranks have agreed on the next."""
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
     batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
     stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None, waited_s=0.0)
-    number = 2 if agreement else 1
-    return step.run(batch, stream, number, agreement, wants_save=False, before_chunk=lambda: None)
+    number = 2 if step.passes.inputs.agreement else 1
+    return step.run(batch, stream, number, wants_save=False, before_chunk=lambda: None)
 
 
 class Answer(NamedTuple):
@@ -157,10 +156,10 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        first = one_step(step, rank, ranks, None, case.teachers)
+        one_step(step, rank, ranks, case.teachers)
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
-        result = one_step(step, rank, ranks, first.next_agreement, case.teachers)
+        result = one_step(step, rank, ranks, case.teachers)
         losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
         answers.append(Answer(losses, gradients(step.model), *step.cache.num_kept_graphs, sum(encoded)))
     return answers
@@ -345,4 +344,4 @@ def test_a_step_without_any_sample_ends_with_the_loaders_error() -> None:
 
     stream: Any = SimpleNamespace(upcoming=lambda: None, failure=failure, raise_failure=raise_failure, waited_s=0.0)
     with pytest.raises(DataError, match="no usable sample"):
-        step.run(batch, stream, 1, None, wants_save=False, before_chunk=lambda: None)
+        step.run(batch, stream, 1, wants_save=False, before_chunk=lambda: None)

@@ -20,7 +20,7 @@ from clipscale.config.sections import CheckpointConfig, LaunchConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.log.sinks import Sinks
-from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.train_step import StepResult
 from clipscale.train import TrainLoop
 from tests.lifecycle.waits.signals import HEARD_S
 from tests.support.checkpoints import steps
@@ -92,7 +92,7 @@ def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, 
         began.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def stopped_after_one(run: TrainLoop) -> StepAgreement:
+    def stopped_after_one(run: TrainLoop) -> StepResult:
         if run.step == 1:
             raise SignalError(signal.SIGTERM)
         return run_step(run)

@@ -111,7 +111,7 @@ def one_step(step: TrainStep, local: int) -> None:
     batch: Any = EqualRows(step, local)
     gc.collect()
     with record_function("encode"):
-        features, _ = step.passes.encode(batch, None, lambda: None)
+        features, _ = step.passes.encode(batch, lambda: None)
     gc.collect()
     with record_function("loss"):
         step.cache.backward(step.cache.loss(*features))
