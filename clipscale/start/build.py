@@ -37,7 +37,7 @@ from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
+from clipscale.step.batch_passes import BatchPasses, StepInputs, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.checkpoint_state import load_state
@@ -47,7 +47,6 @@ from clipscale.step.ema import WeightEma
 from clipscale.step.optim import STATE_ENTRIES, Schedule, build_optimizer
 from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
 from clipscale.step.precision import Precision
-from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import TrainStep
 
 

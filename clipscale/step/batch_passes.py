@@ -1,4 +1,4 @@
-"""The two passes of a batch through the model: the interface that a step calls, and its implementation for two towers.
+"""The inputs of a batch's encoders, the message in which the ranks agree on the next batch, and the two passes.
 
 A captioner has one encoder of pairs in the place of two towers; see `captioner_passes.py`.
 N: samples of this rank, D: feature width.
@@ -12,9 +12,128 @@ from torch import Tensor
 from clipscale.batch.text_layout import TextLayout
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.step_inputs import StepAgreement, StepInputs
+
+# Indices into the message. The entries from CAPTION_LABELS on are one for each rank.
+TEXT_CHUNKS, IS_UNKNOWN, WANTS_SAVE, CAPTION_LABELS = range(4)
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """The facts of the next step on which all ranks agree: how many chunks and labels it has, and whether a checkpoint
+    is saved before it. Reading a fact waits for the all-reduce.
+
+    step n:    before the replay `begin_agreement` starts the all-reduce, with this rank's counts of step n + 1
+               replay, update
+    step n+1:  reads `num_text_chunks` and `num_caption_labels`; 0 means unknown: the step makes its own all-reduce
+    """
+
+    # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
+    # a rank sends zeros for the others.
+    message: AsyncReduction
+    # This rank's captions of the next step, if they had arrived and are sorted.
+    captions: SortedCaptions | None = None
+
+    @property
+    def num_text_chunks(self) -> int:
+        """The most text chunks of any rank; 0 if a rank did not know its number."""
+        entries = self.message.values()
+        return 0 if entries[IS_UNKNOWN] else entries[TEXT_CHUNKS]
+
+    @property
+    def num_caption_labels(self) -> int:
+        """The labels in the captions of all ranks; 0 if a rank did not know its number."""
+        entries = self.message.values()
+        return 0 if entries[IS_UNKNOWN] else sum(entries[CAPTION_LABELS:])
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether any rank wishes to save a checkpoint."""
+        return self.message.values()[WANTS_SAVE] > 0
+
+
+@dataclass
+class StepInputs:
+    """Builds the encoders' inputs of a batch, and keeps the ranks' agreement on the next one.
+
+    All ranks make equally many text chunks; the agreement has the number.
+    """
+
+    world: World
+    # Whether a batch's pixels and captions stay on the device between the passes.
+    is_resident: bool
+    # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. The
+    # features of such a text tower must not depend on the padding.
+    sort_captions: bool
+    # Whether captions are sorted as those of a captioner's pairs; see `SortedCaptions`.
+    has_pairs: bool = False
+    # On the next batch to be encoded; None before the first step of a start.
+    agreement: StepAgreement | None = None
+
+    def images(self, batch: HostBatch) -> ChunkLoader:
+        """The image tower's input."""
+        return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
+
+    def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+        """The text tower's input; if it is sorted, in equally many chunks on all ranks.
+
+        `chunk_size`: captions of a chunk. A collective if captions are sorted and the agreement does not have the
+        number of chunks.
+        """
+        captions: ChunkLoader | None = self.agreement.captions if self.agreement else None
+        captions = captions or self.own_captions(batch, chunk_size)
+        if isinstance(captions, SortedCaptions):
+            num_chunks = self.agreement.num_text_chunks if self.agreement else 0
+            if not num_chunks:
+                [num_chunks] = self.world.all_reduce_max(captions.num_chunks)
+            captions.split(num_chunks)
+        return captions
+
+    def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+        """The text tower's input. If captions are sorted, waits for all of them, and makes this rank's own chunks."""
+        device = self.world.device
+        if not self.sort_captions:
+            return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
+        captions = SortedCaptions(
+            batch.tokens,
+            batch.lengths,
+            batch.num_texts,
+            device,
+            is_resident=self.is_resident,
+            has_images=self.has_pairs,
+        )
+        captions.make_chunks(chunk_size)
+        return captions
+
+    def num_caption_labels(self, own: int) -> int:
+        """The labels in the captions of the global batch. A collective if the agreement does not have the number.
+
+        `own`: the labels in this rank's captions.
+        """
+        known = self.agreement.num_caption_labels if self.agreement else 0
+        return known or sum(self.world.all_reduce_max(*self.world.one_hot_by_rank(own)))
+
+    def begin_agreement(
+        self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
+    ) -> StepAgreement:
+        """Begin the all-reduce of the next step's facts, and sort its captions ahead. A collective.
+
+        Call it after the first pass of the present step, which reads the agreement that this one replaces.
+
+        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: of a
+        captioner's next batch, 0 if it has not arrived; None without a captioner.
+        """
+        captions = self.own_captions(upcoming, chunk_size) if upcoming else None
+        sorted_captions = captions if isinstance(captions, SortedCaptions) else None
+        text_chunks = sorted_captions.num_chunks if sorted_captions else 0
+        labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)
+        is_unknown = int(upcoming is None)
+        message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
+        self.agreement = StepAgreement(message, sorted_captions)
+        return self.agreement
 
 
 class EncodedBatch(NamedTuple):

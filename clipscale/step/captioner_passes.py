@@ -16,9 +16,8 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.sorted_captions import SortedCaptions, SortedPairs
 from clipscale.data.loader.to_device import Images, PairLoader
 from clipscale.models.captioner import count_caption_labels
-from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch
+from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch, StepAgreement, StepInputs
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.step_inputs import StepAgreement, StepInputs
 
 
 @dataclass

@@ -20,14 +20,13 @@ from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.batch_passes import BatchPasses, CaptionerLosses
+from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.graph_memory import measured_keep_bytes
 from clipscale.step.precision import Precision
 from clipscale.step.readback import Readback
-from clipscale.step.step_inputs import StepAgreement
 from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.

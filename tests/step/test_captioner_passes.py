@@ -36,11 +36,11 @@ from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
+from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
-from clipscale.step.step_inputs import StepInputs
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK

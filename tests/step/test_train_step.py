@@ -13,7 +13,7 @@ from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.step_inputs import StepAgreement
+from clipscale.step.batch_passes import StepAgreement
 from clipscale.step.train_step import StepNumbers, TrainStep
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
