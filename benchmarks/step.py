@@ -46,7 +46,7 @@ from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
-from clipscale.step.cache.encoder_inputs import LazyInput
+from clipscale.step.cache.encoder_io import LazyInput
 from clipscale.step.compiled import compile_towers, innermost_blocks
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision

@@ -11,11 +11,11 @@ __all__ = ["ChunkOutput", "GradCache", "__version__", "contrastive_loss", "disti
 
 if TYPE_CHECKING:
     from clipscale.loss.api import contrastive_loss, distillation_loss
-    from clipscale.step.cache.chunk_output import ChunkOutput
+    from clipscale.step.cache.encoder_io import ChunkOutput
     from clipscale.step.cache.grad_cache import GradCache
 
 _HOME = dict.fromkeys(("contrastive_loss", "distillation_loss"), "clipscale.loss.api")
-_HOME |= {"ChunkOutput": "clipscale.step.cache.chunk_output", "GradCache": "clipscale.step.cache.grad_cache"}
+_HOME |= {"ChunkOutput": "clipscale.step.cache.encoder_io", "GradCache": "clipscale.step.cache.grad_cache"}
 
 
 def __dir__() -> list[str]:

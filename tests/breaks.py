@@ -39,9 +39,9 @@ class Break:
 BREAKS = [
     Break(
         "torch.utils._pytree",
-        "clipscale/step/cache/encoder_inputs.py",
+        "clipscale/step/cache/encoder_io.py",
         {"for leaf in tree_leaves(tree) if": "for leaf in [tree] if"},
-        "tests/step/cache/test_encoder_inputs.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
+        "tests/step/cache/test_encoder_io.py::test_inputs_may_be_nested_and_towers_may_share_an_encoder",
     ),
     Break(
         "torch.utils._pytree",

@@ -13,7 +13,7 @@ from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
-from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.cache.pass_contexts import sync_context
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.encoder_io import ChunkOutput
 
 log = logging.getLogger(__name__)
 

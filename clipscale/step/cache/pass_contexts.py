@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.modules import is_batch_norm
-from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.cache.kept_graphs import OnShortMemory
 
 

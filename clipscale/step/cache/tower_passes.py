@@ -15,8 +15,7 @@ from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.step.cache.cast_weights import CastWeights
-from clipscale.step.cache.chunk_output import ChunkOutput
-from clipscale.step.cache.encoder_inputs import LazyInput, ReorderedInput, lazy_input
+from clipscale.step.cache.encoder_io import ChunkOutput, LazyInput, ReorderedInput, lazy_input
 from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMemory
 from clipscale.step.cache.pass_contexts import (
     batch_norm_preserved,

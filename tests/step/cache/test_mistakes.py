@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.step.cache.chunk_output import ChunkOutput
+from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.cache.grad_cache import GradCache
 from tests.step.cache.encoders import batch, models
 from tests.support.gradients import gradients

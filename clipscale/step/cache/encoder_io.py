@@ -1,7 +1,10 @@
-"""The inputs of an encoder of `GradCache`: tensors in any nesting, or an object that loads its samples on demand."""
+"""What an encoder of `GradCache` takes, and what it may return.
+
+It takes tensors in any nesting, or what an object loads on demand. It returns representations, perhaps with a loss.
+"""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -64,3 +67,19 @@ def _with_dicts(tree: object) -> object:
         lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
         tree,
     )
+
+
+class ChunkOutput(NamedTuple):
+    """An encoder of `GradCache` may return this in a pass with a graph (`torch.is_grad_enabled()`). In a pass without
+    a graph it may return the representations alone; a loss that it returns there is not read.
+
+    The loss is any sum over samples, for example of the captions' cross entropies. If it draws random numbers, it draws
+    them after the representations have drawn theirs, and then restores the random state. So the next chunk draws the
+    same numbers whether this chunk's graph is kept or not.
+    """
+
+    # A tensor (samples, ...), or what `representation` takes.
+    representations: Any
+    # The chunk's own loss, 0-d: a sum over its samples alone, so that the chunks' losses add up to the batch's. None:
+    # the chunk has none.
+    loss: Tensor | None = None
