@@ -26,7 +26,7 @@ ON_A_CPU = {
     "tile.py:<genexpr>",
 }
 READ = {
-    "readback.py:read": 2,  # the loss and the norm; and the record of the step before, once it is there
+    "measurements.py:read": 2,  # the loss and the norm; and the record of the step before, once it is there
     "world.py:values": 2,  # what the ranks agreed on, and agree on: in host memory
 }
 

@@ -12,8 +12,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
-from clipscale.step.readback import Readback
-from clipscale.step.timer import CLOCK_STEP_S
+from clipscale.step.measurements import CLOCK_STEP_S, Readback
 from clipscale.step.train_step import StepResult
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipscale.step.readback import Readback
+from clipscale.step.measurements import Readback
 
 # Statistics are computed in the first step, and in every step that is a multiple of this.
 EVERY_STEPS = 100

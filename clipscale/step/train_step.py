@@ -24,10 +24,8 @@ from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreem
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
-from clipscale.step.graph_memory import measured_keep_bytes
+from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes
 from clipscale.step.precision import Precision
-from clipscale.step.readback import Readback
-from clipscale.step.timer import StepTimer
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0

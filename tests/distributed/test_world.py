@@ -16,7 +16,7 @@ from clipscale.distributed import join
 from clipscale.distributed.join import init_world
 from clipscale.distributed.parallel import gradient_norm, wrap
 from clipscale.distributed.world import World
-from clipscale.step.readback import Readback
+from clipscale.step.measurements import Readback
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config, loop_with_batches
 

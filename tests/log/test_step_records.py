@@ -10,7 +10,7 @@ import torch
 
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.log.step_records import StepRecords
-from clipscale.step.timer import StepTimer
+from clipscale.step.measurements import StepTimer
 from clipscale.step.train_step import StepNumbers, StepResult
 from tests.log.test_metrics import open_log
 

@@ -1,18 +1,32 @@
-"""Times the parts of one optimizer step, and measures their device memory."""
+"""What the host learns of a step: times and memory of its parts, numbers of the device, and what is free for graphs.
+
+Times and numbers are read without waiting for what the device has queued later.
+"""
 
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from torch.profiler import record_function
+
+from clipscale.common import ranks
+from clipscale.common.memory import free_memory
+from clipscale.distributed.world import World
+from clipscale.step.cache.kept_graphs import free_gpu_memory
 
 # The least time that counts as passed: a virtual machine's clock may show the same time twice.
 CLOCK_STEP_S = 1e-6
+# Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
+USABLE_SHARE = {"cuda": 0.9, "cpu": 0.5}
+# Bytes of a host that always stay free.
+HOST_RESERVE = 4 << 30
 
 
 class StepTimer:
@@ -90,3 +104,64 @@ class StepTimer:
             "mem_peak_bytes": max(peak.values(), default=None),
             **{f"mem_{name}_bytes": peak[name] - before[name] if name in peak else None for name in self.seconds},
         }
+
+
+@dataclass(frozen=True)
+class Readback:
+    """Numbers on their way from the device to the host. Reading waits for them, not for what was queued later."""
+
+    # The numbers, in memory of the host.
+    values: Tensor
+    # The event after which the values are there; None if they are there already.
+    arrival: torch.cuda.Event | None = None
+
+    @classmethod
+    def start(cls, *scalars: Tensor) -> "Readback":
+        """Begin to copy scalars, after what the device has in its queue."""
+        return cls.copy(torch.stack([scalar.detach().double() for scalar in scalars]))
+
+    @classmethod
+    def copy(cls, values: Tensor) -> "Readback":
+        """Begin to copy a tensor, after what the device has in its queue. A tensor of the host is not copied."""
+        if values.device.type != "cuda":
+            return cls(values)
+        on_host = values.to("cpu", non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return cls(on_host, arrival)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self.arrival is None or self.arrival.query()
+
+    def wait(self) -> Tensor:
+        """The values, when they are on the host."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.values
+
+    def read(self) -> list[float]:
+        """The numbers of `start`, as floats. Waits for them."""
+        return [float(value) for value in self.wait().tolist()]
+
+
+def measured_keep_bytes(world: World, timer: StepTimer, graph_bytes: int) -> int:
+    """A collective: the bytes for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
+
+    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `KeptGraphs`) and its own working
+    memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a
+    margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
+    and freed before the first replay.
+    """
+    rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
+    [negated_least] = world.all_reduce_max(-rest)  # a minimum
+    return -negated_least
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Free memory that a step may use: of the GPU, or this process's share of the host's."""
+    if device.type == "cpu":
+        free = free_memory()
+        return min(int(USABLE_SHARE["cpu"] * free), free - HOST_RESERVE) // ranks.local_world_size()
+    return int(USABLE_SHARE["cuda"] * free_gpu_memory())
