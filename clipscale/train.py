@@ -31,7 +31,6 @@ from clipscale.start.begin import StartedRun, begin
 from clipscale.start.shared_storage import check_shared
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
-from clipscale.step.rollback import rollback_on_error
 from clipscale.step.train_step import StepResult
 
 # After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
@@ -135,7 +134,7 @@ class TrainLoop:
         step = self.step + 1
         train_step = self.train_step
         lr = self.schedule.apply(train_step.optimizer, self.step)
-        with rollback_on_error(train_step.model, self.stream, self.world):
+        with train_step.rollback_on_error(self.stream):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 show_task("waiting for the first samples")

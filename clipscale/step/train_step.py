@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.poll import Poll
+from clipscale.common.rng import RandomState
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.sorted_captions import SortedCaptions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
+from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement
 from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.cache.pass_contexts import snapshot_batch_norm
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
 from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes
@@ -104,13 +107,7 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self,
-        batch: HostBatch,
-        stream: TrainStream,
-        step: int,
-        *,
-        wants_save: bool,
-        before_chunk: Poll,
+        self, batch: HostBatch, stream: TrainStream, step: int, *, wants_save: bool, before_chunk: Poll
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -147,6 +144,24 @@ class TrainStep:
             widths=self.widths(captions),
             statistics=statistics,
         )
+
+    @contextmanager
+    def rollback_on_error(self, stream: TrainStream) -> Iterator[None]:
+        """Around the next batch and its step. If an error or a signal ends them, a resume repeats them bit for bit.
+
+        Restores random states and the statistics of batch normalisation, and discards the batch, so that the stream's
+        position is the one before the step.
+        """
+        random = RandomState.now(self.world.device)
+        restore_statistics = snapshot_batch_norm(self.model)
+        try:
+            yield
+        except Exception:
+            random.restore()
+            restore_statistics()
+            stream.discard_last_batch()
+            reshard(self.model)  # the error may have left FSDP2's weights gathered
+            raise
 
     # ---- around the passes ----
 
