@@ -87,7 +87,7 @@ BREAKS = [
     ),
     Break(
         "Tensor._base",
-        "clipscale/step/cache/cast_weights.py",
+        "clipscale/step/cache/pass_contexts.py",
         {"return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)": "return False"},
         "tests/step/cache/test_cast_weights.py::test_a_hook_sees_every_gradient_of_its_weight",
     ),

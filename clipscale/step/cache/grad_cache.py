@@ -15,8 +15,9 @@ The calls of one step of a run with two towers, from the loop to the tower (a ca
       │   ├ GraphBudget.plan                         kept_graphs.py: how many graphs are kept
       │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
       │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
-      │       └ TowerPasses.forward_chunk            calls the encoder
+      │       └ TowerPasses.forward_chunk            calls the encoder; pass_contexts.py has what is around it
       ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
+      ├ TwoTowerPasses.begin_agreement               the ranks' message about the next batch
       └ TwoTowerPasses.replay
         └ GradCache.replay                           3. here
           └ TowerPasses.replay                       the loop over chunks, backward pass included
@@ -33,8 +34,7 @@ from torch import Tensor, nn
 from clipscale.batch.chunks import equal_spans
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
-from clipscale.step.cache.kept_graphs import GraphBudget
-from clipscale.step.cache.pass_contexts import is_on_gpu, on_short_memory
+from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, on_short_memory
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 

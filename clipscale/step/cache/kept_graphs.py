@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.step.cache.encoder_io import ChunkOutput
+from clipscale.step.cache.pass_contexts import batch_norms, is_collective
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,13 @@ class OnShortMemory(Enum):
     # Try the pass. If it fails, raise OutOfMemoryError. A pass that updates the statistics of batch normalisation does
     # this, because a repeated one would update them twice.
     RAISE = "raise"
+
+
+def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
+    """What the encoder's first pass does where the memory is short for a graph."""
+    if is_collective(encoder):
+        return OnShortMemory.CHECK_FIRST
+    return OnShortMemory.RAISE if batch_norms(encoder) else OnShortMemory.RETRY
 
 
 class GraphPolicy(Enum):
@@ -247,6 +255,11 @@ def largest_of_ranks(value: int, device: torch.device) -> int:
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+def is_on_gpu(encoder: Callable[..., object]) -> bool:
+    """Whether the encoder is a module with a parameter on a GPU."""
+    return isinstance(encoder, nn.Module) and any(p.is_cuda for p in encoder.parameters())
 
 
 def free_gpu_memory() -> int:

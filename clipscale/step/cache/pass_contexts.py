@@ -1,16 +1,20 @@
-"""Context managers around an encoder's pass, and checks of the encoder: DDP or FSDP2, batch normalisation."""
+"""What surrounds a pass of a chunk: how its gradients are summed over ranks, batch normalisation, and cast weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from clipscale.common.half_precision import Cast, CastLayer
 from clipscale.common.modules import is_batch_norm
 from clipscale.step.cache.encoder_io import ChunkOutput
-from clipscale.step.cache.kept_graphs import OnShortMemory
+
+# ---- sums of gradients over ranks ----
 
 
 def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
@@ -59,10 +63,16 @@ def can_sum_after_kept_graph(encoder: object) -> bool:
     return is_ddp(encoder) or syncs_itself(encoder) or not sums_by_hooks(encoder)
 
 
-def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
-    """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
-    modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
-    return {name: module for name, module in modules if is_batch_norm(module) and module.training}
+def is_collective(encoder: Callable[..., object]) -> bool:
+    """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
+
+    False for synchronised batch normalisation, although it communicates: `on_short_memory` gives it `RAISE`.
+    """
+    stated: bool | None = getattr(encoder, "forward_is_collective", None)
+    if stated is not None:
+        return stated
+    # An encoder with a `gradient_sync` of its own is assumed to gather weights.
+    return isinstance(encoder, FSDPModule) or syncs_itself(encoder)
 
 
 @contextmanager
@@ -92,30 +102,6 @@ def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> I
         yield
 
 
-def is_collective(encoder: Callable[..., object]) -> bool:
-    """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
-
-    False for synchronised batch normalisation, although it communicates: `on_short_memory` gives it `RAISE`.
-    """
-    stated: bool | None = getattr(encoder, "forward_is_collective", None)
-    if stated is not None:
-        return stated
-    # An encoder with a `gradient_sync` of its own is assumed to gather weights.
-    return isinstance(encoder, FSDPModule) or syncs_itself(encoder)
-
-
-def is_on_gpu(encoder: Callable[..., object]) -> bool:
-    """Whether the encoder is a module with a parameter on a GPU."""
-    return isinstance(encoder, nn.Module) and any(p.is_cuda for p in encoder.parameters())
-
-
-def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
-    """What the encoder's first pass does where the memory is short for a graph."""
-    if is_collective(encoder):
-        return OnShortMemory.CHECK_FIRST
-    return OnShortMemory.RAISE if batch_norms(encoder) else OnShortMemory.RETRY
-
-
 def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOutput:
     """Re-arm DDP for an `out` computed under `no_sync`: a backward pass from the returned output sums gradients.
 
@@ -130,6 +116,15 @@ def rearm_ddp_sync(encoder: Callable[..., object], out: ChunkOutput) -> ChunkOut
         return encoder(out)
     finally:
         encoder.module = module
+
+
+# ---- batch normalisation ----
+
+
+def batch_norms(encoder: Callable[..., object]) -> dict[str, nn.Module]:
+    """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
+    modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
+    return {name: module for name, module in modules if is_batch_norm(module) and module.training}
 
 
 def snapshot_batch_norm(encoder: Callable[..., object]) -> Callable[[], None]:
@@ -153,3 +148,145 @@ def batch_norm_preserved(encoder: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+# ---- weights in half precision ----
+
+
+@dataclass
+class CastWeights:
+    """An encoder's layers with their weights in half precision, cast once a step: autocast casts them in every chunk.
+
+    The layers that take such weights are in models/linear.py. The passes of a step:
+
+    pass of a chunk (see `in_pass`)         weights   their gradient
+    first pass, no graph                    cast      none
+    first pass, graph kept or measured      cast      a kept graph adds it to `.grad` in its backward pass, later
+    replay                                  cast      the backward pass adds it to `.grad`
+    last chunk under DDP, with a graph      not cast  autograd writes it, because DDP's hooks see no other gradient
+
+    For example, a weight W of an encoder with two chunks, where the first chunk's graph is kept:
+
+    step begins             casts W to W16
+    first pass, chunk 0     reads W16, and keeps a graph that holds W's `.grad`
+    first pass, chunk 1     reads W16, without a graph
+    replay, chunk 0         runs the kept graph's backward pass, which adds to `.grad`
+    replay, chunk 1         reads W16 again, and its backward pass adds to `.grad`
+    step ends               drops W16
+
+    `.grad` is the same tensor in the whole step (see `accumulator`), because kept graphs hold it.
+    """
+
+    layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
+    # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Whether hooks, such as DDP's, sum the gradients over ranks. They see only what autograd adds.
+    has_sync_hooks: bool = False
+
+    def start_step(
+        self, encoder: object, autocast: Callable[[], AbstractContextManager[object]], num_chunks: int
+    ) -> None:
+        """Cast the weights that autocast would cast in every chunk. Casts nothing in three cases:
+
+        - There is only one chunk.
+        - FSDP2 gathers the weights. From torch 2.15 on it casts them then; before, autocast casts them in every chunk.
+        - DDP looks for unused parameters, which its hooks must see.
+        """
+        self.end_step()
+        if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
+            return
+        self.has_sync_hooks = sums_by_hooks(encoder)
+        for layer, dtype in layers_to_cast(encoder, autocast):
+            weight, bias = layer.weights()
+            half_bias = None if bias is None else bias.detach().to(dtype)
+            self.layers.append((layer, Cast(weight.detach().to(dtype), half_bias, accumulates=False)))
+
+    def end_step(self) -> None:
+        self.layers.clear()
+        self.gradients.clear()
+
+    @contextmanager
+    def in_pass(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
+        """Around a pass of one chunk: the layers use their cast weights.
+
+        `builds_graph`: the pass builds a graph, whose backward pass, now or later, adds to the weights' `.grad`.
+        `is_last_backward`: that backward pass is the encoder's last one in the step. DDP then needs autograd's own
+        gradients, so nothing is cast.
+        """
+        if builds_graph and is_last_backward and self.has_sync_hooks:
+            yield
+        elif builds_graph:
+            with casting(self.layers, accumulates=True), self.accumulating():
+                yield
+        else:
+            with casting(self.layers, accumulates=False):
+                yield
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step."""
+        weights = [layer.weights()[0] for layer, _ in self.layers]
+        trained = [weight for weight in weights if weight.requires_grad]
+        for weight in trained:
+            weight.grad = self.accumulator(weight)
+        yield
+        self.gradients |= {weight: weight.grad for weight in trained if weight.grad is not None}
+
+    def accumulator(self, weight: Tensor) -> Tensor:
+        """The tensor to which a pass adds the weight's gradient, with the present value of `.grad`.
+
+        A caller of `encode`, `backward` and `replay` may set `.grad` to None or to another tensor between them:
+
+        first pass of the step   `.grad`, or zeros if it is None
+        later passes             the tensor of the first pass, after the values of another `.grad` have been copied into
+                                 it; if `.grad` is None, zeros
+        """
+        gradient = self.gradients.get(weight)
+        if gradient is None:
+            return torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if weight.grad is None:
+            return gradient.zero_()
+        return gradient if weight.grad is gradient else gradient.copy_(weight.grad)
+
+
+@contextmanager
+def casting(layers: Sequence[tuple[CastLayer, Cast]], *, accumulates: bool) -> Iterator[None]:
+    """Inside, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to `.grad`."""
+    try:
+        for layer, cast in layers:
+            weight, _ = layer.weights()
+            layer.cast = cast._replace(accumulates=accumulates and weight.requires_grad)
+        yield
+    finally:
+        for layer, _ in layers:
+            layer.cast = None
+
+
+def layers_to_cast(
+    encoder: nn.Module, autocast: Callable[[], AbstractContextManager[object]]
+) -> Iterator[tuple[CastLayer, torch.dtype]]:
+    """The layers whose weights autocast casts, each with the type that it casts to."""
+    for layer in encoder.modules():
+        if isinstance(layer, CastLayer) and layer.takes_cast:
+            weight, _ = layer.weights()
+            dtype = autocast_dtype(autocast, weight.device.type)
+            if dtype and weight.dtype == torch.float32 and not has_hooks(weight):
+                yield layer, dtype
+
+
+def autocast_dtype(autocast: Callable[[], AbstractContextManager[object]], device: str) -> torch.dtype | None:
+    """The half-precision type of an autocast context; None if it casts nothing."""
+    with autocast():
+        if not torch.is_autocast_enabled(device):
+            return None
+        return torch.get_autocast_dtype(device)
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether somebody has registered a hook on the weight's gradient."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def finds_unused(encoder: nn.Module) -> bool:
+    """Whether DDP notes in every chunk, by its hooks, which parameters have a gradient."""
+    return is_ddp(encoder) and encoder.find_unused_parameters

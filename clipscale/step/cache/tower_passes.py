@@ -14,10 +14,10 @@ from clipscale.batch.chunks import Span, equal_spans
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
-from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.encoder_io import ChunkOutput, LazyInput, ReorderedInput, lazy_input
 from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMemory
 from clipscale.step.cache.pass_contexts import (
+    CastWeights,
     batch_norm_preserved,
     batch_norms,
     can_sum_after_kept_graph,
