@@ -41,7 +41,7 @@ from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
 from clipscale.data.loader.shard_stream import lengths
-from clipscale.data.loader.sorted_captions import SortedCaptions, SortedPairs
+from clipscale.data.loader.sorted_texts import SortedPairs, SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops
@@ -210,13 +210,14 @@ class Step:
             captions = ChunkLoader(texts, batch, self.device, is_resident=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
-            has_images = self.is_captioner
-            captions = SortedCaptions(texts, of_all, batch, self.device, is_resident=False, has_images=has_images)
+            captions = SortedTexts(
+                texts, of_all, batch, self.device, is_resident=False, has_equal_chunks=self.is_captioner
+            )
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0
         if self.is_captioner:
             inputs = [PairLoader(load, captions)]
-            if isinstance(captions, SortedCaptions):
+            if isinstance(captions, SortedTexts):
                 captions.make_chunks(self.chunk)
                 inputs = [SortedPairs(images, captions)]
             weight = CAPTION_WEIGHT / int(count_caption_labels(texts(0, batch)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clipscale.config.model import TowerConfig
 from clipscale.data.loader.shard_stream import lengths
-from clipscale.data.loader.sorted_captions import SortedCaptions
+from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
 from clipscale.distributed.world import World
@@ -153,7 +153,7 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
         torch.manual_seed(7 + rank)
         images += [model.image(rows) for rows in pixels.split(case.chunks[0])]
         if (case.captions, case.noise) == ("sorted", "dropout"):
-            inputs = sorted_captions(case, tokens)
+            inputs = sorted_texts(case, tokens)
             inputs.split(chunks_of_all_ranks(case))
             spans = inputs.spans(case.chunks[1])
             order = torch.cat([inputs.rows(*span) for span in spans])
@@ -192,7 +192,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     pixels, tokens = inputs_of(case, rank)
     texts = rows_of(tokens, case)
     if case.captions == "sorted":
-        texts = sorted_captions(case, tokens)
+        texts = sorted_texts(case, tokens)
         texts.make_chunks(case.chunks[1])
         texts.split(world.all_reduce_max(texts.num_chunks)[0])
         if world.size > 1:
@@ -207,8 +207,8 @@ def cut_up(case: Case, rank: int) -> Answer:
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kept
 
 
-def sorted_captions(case: Case, tokens: Tensor) -> SortedCaptions:
-    captions = SortedCaptions(
+def sorted_texts(case: Case, tokens: Tensor) -> SortedTexts:
+    captions = SortedTexts(
         lambda start, stop: tokens[start:stop],
         lambda: lengths(tokens.numpy(), 0),
         len(tokens),
@@ -222,7 +222,7 @@ def sorted_captions(case: Case, tokens: Tensor) -> SortedCaptions:
 def chunks_of_all_ranks(case: Case) -> int:
     """The most chunks that any rank cuts its captions into."""
     every = [inputs_of(case, rank)[1] for rank in range(case.ranks)]
-    return max(len(sorted_captions(case, tokens).spans(case.chunks[1])) for tokens in every)
+    return max(len(sorted_texts(case, tokens).spans(case.chunks[1])) for tokens in every)
 
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:

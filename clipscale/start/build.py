@@ -236,7 +236,7 @@ def build_passes(
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
     )
-    inputs = StepInputs(world, config.offload == "none", sort_captions, has_pairs=config.trains_captioner)
+    inputs = StepInputs(world, config.offload == "none", sort_captions, has_equal_chunks=config.trains_captioner)
     if config.trains_captioner:
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         return CaptionerPasses(

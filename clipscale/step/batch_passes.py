@@ -12,7 +12,7 @@ from torch import Tensor
 from clipscale.batch.text_layout import TextLayout
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.sorted_captions import SortedCaptions
+from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.cache.grad_cache import GradCache
@@ -34,8 +34,8 @@ class StepAgreement:
     # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
     # a rank sends zeros for the others.
     message: AsyncReduction
-    # This rank's captions of the next step, if they had arrived and are sorted.
-    captions: SortedCaptions | None = None
+    # This rank's texts of the next step, if they had arrived and are sorted.
+    texts: SortedTexts | None = None
 
     @property
     def num_text_chunks(self) -> int:
@@ -63,13 +63,13 @@ class StepInputs:
     """
 
     world: World
-    # Whether a batch's pixels and captions stay on the device between the passes.
+    # Whether a batch's pixels and texts stay on the device between the passes.
     is_resident: bool
-    # Whether captions, or a captioner's pairs, are sorted by caption length, so that they lose their padding. The
-    # features of such a text tower must not depend on the padding.
+    # Whether texts, or a captioner's pairs, are sorted by length, so that they lose their padding. The features of such
+    # a text tower must not depend on the padding.
     sort_captions: bool
-    # Whether captions are sorted as those of a captioner's pairs; see `SortedCaptions`.
-    has_pairs: bool = False
+    # Whether sorted texts come in equally large chunks, as a captioner needs; see `SortedTexts`.
+    has_equal_chunks: bool = False
     # On the next batch to be encoded; None before the first step of a start.
     agreement: StepAgreement | None = None
 
@@ -77,36 +77,36 @@ class StepInputs:
         """The image tower's input."""
         return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
 
-    def captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+    def texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
 
-        `chunk_size`: captions of a chunk. A collective if captions are sorted and the agreement does not have the
-        number of chunks.
+        `chunk_size`: texts of a chunk. A collective if texts are sorted and the agreement does not have the number of
+        chunks.
         """
-        captions: ChunkLoader | None = self.agreement.captions if self.agreement else None
-        captions = captions or self.own_captions(batch, chunk_size)
-        if isinstance(captions, SortedCaptions):
+        texts: ChunkLoader | None = self.agreement.texts if self.agreement else None
+        texts = texts or self.own_texts(batch, chunk_size)
+        if isinstance(texts, SortedTexts):
             num_chunks = self.agreement.num_text_chunks if self.agreement else 0
             if not num_chunks:
-                [num_chunks] = self.world.all_reduce_max(captions.num_chunks)
-            captions.split(num_chunks)
-        return captions
+                [num_chunks] = self.world.all_reduce_max(texts.num_chunks)
+            texts.split(num_chunks)
+        return texts
 
-    def own_captions(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
-        """The text tower's input. If captions are sorted, waits for all of them, and makes this rank's own chunks."""
+    def own_texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+        """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
         if not self.sort_captions:
             return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
-        captions = SortedCaptions(
+        texts = SortedTexts(
             batch.tokens,
             batch.lengths,
             batch.num_texts,
             device,
             is_resident=self.is_resident,
-            has_images=self.has_pairs,
+            has_equal_chunks=self.has_equal_chunks,
         )
-        captions.make_chunks(chunk_size)
-        return captions
+        texts.make_chunks(chunk_size)
+        return texts
 
     def num_caption_labels(self, own: int) -> int:
         """The labels in the captions of the global batch. A collective if the agreement does not have the number.
@@ -119,20 +119,20 @@ class StepInputs:
     def begin_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
     ) -> StepAgreement:
-        """Begin the all-reduce of the next step's facts, and sort its captions ahead. A collective.
+        """Begin the all-reduce of the next step's facts, and sort its texts ahead. A collective.
 
         Call it after the first pass of the present step, which reads the agreement that this one replaces.
 
-        `upcoming`: the next batch, if it has arrived. `chunk_size`: captions of a chunk. `caption_labels`: of a
+        `upcoming`: the next batch, if it has arrived. `chunk_size`: texts of a chunk. `caption_labels`: of a
         captioner's next batch, 0 if it has not arrived; None without a captioner.
         """
-        captions = self.own_captions(upcoming, chunk_size) if upcoming else None
-        sorted_captions = captions if isinstance(captions, SortedCaptions) else None
-        text_chunks = sorted_captions.num_chunks if sorted_captions else 0
+        texts = self.own_texts(upcoming, chunk_size) if upcoming else None
+        sorted_texts = texts if isinstance(texts, SortedTexts) else None
+        text_chunks = sorted_texts.num_chunks if sorted_texts else 0
         labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)
         is_unknown = int(upcoming is None)
         message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
-        self.agreement = StepAgreement(message, sorted_captions)
+        self.agreement = StepAgreement(message, sorted_texts)
         return self.agreement
 
 
@@ -141,8 +141,8 @@ class EncodedBatch(NamedTuple):
 
     # The arguments of the cache's loss: images (N, D) and texts, or a captioner's pairs (N, 2, D).
     features: list[Tensor]
-    # The text tower's input. If the captions are sorted, it has the width of each chunk.
-    captions: ChunkLoader
+    # The text tower's input. If the texts are sorted, it has the width of each chunk.
+    texts: ChunkLoader
 
 
 class CaptionerLosses(TypedDict, total=False):
@@ -167,7 +167,7 @@ class BatchPasses(Protocol):
         `before_chunk`: called before each chunk, as in `replay`.
         """
 
-    def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The features of images and of each image's first caption, (N, D) each. `features`: see `EncodedBatch`."""
 
     def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
@@ -196,10 +196,10 @@ class TwoTowerPasses:
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
-        captions = self.inputs.captions(batch, self.cache.chunks[1])
-        return EncodedBatch([image_features, self.cache.encode_tower(1, captions, before_chunk)], captions)
+        texts = self.inputs.texts(batch, self.cache.chunks[1])
+        return EncodedBatch([image_features, self.cache.encode_tower(1, texts, before_chunk)], texts)
 
-    def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         images, texts = features
         return images, texts[self.text_layout.first_captions(len(images))]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.sorted_captions import SortedCaptions, SortedPairs
+from clipscale.data.loader.sorted_texts import SortedPairs, SortedTexts
 from clipscale.data.loader.to_device import Images, PairLoader
 from clipscale.models.captioner import count_caption_labels
 from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch, StepAgreement, StepInputs
@@ -43,7 +43,6 @@ class CaptionerPasses:
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         pairs = self.load_pairs(batch)
-        captions = pairs.captions
         reserved = 0.0
         if self.frozen_images is not None:
             reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
@@ -53,16 +52,16 @@ class CaptionerPasses:
             self.image_bytes = pairs.images.bytes_each
         # At least 1, to divide by: there are no labels only if the loader has failed, whose error then ends the step.
         self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
-        return EncodedBatch([features], captions)
+        return EncodedBatch([features], pairs.texts)
 
     def load_pairs(self, batch: HostBatch) -> PairLoader:
         """The encoder's input: images and captions of the same samples."""
-        captions = self.inputs.captions(batch, self.cache.chunks[0])
-        if isinstance(captions, SortedCaptions):
-            return SortedPairs(batch.pixels, captions)
-        return PairLoader(self.inputs.images(batch), captions)
+        texts = self.inputs.texts(batch, self.cache.chunks[0])
+        if isinstance(texts, SortedTexts):
+            return SortedPairs(batch.pixels, texts)
+        return PairLoader(self.inputs.images(batch), texts)
 
-    def first_pairs(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         [pairs] = features
         return pairs[:, 0], pairs[:, 1]
 

@@ -1,7 +1,7 @@
 """Samples per chunk: from the settings, from the checkpoint, or from a measurement.
 
 For captions that are sorted by length, a chunk size of n means n * context_length tokens, so short captions come in
-larger chunks (`data/loader/sorted_captions.py`).
+larger chunks (`data/loader/sorted_texts.py`).
 """
 
 import math

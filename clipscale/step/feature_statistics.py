@@ -9,7 +9,7 @@ from torch import Tensor
 from clipscale.step.measurements import Readback
 
 # Statistics are computed in the first step, and in every step that is a multiple of this.
-EVERY_STEPS = 100
+STATISTICS_INTERVAL = 100
 # Most pairs that the statistics use.
 MAX_PAIRS = 4096
 

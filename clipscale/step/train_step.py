@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.sorted_captions import SortedCaptions
+from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
@@ -26,7 +26,7 @@ from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreem
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.pass_contexts import snapshot_batch_norm
 from clipscale.step.ema import WeightEma
-from clipscale.step.feature_statistics import EVERY_STEPS, PendingStatistics, begin_statistics
+from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, begin_statistics
 from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes
 from clipscale.step.precision import Precision
 
@@ -76,7 +76,7 @@ class StepResult:
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
-    # Width in tokens -> captions that the text tower computed at it.
+    # Width in tokens -> texts that the text tower computed at it.
     widths: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
     statistics: PendingStatistics | None
@@ -124,7 +124,7 @@ class TrainStep:
         waited_before = stream.waited_s
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
-            features, captions = self.passes.encode(batch, before_chunk)
+            features, texts = self.passes.encode(batch, before_chunk)
         statistics = self.begin_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
@@ -141,7 +141,7 @@ class TrainStep:
             agreement=agreement,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
-            widths=self.widths(captions),
+            widths=self.widths(texts),
             statistics=statistics,
         )
 
@@ -180,15 +180,15 @@ class TrainStep:
 
     def begin_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
         """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
-        if not self.world.is_rank0 or (step > 1 and step % EVERY_STEPS):
+        if not self.world.is_rank0 or (step > 1 and step % STATISTICS_INTERVAL):
             return None
-        return begin_statistics(*self.passes.first_pairs(features))
+        return begin_statistics(*self.passes.paired_features(features))
 
-    def widths(self, captions: ChunkLoader) -> dict[int, int]:
-        """Width in tokens -> captions that the text tower computed at it."""
-        if isinstance(captions, SortedCaptions):
-            return dict(captions.widths())
-        return {self.model.context_length: len(captions)}
+    def widths(self, texts: ChunkLoader) -> dict[int, int]:
+        """Width in tokens -> texts that the text tower computed at it."""
+        if isinstance(texts, SortedTexts):
+            return dict(texts.widths())
+        return {self.model.context_length: len(texts)}
 
     # ---- update ----
 
@@ -202,7 +202,7 @@ class TrainStep:
         in both passes.
         """
         if stream.failure:
-            self.fail_on_all_ranks()
+            self.poison_gradients()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
         numbers = self.read_numbers(loss_terms, norm)
@@ -214,7 +214,7 @@ class TrainStep:
         self.is_updating = False
         return numbers
 
-    def fail_on_all_ranks(self) -> None:
+    def poison_gradients(self) -> None:
         """Set this rank's gradient of the logit scale to NaN.
 
         It is summed over ranks, so the gradient norm is NaN on all of them, and none updates its weights.

@@ -188,7 +188,7 @@ def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:
     features_N2D = torch.randn(5, 2, 3)
-    images, texts = captioner_passes(None).first_pairs([features_N2D])
+    images, texts = captioner_passes(None).paired_features([features_N2D])
     assert torch.equal(images, features_N2D[:, 0]) and torch.equal(texts, features_N2D[:, 1])
 
 

@@ -51,7 +51,7 @@ def test_of_many_rows_a_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_step, "EVERY_STEPS", 3)
+    monkeypatch.setattr(train_step, "STATISTICS_INTERVAL", 3)
     train(four_step_config(shards, tmp_path / "run"))
     rows = records(tmp_path / "run")
     assert [row["step"] for row in rows if "nearest" in row] == [1, 3]

@@ -11,7 +11,7 @@ import torch
 
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.sorted_captions import SortedCaptions
+from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step.batch_passes import StepAgreement
 from clipscale.step.train_step import StepNumbers, TrainStep
@@ -35,7 +35,7 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
 
 def test_captions_that_have_arrived_early_are_sorted_once(shards: str, tmp_path: Path) -> None:
     run = loop_with_batches(four_step_config(shards, tmp_path / "run", precision="fp32"), ONE_RANK, batches=2)
-    with patch.object(SortedCaptions, "__init__", autospec=True, side_effect=SortedCaptions.__init__) as made:
+    with patch.object(SortedTexts, "__init__", autospec=True, side_effect=SortedTexts.__init__) as made:
         for _ in range(2):
             run.run_step()
     run.stream.close()

@@ -35,16 +35,16 @@ class Images(Protocol):
 class PairLoader:
     """Input of a captioner's encoder: images and captions of the same samples, in the batch's order."""
 
-    def __init__(self, images: Images, captions: "ChunkLoader") -> None:
+    def __init__(self, images: Images, texts: "ChunkLoader") -> None:
         self.images = images
-        self.captions = captions
+        self.texts = texts
 
     def __len__(self) -> int:
         return len(self.images)
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
         """Images and tokens on the device."""
-        return self.images.chunk(start, stop), self.captions.chunk(start, stop)
+        return self.images.chunk(start, stop), self.texts.chunk(start, stop)
 
 
 class ChunkLoader:

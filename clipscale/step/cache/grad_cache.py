@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from clipscale.batch.chunks import equal_spans
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
-from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, on_short_memory
+from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, short_memory_policy
 from clipscale.step.cache.tower_passes import Representation, TowerPasses
 
 
@@ -59,7 +59,7 @@ class GradCache:
                 math.inf: keep all
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
-            What happens if a graph does not fit after all: see `OnShortMemory` and `GraphBudget.give_up_if_short`.
+            What happens if a graph does not fit after all: see `ShortMemoryPolicy` and `GraphBudget.give_up_if_short`.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16, with which `backward` scales the loss. `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
@@ -144,7 +144,8 @@ class GradCache:
         - batch normalisation in training mode over several chunks, or over several ranks without synchronisation;
         - DDP with static_graph=True.
 
-        Raises OutOfMemoryError if a pass without a graph does not fit; for one whose graph is kept see `OnShortMemory`.
+        Raises OutOfMemoryError if a pass without a graph does not fit; for one with a kept graph see
+        `ShortMemoryPolicy`.
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
@@ -162,7 +163,7 @@ class GradCache:
             i,
             tower.num_rows,
             tower.num_keepable,
-            on_short_memory(tower.encoder),
+            short_memory_policy(tower.encoder),
             on_gpu=is_on_gpu(tower.encoder),
             reserved=reserved,
         )

@@ -6,9 +6,9 @@ first step at a batch size   `GraphBudget.plan` keeps none and has every chunk's
                              first pass all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`)
 later steps                  `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the
                              others. The replay takes the kept ones from `KeptGraphs.outputs`
-a graph does not fit         see `OnShortMemory`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is set;
-                             or the error is raised. Before the replay, `GraphBudget.give_up_if_short` drops the step's
-                             graphs; later steps keep none
+a graph does not fit         see `ShortMemoryPolicy`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is
+                             set; or the error is raised. Before the replay, `GraphBudget.give_up_if_short` drops the
+                             step's graphs; later steps keep none
 
 Other values of `keep_bytes`: with 0 and math.inf nothing is measured, and none or all are kept; with None the first
 step measures, and none is kept until the caller gives a number.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 HEADROOM = 1.1
 
 
-class OnShortMemory(Enum):
+class ShortMemoryPolicy(Enum):
     """What a first pass does if there may be no memory for a graph that is to be kept."""
 
     # Look at the free memory before the pass. If it is short, this rank keeps no more graphs. A pass that is a
@@ -50,11 +50,11 @@ class OnShortMemory(Enum):
     RAISE = "raise"
 
 
-def on_short_memory(encoder: Callable[..., object]) -> OnShortMemory:
+def short_memory_policy(encoder: Callable[..., object]) -> ShortMemoryPolicy:
     """What the encoder's first pass does where the memory is short for a graph."""
     if is_collective(encoder):
-        return OnShortMemory.CHECK_FIRST
-    return OnShortMemory.RAISE if batch_norms(encoder) else OnShortMemory.RETRY
+        return ShortMemoryPolicy.CHECK_FIRST
+    return ShortMemoryPolicy.RAISE if batch_norms(encoder) else ShortMemoryPolicy.RETRY
 
 
 class GraphPolicy(Enum):
@@ -94,7 +94,7 @@ class KeptGraphs:
     # Whether the graphs of this step are measured, and their bytes.
     is_measuring: bool = False
     measured: list[int] = field(default_factory=list)
-    on_short_memory: OnShortMemory = OnShortMemory.RAISE
+    short_memory: ShortMemoryPolicy = ShortMemoryPolicy.RAISE
     # Whether a graph did not fit.
     is_out_of_memory: bool = False
     on_gpu: bool = False
@@ -104,7 +104,7 @@ class KeptGraphs:
 
         With CHECK_FIRST it looks at the free memory. If that is short, this rank keeps no more graphs in this step.
         """
-        if i < self.num_kept and self.on_short_memory is OnShortMemory.CHECK_FIRST and not self._has_memory():
+        if i < self.num_kept and self.short_memory is ShortMemoryPolicy.CHECK_FIRST and not self._has_memory():
             self.num_kept = i
             self.is_out_of_memory = True
         return self.planned_policy(i)
@@ -117,7 +117,7 @@ class KeptGraphs:
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP
-        if i < self.num_planned and self.on_short_memory is OnShortMemory.CHECK_FIRST:
+        if i < self.num_planned and self.short_memory is ShortMemoryPolicy.CHECK_FIRST:
             return GraphPolicy.DISCARD
         return GraphPolicy.MEASURE if self.is_measuring else GraphPolicy.NO_GRAPH
 
@@ -179,7 +179,7 @@ class GraphBudget:
         i: int,
         num_rows: int,
         num_keepable: int,
-        on_short_memory: OnShortMemory,
+        short_memory: ShortMemoryPolicy,
         *,
         on_gpu: bool,
         reserved: float = 0,
@@ -204,7 +204,7 @@ class GraphBudget:
             num_planned=num_planned,
             num_kept=num_planned,
             is_measuring=needs_size and not graph_bytes and num_keepable > 0,
-            on_short_memory=on_short_memory,
+            short_memory=short_memory,
             on_gpu=on_gpu,
         )
         return self.graphs_of_towers[i]
@@ -218,7 +218,7 @@ class GraphBudget:
         """
         is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
         keeps_graphs = self.keep_bytes and not self.is_given_up
-        may_repeat_alone = all(graphs.on_short_memory is OnShortMemory.RETRY for graphs in self.graphs_of_towers)
+        may_repeat_alone = all(graphs.short_memory is ShortMemoryPolicy.RETRY for graphs in self.graphs_of_towers)
         if keeps_graphs and not may_repeat_alone:
             is_short = bool(largest_of_ranks(is_short, device))
         if is_short:

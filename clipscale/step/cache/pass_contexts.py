@@ -66,7 +66,7 @@ def can_sum_after_kept_graph(encoder: object) -> bool:
 def is_collective(encoder: Callable[..., object]) -> bool:
     """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
 
-    False for synchronised batch normalisation, although it communicates: `on_short_memory` gives it `RAISE`.
+    False for synchronised batch normalisation, although it communicates: `short_memory_policy` gives it `RAISE`.
     """
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:

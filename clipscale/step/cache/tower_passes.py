@@ -15,7 +15,7 @@ from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.step.cache.encoder_io import ChunkOutput, LazyInput, ReorderedInput, lazy_input
-from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, OnShortMemory
+from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, ShortMemoryPolicy
 from clipscale.step.cache.pass_contexts import (
     CastWeights,
     batch_norm_preserved,
@@ -54,7 +54,7 @@ class TowerPasses:
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
     # Whether a pass without a second one was seen to have no gradient; see `forward_with_policy`.
-    is_known_graph_free: bool = False
+    frozen_output_checked: bool = False
 
     @property
     def has_second_pass(self) -> bool:
@@ -117,7 +117,7 @@ class TowerPasses:
             try:
                 return self.forward_with_policy(policy, i)
             except torch.OutOfMemoryError:
-                if policy is not GraphPolicy.KEEP or self.graphs.on_short_memory is not OnShortMemory.RETRY:
+                if policy is not GraphPolicy.KEEP or self.graphs.short_memory is not ShortMemoryPolicy.RETRY:
                     raise
             # After the handler, because until it ends the error holds the tensors of the failed pass.
             self.graphs.give_up()
@@ -131,12 +131,12 @@ class TowerPasses:
         as a check: a graph can then come only from a parameter that the module does not list, or from an input that
         requires a gradient. Raises ValueError for these.
         """
-        verifies_graph_free = torch.is_grad_enabled() and not self.has_second_pass and not self.is_known_graph_free
-        with nullcontext() if verifies_graph_free else self.graphs.building(policy):
+        checks_frozen_output = torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked
+        with nullcontext() if checks_frozen_output else self.graphs.building(policy):
             out = self.forward_chunk(i)
-        if verifies_graph_free:
+        if checks_frozen_output:
             refuse_gradient(out)
-            self.is_known_graph_free = True
+            self.frozen_output_checked = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
         return out.representations.detach()

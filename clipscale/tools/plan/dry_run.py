@@ -17,7 +17,7 @@ from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.sorted_captions import WIDTH_MULTIPLE
+from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.objective import auto_exchange

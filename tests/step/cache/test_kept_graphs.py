@@ -16,7 +16,7 @@ from clipscale.step.cache.kept_graphs import (
     GraphBudget,
     GraphPolicy,
     KeptGraphs,
-    OnShortMemory,
+    ShortMemoryPolicy,
     measured_graph,
     num_that_fit,
 )
@@ -151,11 +151,11 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
 
 
 KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
-CHECK_FIRST, RETRY, RAISE = OnShortMemory
+CHECK_FIRST, RETRY, RAISE = ShortMemoryPolicy
 
 
 @pytest.mark.parametrize(
-    ("num_kept", "num_planned", "on_short_memory", "is_measuring", "policies"),
+    ("num_kept", "num_planned", "short_memory", "is_measuring", "policies"),
     [
         (2, 2, RETRY, False, [KEEP, KEEP, NO_GRAPH]),
         (0, 0, RAISE, True, [MEASURE, MEASURE, MEASURE]),
@@ -165,10 +165,10 @@ CHECK_FIRST, RETRY, RAISE = OnShortMemory
     ids=["two fit", "first step", "one does not fit, and other ranks build it", "one does not fit"],
 )
 def test_the_policy_of_each_chunks_graph(
-    num_kept: int, num_planned: int, on_short_memory: OnShortMemory, is_measuring: bool, policies: list[GraphPolicy]
+    num_kept: int, num_planned: int, short_memory: ShortMemoryPolicy, is_measuring: bool, policies: list[GraphPolicy]
 ) -> None:
     plan = {"num_kept": num_kept, "num_planned": num_planned, "is_measuring": is_measuring}
-    graphs = KeptGraphs(**plan, on_short_memory=on_short_memory)
+    graphs = KeptGraphs(**plan, short_memory=short_memory)
     assert [graphs.planned_policy(i) for i in range(3)] == policies
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clipscale.data.loader.shard_stream import lengths
-from clipscale.data.loader.sorted_captions import WIDTH_MULTIPLE, SortedCaptions, widths_of
+from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE, SortedTexts, widths_of
 
 CPU = torch.device("cpu")
 PAD, END, CONTEXT = 0, 99, 44
@@ -25,9 +25,9 @@ def captions(words: list[int]) -> Tensor:
     return tokens
 
 
-def sorted_captions(tokens: Tensor) -> SortedCaptions:
+def sorted_texts(tokens: Tensor) -> SortedTexts:
     sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
-    return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, is_resident=False)
+    return SortedTexts(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, is_resident=False)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
@@ -41,7 +41,7 @@ def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
 def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
     draw = random.Random(0)
     tokens, size = captions([min(int(draw.lognormvariate(2.6, 0.6)), CONTEXT - 1) for _ in range(300)]), 16
-    inputs = sorted_captions(tokens)
+    inputs = sorted_texts(tokens)
     spans = inputs.spans(size)
     seen = torch.cat([inputs.rows(*span) for span in spans])
     assert seen.sort().values.tolist() == list(range(300))
@@ -57,7 +57,7 @@ def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
 
 
 def test_equal_lengths_keep_the_batchs_order() -> None:
-    inputs = sorted_captions(captions([3, 20, 5, 20, 4]))
+    inputs = sorted_texts(captions([3, 20, 5, 20, 4]))
     inputs.spans(5)
     assert inputs.rows(0, 5).tolist() == [1, 3, 0, 2, 4]
 
@@ -65,7 +65,7 @@ def test_equal_lengths_keep_the_batchs_order() -> None:
 @pytest.mark.parametrize("short", [1, 3, 5])
 def test_ranks_make_equally_many_chunks(short: int) -> None:
     """A rank with fewer chunks than another halves its largest."""
-    inputs = sorted_captions(captions([5] * short + [30] * (7 - short)))
+    inputs = sorted_texts(captions([5] * short + [30] * (7 - short)))
     inputs.make_chunks(7)
     inputs.split(max(inputs.num_chunks, 5))
     spans = inputs.spans(7)

@@ -1,6 +1,6 @@
-"""Makes the chunks of captions: sorted by length, each chunk as wide as its longest caption.
+"""Makes the chunks of texts (captions and hard negatives): sorted by length, each chunk as wide as its longest text.
 
-N: samples of the local batch, T: tokens of the context.
+N: texts of the local batch, T: tokens of the context.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ CHUNK_COST = 1 / 16
 
 
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
-    """Each caption's length, at least 1, rounded up to a multiple of WIDTH_MULTIPLE, and at most the context: (N,)."""
+    """Each text's length, at least 1, rounded up to a multiple of WIDTH_MULTIPLE, and at most the context: (N,)."""
     rounded = -(-np.maximum(lengths, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     widths: np.ndarray = np.minimum(rounded, context).astype(np.int16)
     return widths
@@ -31,10 +31,10 @@ def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LengthOrder:
-    """A batch of captions, and its order by length."""
+    """A batch of texts, and its order by length."""
 
     # (N, T), in the batch's order, on the host.
-    captions: Tensor
+    texts: Tensor
     # (N,): the widths, in the order by length.
     widths: np.ndarray
     # (N,) int64: the row of the batch at each position, on the host and on the device.
@@ -42,12 +42,12 @@ class LengthOrder:
     rows: Tensor
 
 
-class SortedCaptions(ChunkLoader):
-    """A `ReorderedInput` of `GradCache`: chunks of captions of similar length, the longest captions first.
+class SortedTexts(ChunkLoader):
+    """A `ReorderedInput` of `GradCache`: chunks of texts of similar length, the longest texts first.
 
-    A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` captions of
-    full length. Short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for
-    the device. A captioner's pairs are divided differently: see `has_images`.
+    A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` texts of
+    full length. Short texts come in larger chunks. All ranks make the same number of chunks. Nothing here waits for
+    the device. A captioner's pairs are divided differently: see `has_equal_chunks`.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class SortedCaptions(ChunkLoader):
         device: torch.device,
         *,
         is_resident: bool,
-        has_images: bool = False,
+        has_equal_chunks: bool = False,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
+        """`tokens(start, stop)` blocks until those texts have arrived, `lengths()` until all have.
 
-        `has_images`: `SortedPairs` loads the images of the same chunks. Then all chunks have equally many captions, so
-        that images come in few shapes. The shortest captions come first: graphs of the first chunks are kept, so none
-        is larger than the measured one.
+        `has_equal_chunks`: all chunks have equally many texts, and the shortest texts come first. A captioner needs
+        both: `SortedPairs` loads the images of the same chunks, which then come in few shapes; and graphs of the first
+        chunks are kept, so none is larger than the measured one.
         """
         super().__init__(self._read, count, device, is_resident=is_resident)
-        self._has_images = has_images
+        self._has_equal_chunks = has_equal_chunks
         self._tokens = tokens
         self._lengths = lengths
         # None before `make_chunks`.
@@ -80,26 +80,26 @@ class SortedCaptions(ChunkLoader):
         return len(self._spans)
 
     def make_chunks(self, size: int) -> None:
-        """Divide the captions, once, into chunks of at most the tokens in `size` whole contexts, or of `size` captions.
+        """Divide the texts, once, into chunks of at most the tokens in `size` whole contexts, or of `size` texts.
 
-        Blocks until all captions have arrived. The methods below need it.
+        Blocks until all texts have arrived. The methods below need it.
         """
         if not self._spans:
-            captions = self._tokens(0, self.count)
-            context = captions.shape[1]
+            texts = self._tokens(0, self.count)
+            context = texts.shape[1]
             widths = widths_of(self._lengths(), context)
-            by_width = widths if self._has_images else -widths
+            by_width = widths if self._has_equal_chunks else -widths
             rows = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
             widths = widths[rows.numpy()]
             rows = rows.pin_memory() if self.copy_stream else rows
-            self._length_order = LengthOrder(captions, widths, rows, rows.to(self.device, non_blocking=True))
-            if self._has_images:
+            self._length_order = LengthOrder(texts, widths, rows, rows.to(self.device, non_blocking=True))
+            if self._has_equal_chunks:
                 self._spans = equal_spans(self.count, size)
             else:
                 self._spans = chunk_spans(widths, size * context, max(size, MAX_SEQUENCES))
 
     def split(self, count: int) -> None:
-        """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
+        """Halve the chunk with the most texts until there are `count`, the largest number of any rank."""
         spans = self._spans
         while len(spans) < count:
             i = max(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
@@ -117,7 +117,7 @@ class SortedCaptions(ChunkLoader):
         return self.length_order.rows[start:stop]
 
     def widths(self) -> Counter[int]:
-        """Width -> captions that the tower computes at it."""
+        """Width -> texts that the tower computes at it."""
         widths = Counter[int]()
         for start, stop in self._spans:
             widths[self._width(start, stop)] += stop - start
@@ -130,12 +130,12 @@ class SortedCaptions(ChunkLoader):
         return self._length_order
 
     def _width(self, start: int, stop: int) -> int:
-        """The width of a chunk: its longest caption's."""
+        """The width of a chunk: its longest text's."""
         widths = self.length_order.widths
         return int(max(widths[start], widths[stop - 1]))
 
     def _read(self, start: int, stop: int) -> Tensor:
-        return self.gather_in_order(self.length_order.captions[:, : self._width(start, stop)], start, stop)
+        return self.gather_in_order(self.length_order.texts[:, : self._width(start, stop)], start, stop)
 
     def gather_in_order(self, batch: Tensor, start: int, stop: int) -> Tensor:
         """Rows of the batch, on the host, at positions start..stop."""
@@ -145,40 +145,40 @@ class SortedCaptions(ChunkLoader):
 
 
 class SortedPairs(PairLoader):
-    """A `ReorderedInput` of a captioner's encoder: images and captions of the same samples, in the captions' order."""
+    """A `ReorderedInput` of a captioner's encoder: images and captions of the same samples, in the texts' order."""
 
-    def __init__(self, pixels: Callable[[int, int], Tensor], captions: SortedCaptions) -> None:
+    def __init__(self, pixels: Callable[[int, int], Tensor], texts: SortedTexts) -> None:
         """`pixels(start, stop)` blocks until those images have arrived."""
-        count = len(captions)
+        count = len(texts)
         images = ChunkLoader(
-            lambda start, stop: captions.gather_in_order(pixels(0, count), start, stop),
+            lambda start, stop: texts.gather_in_order(pixels(0, count), start, stop),
             count,
-            captions.device,
-            is_resident=captions.resident_chunks is not None,
+            texts.device,
+            is_resident=texts.resident_chunks is not None,
         )
-        super().__init__(images, captions)
-        self.spans = captions.spans
-        self.rows = captions.rows
+        super().__init__(images, texts)
+        self.spans = texts.spans
+        self.rows = texts.rows
 
 
 def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[Span]:
-    """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
+    """Chunks of texts of falling width: at most `budget` tokens and `most` texts each, at least one text."""
     spans = []
     start = 0
     while start < len(widths):
-        max_captions = max(1, min(budget // int(widths[start]), most))
-        stop = start + captions_of_chunk(widths[start : start + max_captions].astype(np.int64), CHUNK_COST * budget)
+        max_texts = max(1, min(budget // int(widths[start]), most))
+        stop = start + texts_of_chunk(widths[start : start + max_texts].astype(np.int64), CHUNK_COST * budget)
         spans.append((start, stop))
         start = stop
     return spans
 
 
-def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """The number of captions in the next chunk: the number that saves the most padding.
+def texts_of_chunk(widths: np.ndarray, cost: float) -> int:
+    """The number of texts in the next chunk: the number that saves the most padding.
 
-    If that saves at most `cost` tokens, the chunk takes all captions.
+    If that saves at most `cost` tokens, the chunk takes all texts.
     """
     count = len(widths)
-    saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption
+    saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this text
     best = int(saved.argmax())
     return best if saved[best] > cost else count
