@@ -41,8 +41,8 @@ from torch.utils._pytree import tree_leaves
 from webdataset import TarWriter
 
 from clipscale.cli.compose import settings as settings_of_verb
+from clipscale.cli.train_verb import with_defaults
 from clipscale.config.data import DataConfig
-from clipscale.config.train_config import with_defaults
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import order_shards, start_positions

@@ -113,10 +113,17 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 # Who reads a section of the settings: where a run, a verb or its processes begin; and the one owner of each section.
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
-    "clipscale.config.eval": ["cli/*", "config/*", "eval/verb.py", "tools/*"],
+    "clipscale.config.eval": ["cli/*", "config/*", "eval/places.py", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "tools/*"],
     "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
-    "clipscale.config.sections": ["config/*", "tools/*", "launch/local.py", "eval/suites.py", "step/optim.py"],
+    "clipscale.config.sections": [
+        "config/*",
+        "tools/*",
+        "launch/local.py",
+        "eval/places.py",
+        "eval/suites.py",
+        "step/optim.py",
+    ],
 }
 
 
@@ -303,6 +310,15 @@ def test_no_two_folders_import_each_other() -> None:
     assert shown == actual
     for i, (name, *_) in enumerate(rows):
         assert not shown[name] & {above for above, *_ in rows[: i + 1]}, f"{name} imports a row above it"
+
+
+def test_the_settings_know_the_objectives_of_the_loss_alone() -> None:
+    modules = set()
+    for path in (PACKAGE / "config").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipscale.loss"):
+                modules.add(node.module)
+    assert modules == {"clipscale.loss.objective"}
 
 
 @pytest.mark.parametrize("folder", ["config", "cli"])

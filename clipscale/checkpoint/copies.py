@@ -23,6 +23,7 @@ from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.retention import Retention
 from clipscale.common.errors import UserError, one_line, to_user_error
+from clipscale.common.goal import Goal
 from clipscale.common.record import RunResult
 from clipscale.common.remote import (
     ANSWER_S,
@@ -35,7 +36,7 @@ from clipscale.common.remote import (
 )
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
-from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.chosen_checkpoint import Best
 from clipscale.run_folder.disk import COPYING, TEMPORARY, discard
 from clipscale.run_folder.moving_aside import move_records_aside
 from clipscale.run_folder.names import (

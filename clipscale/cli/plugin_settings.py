@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from clipscale.cli import compose, sweep
 from clipscale.common.errors import UserError
+from clipscale.common.goal import Goal
 from clipscale.common.text import did_you_mean, one_of
-from clipscale.run_folder.chosen_checkpoint import Goal
 
 # Hydra's own settings that a sweep takes: these groups, and the keys of the chosen launcher and sweeper.
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")

@@ -28,6 +28,7 @@ from clipscale.cli.job_folder import JobFolder
 from clipscale.cli.plugin_settings import PluginSweep, common_words, compose_sweep, default_words, key_of
 from clipscale.common import files
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
+from clipscale.common.goal import Goal
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.record import Record, RunResult
@@ -38,7 +39,6 @@ from clipscale.config.presets import conf_dir
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal, stop_message
-from clipscale.run_folder.chosen_checkpoint import Goal
 from clipscale.run_folder.names import RESULT
 from clipscale.tools.data.demo_folder import is_missing
 

@@ -3,28 +3,41 @@
 import os
 import shlex
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.errors import StoppedError
-from clipscale.common.files import check_writable
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.files import check_writable, unused_path
 from clipscale.common.record import RunResult
 from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
-from clipscale.config.eval import AnyModel, check_places
+from clipscale.common.text import did_you_mean
+from clipscale.config.eval import AnyModel
+from clipscale.config.parse import ALIASES
 from clipscale.config.stages import stages_of
 from clipscale.config.train_config import (
     MAX_SAMPLES,
     TrainConfig,
-    differences_from_file,
+    changed_settings,
+    default_run_name,
     samples_of,
     to_yaml,
-    with_defaults,
+    with_length,
 )
 from clipscale.data.loader.fork_server import warm_up
+from clipscale.eval.places import check_places
 from clipscale.launch import local
-from clipscale.run_folder.names import CONFIG, RESULT, check_own, path_of, run_folder, run_to_resume
+from clipscale.run_folder.names import (
+    RESULT,
+    check_own,
+    path_of,
+    path_or_run,
+    run_folder,
+    run_to_resume,
+    written_settings,
+)
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # A complete run stays complete if only these settings, or settings of these sections, differ. They change its weights
@@ -32,6 +45,8 @@ from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_f
 # random numbers.
 NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
 NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
+# Values of `resume` that are not paths.
+RESUMES = ("auto", "none")
 
 
 def check(config: TrainConfig) -> None:
@@ -40,6 +55,7 @@ def check(config: TrainConfig) -> None:
     Writes nothing.
     """
     local.check_train(config)
+    check_resume(config.resume)
     if config.run and is_main_rank():
         check_own(run_folder(config.run))
         check_writable(run_folder(config.run))
@@ -61,6 +77,13 @@ def check(config: TrainConfig) -> None:
             log_warning(f"data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch_samples)
+
+
+def check_resume(resume: str) -> None:
+    """Raise UserError for a `resume` that is neither one of its words, nor a path or a run that is there."""
+    if resume not in RESUMES and not path_or_run(resume).exists():
+        meant = ALIASES.get(f"resume={resume}", resume)
+        raise UserError(f"resume={resume}: there is no such file or run folder{did_you_mean(meant, RESUMES)}")
 
 
 def has_checkpoint(config: TrainConfig) -> bool:
@@ -96,7 +119,7 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     with suppress(*files.DAMAGED):
         result = cast(RunResult, files.read_record(folder / RESULT))
         result_tables(result["eval"])
-        differing = differences_from_file(folder / CONFIG, to_yaml(config))
+        differing = changed_settings(written_settings(folder), to_yaml(config))
         changed = any(starts_again(key, typed) for key, (_, typed) in differing.items())
         return result if path_of(folder, result["step"]).is_dir() and not changed else None
     return None
@@ -112,6 +135,13 @@ def starts_again(key: str, typed: object) -> bool:
     if key == "checkpoint.copy":
         return bool(typed)
     return key not in NOT_TRAINED and not key.startswith(NOT_TRAINED_SECTIONS)
+
+
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """Fill in the run's folder and length where the settings give none."""
+    config = with_length(config)
+    folder = run_folder(config.run) if config.run else unused_path(run_folder(default_run_name(config)))
+    return replace(config, run=str(folder))
 
 
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:

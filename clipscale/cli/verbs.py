@@ -7,9 +7,10 @@ from typing import Any
 from clipscale.cli import train_verb
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
-from clipscale.config.eval import EvalRunConfig, check_eval
+from clipscale.config.eval import EvalRunConfig
 from clipscale.config.parse import removal_message
 from clipscale.config.train_config import TrainConfig
+from clipscale.eval.places import check_eval
 from clipscale.tools.data import settings as data
 from clipscale.tools.embed import settings as embed
 from clipscale.tools.explore import settings as explore

@@ -6,16 +6,27 @@ The model's are in model.py, the data's in data.py.
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.goal import Goal
 from clipscale.common.text import did_you_mean, one_of
 from clipscale.common.units import parse_bytes, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
-from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
-from clipscale.run_folder.chosen_checkpoint import Goal
+
+
+class Suite(TypedDict):
+    """A suite of published sets."""
+
+    # Names of the sets.
+    sets: list[str]
+    # The title of a column -> the results of which it is the mean: SET (its main metric) or SET:METRIC; or all sets.
+    columns: dict[str, list[str] | Literal["all"]]
+
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
@@ -33,7 +44,7 @@ SHARDABLE_OPTIMIZERS = (
 # Unit of time -> seconds.
 SECONDS_OF_UNIT = {"m": 60, "h": 3600}
 WANDB_MODES = ("disabled", "offline", "online")
-SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
+SUITES: dict[str, Suite] = files.read_yaml(Path(__file__).parent / "suites.yaml")
 
 
 def parse_length(setting: str, text: str) -> tuple[str, str, str]:
@@ -300,7 +311,7 @@ class EvalConfig:
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     limit: int | None = setting(None, "Most images of each set, each class in proportion; null: all.", least=1)
     suite: str = setting(
-        "none", "A suite of published sets; each is looked for in the folder `eval.root`.", choices=SUITES
+        "none", "A suite of published sets; each is looked for in the folder `eval.root`.", choices=("none", *SUITES)
     )
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)

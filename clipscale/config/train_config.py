@@ -6,31 +6,25 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from enum import Enum
-from pathlib import Path
 
 import yaml
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.files import unused_path
+from clipscale.common.record import Record
 from clipscale.common.remote import check_copy_address
-from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, format_decimal, parse_count
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
-from clipscale.config.parse import ALIASES
 from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import UNSET, Section, differences, setting
 from clipscale.config.stages import StageConfig, stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.run_folder.names import path_or_run, run_folder
 
 # Epochs of a run without a length in its settings.
 EPOCHS = 32.0
-# Values of `resume` that are not paths.
-RESUMES = ("auto", "none")
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,6 @@ def check(config: TrainConfig) -> None:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if config.sweep.metric and not config.eval.has_sets:
         raise UserError(f"sweep.metric={config.sweep.metric}: nothing is evaluated; give eval.sets=FOLDER")
-    if config.resume not in RESUMES and not path_or_run(config.resume).exists():
-        meant = ALIASES.get(f"resume={config.resume}", config.resume)
-        raise UserError(f"resume={config.resume}: there is no such file or run folder{did_you_mean(meant, RESUMES)}")
     width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
@@ -265,16 +256,18 @@ def capped_by_environment(config: TrainConfig) -> TrainConfig:
     return replace(config, samples=max(config.batch, min(config.samples or most, most)), epochs=None)
 
 
-def with_defaults(config: TrainConfig) -> TrainConfig:
-    """Fill in the run's folder and length where the settings give none."""
+def with_length(config: TrainConfig) -> TrainConfig:
+    """Fill in the run's length where the settings give none, and limit it as the environment says. Raises UserError."""
     config = capped_by_environment(config)
     samples = total_samples(config)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
-    folder = run_folder(config.run)
-    if not config.run:
-        model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
-        folder = unused_path(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}")
-    return replace(config, samples=samples, epochs=epochs, run=str(folder))
+    return replace(config, samples=samples, epochs=epochs)
+
+
+def default_run_name(config: TrainConfig) -> str:
+    """The name of a run whose settings give none: from the time, the model and the batch."""
+    model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
 
 
 # At this learning rate or more, AdamW makes pretrained weights forget what they learnt.
@@ -300,20 +293,21 @@ def warnings(config: TrainConfig) -> list[str]:
     return found
 
 
-def differences_from_file(file: Path, settings: str) -> dict[str, tuple[object, object]]:
-    """The settings that differ from those in a run's `config.yaml`: dotted key -> (old, new).
+def changed_settings(before: Record, settings: str) -> dict[str, tuple[object, object]]:
+    """The settings that differ from those of the run's `config.yaml`: dotted key -> (old, new).
 
-    `settings`: the present ones, as `to_yaml` writes them. Leaves out `run` and `resume`. Raises DAMAGED of `files`.
+    `before`: those of the file; empty if there is none, and nothing has changed. `settings`: the present ones, as
+    `to_yaml` writes them. Leaves out `run` and `resume`.
     """
-    if not file.is_file():
+    if not before:
         return {}
-    changes = differences(files.read_record(file), files.parse_yaml(settings))
+    changes = differences(before, files.parse_yaml(settings))
     return {key: values for key, values in changes.items() if key not in ("run", "resume")}
 
 
-def difference_lines(file: Path, settings: str) -> list[str]:
-    """The differences of `differences_from_file`, as lines `key old -> new`."""
-    return [f"{key} {old} -> {new}" for key, (old, new) in differences_from_file(file, settings).items()]
+def change_lines(before: Record, settings: str) -> list[str]:
+    """The differences of `changed_settings`, as lines `key old -> new`."""
+    return [f"{key} {old} -> {new}" for key, (old, new) in changed_settings(before, settings).items()]
 
 
 def to_yaml(config: Section) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import EvalSet
-from clipscale.eval.sets.known import KnownSet, known_sets, table
+from clipscale.eval.sets.known import KnownSet, known_sets
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.log.table import TextTable
 
@@ -48,7 +48,7 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     """
     if root is None:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
-    entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
+    entries = [known_sets()[name] for name in SUITES[suite]["sets"]]
     folders = [entry.find(Path(root).expanduser().absolute()) for entry in entries]
     sets = [_known_set(entry, folder) for entry, folder in zip(entries, folders) if folder]
     if not sets:
@@ -68,11 +68,11 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
 def suite_table(suite: str, sets: Sequence[EvalSet], results: Results, name: str) -> TextTable:
     """The columns of the suite for one model, in per cent: means of results, or `-` where one of them is missing."""
     results_by_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
-    columns = table()["suites"][suite]["columns"]
+    columns = SUITES[suite]["columns"]
     cells = []
     for column in columns.values():
         values = []
-        for entry in table()["suites"][suite]["sets"] if column == "all" else column:
+        for entry in SUITES[suite]["sets"] if column == "all" else column:
             set_name, _, metric = entry.partition(":")
             values.append(results_by_set.get(set_name, {}).get(metric or "main", math.nan))
         mean = sum(values) / len(values)

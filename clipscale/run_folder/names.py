@@ -1,6 +1,7 @@
 """The folder of a run: its name, its checkpoints (RUN/checkpoints/step_N), and its records. Imports nothing heavy."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -8,6 +9,7 @@ from typing import cast
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record
+from clipscale.common.text import did_you_mean
 
 # The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
@@ -37,6 +39,29 @@ def path_or_run(name: str) -> Path:
     """The path, if there is one, or else the folder of the run of that name."""
     path = Path(name).expanduser()
     return path if path.exists() else run_folder(name)
+
+
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """The folders of a sweep's runs; empty if this is a run's folder, or no folder."""
+    if (folder / CONFIG).exists():
+        return []
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+
+
+def existing_run(run: str) -> Path:
+    """The folder of a run. Raises UserError if none is given, or there is none, or if it is a sweep."""
+    if not run:
+        raise UserError("run is not set; give run=NAME or run=PATH")
+    folder = run_folder(run)
+    if not folder.is_dir():
+        near = did_you_mean(folder.name, sorted(path.name for path in folder.parent.glob("*/")))
+        raise UserError(f"run={run}: there is no folder {folder}{near}")
+    runs = runs_of_sweep(folder)
+    if runs:
+        raise UserError(
+            f"run={run}: a sweep of {len(runs)} runs; give one of them, as in {shlex.quote(f'run={runs[0]}')}"
+        )
+    return folder
 
 
 # ---- checkpoints ----
@@ -131,6 +156,12 @@ RUN_RECORDS = (
     RunRecord("tensorboard"),
     RunRecord("wandb"),
 )
+
+
+def written_settings(folder: Path) -> Record:
+    """The settings in a run's config.yaml; empty if there is no such file. Raises DAMAGED of `files`."""
+    file = folder / CONFIG
+    return files.read_record(file) if file.is_file() else {}
 
 
 def settings_of_run(folder: Path) -> Record:

@@ -3,10 +3,10 @@
 import math
 
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.config.train_config import batch_exceeds_data, beyond_published, difference_lines, samples_of
+from clipscale.config.train_config import batch_exceeds_data, beyond_published, change_lines, samples_of
 from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
-from clipscale.run_folder.names import CONFIG
+from clipscale.run_folder.names import written_settings
 from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
@@ -67,7 +67,7 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
 
 def changes_at_resume(resolved: ResolvedRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = difference_lines(resolved.folder / CONFIG, resolved.config_yaml)
+    changes = change_lines(written_settings(resolved.folder), resolved.config_yaml)
     before = lr_of_step(resolved.folder, resolved.step)
     now = schedule.lr(resolved.step - 1)
     if before is not None and resolved.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):

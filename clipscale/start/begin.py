@@ -8,6 +8,7 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.goal import Goal
 from clipscale.common.record import RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
@@ -21,7 +22,7 @@ from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
-from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.run_folder.chosen_checkpoint import Best
 from clipscale.start.announce import announce
 from clipscale.start.build import build
 from clipscale.start.folder_changes import move_unused_aside, open_run_log, prepare_checkpoint_to_resume

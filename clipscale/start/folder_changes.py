@@ -1,17 +1,16 @@
 """How a run starts: what it changes in the run's folder. `begin` calls these functions in this order."""
 
-from functools import partial
 from pathlib import Path
 
 import yaml
 
 from clipscale import checkpoint
 from clipscale.common import files, ranks
-from clipscale.config.train_config import TrainConfig, difference_lines
+from clipscale.config.train_config import TrainConfig, change_lines
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside
-from clipscale.run_folder.names import CONFIG
+from clipscale.run_folder.names import CONFIG, written_settings
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
@@ -41,7 +40,8 @@ def move_unused_aside(resolved: ResolvedRun) -> None:
     """
     move_outdated_aside(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
     if resolved.step:
-        read_or_move_aside(resolved.folder / CONFIG, partial(difference_lines, settings=resolved.config_yaml))
+        folder = resolved.folder
+        read_or_move_aside(folder / CONFIG, lambda _: change_lines(written_settings(folder), resolved.config_yaml))
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:

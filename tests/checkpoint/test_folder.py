@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,13 +21,13 @@ from clipscale import __version__, checkpoint
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.checkpoint.loading import verify
+from clipscale.cli.train_verb import check_resume
 from clipscale.common.errors import UserError
+from clipscale.common.goal import Goal
 from clipscale.common.rng import RandomState
-from clipscale.config.data import DataConfig
-from clipscale.config.train_config import TrainConfig, check
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
-from clipscale.run_folder.chosen_checkpoint import Best, Goal, locate
+from clipscale.run_folder.chosen_checkpoint import Best, locate
 from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
 from tests.conftest import Capture
@@ -223,10 +222,9 @@ def test_resume_reads_a_path_a_run_folder_or_a_runs_name(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     named = save(Path("runs/b32"), 7, some_state(), keep=0)
     assert checkpoint.prepare_checkpoint(tmp_path / "b", "b32", ONE_RANK) == named
-    config = TrainConfig(data=DataConfig(train=["x.tar"]), samples=256, resume="b32")
-    check(config)  # is not refused
+    check_resume("b32")  # is not refused
     with refused("^resume=b64: there is no such file or run folder"):
-        check(replace(config, resume="b64"))
+        check_resume("b64")
     path = save(tmp_path / "a", 7, some_state(), keep=0)
     assert checkpoint.prepare_checkpoint(tmp_path / "b", str(path), ONE_RANK) == path
     assert checkpoint.prepare_checkpoint(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path

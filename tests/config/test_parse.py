@@ -10,7 +10,6 @@ from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.eval import existing_run
 from clipscale.config.parse import dataclass_from
 from clipscale.config.setting import sections_of, settings_of, summary
 from clipscale.config.train_config import TrainConfig
@@ -34,21 +33,6 @@ def test_a_wrong_value_is_refused_in_one_line(values: dict, message: str) -> Non
     with pytest.raises(UserError) as caught:
         dataclass_from(TrainConfig, values)
     assert str(caught.value) == message
-
-
-def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused(rf"^run={tmp_path}/none: there is no folder {tmp_path}/none$"):
-        existing_run(f"{tmp_path}/none")
-    monkeypatch.chdir(tmp_path)
-    Path("runs/first").mkdir(parents=True)
-    with refused(r"^run=frist: there is no folder runs/frist; did you mean 'first'\?$"):
-        existing_run("frist")
-    for name in ("batch=64", "batch=128"):
-        (tmp_path / "sizes" / name).mkdir(parents=True)
-        (tmp_path / "sizes" / name / "config.yaml").write_text("")
-    with refused(rf"^run={tmp_path}/sizes: a sweep of 2 runs; .*/sizes/batch=128$"):
-        existing_run(f"{tmp_path}/sizes")
-    assert existing_run(f"{tmp_path}/sizes/batch=64") == tmp_path / "sizes/batch=64"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -10,12 +10,13 @@ import torch
 import yaml
 
 from clipscale.cli import compose
+from clipscale.cli.train_verb import with_defaults
 from clipscale.cli.verbs import VERBS
 from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import group_options, preset_title
 from clipscale.config.setting import flat
-from clipscale.config.train_config import TrainConfig, check, plain_fields, with_defaults
+from clipscale.config.train_config import TrainConfig, check, plain_fields
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer

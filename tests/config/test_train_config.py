@@ -1,6 +1,5 @@
 """Plain values in, a checked configuration out."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from clipscale.config.train_config import (
     MAX_SAMPLES,
     TrainConfig,
     beyond_published,
-    difference_lines,
+    change_lines,
     to_yaml,
     warnings,
-    with_defaults,
+    with_length,
 )
 
 
@@ -68,25 +67,19 @@ def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
     assert not lines or (f"optim.lr={lr:g}" in lines[0] and rate in lines[0])
 
 
-def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
-    assert re.fullmatch(r"runs/\d{8}-\d{6}-vit-b-32-1M", with_defaults(config(batch=2**20)).run)
-    assert with_defaults(config(run="mine")).run == "runs/mine"
-    assert with_defaults(config(run="/scratch/mine")).run == "/scratch/mine"
-
-
 def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_SAMPLES, "1k")
-    assert with_defaults(config(samples=4096)).samples == 1024
-    assert with_defaults(config(samples=None, epochs=3.0)).samples == 1024
-    assert with_defaults(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
+    assert with_length(config(samples=4096)).samples == 1024
+    assert with_length(config(samples=None, epochs=3.0)).samples == 1024
+    assert with_length(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
     monkeypatch.setenv(MAX_SAMPLES, "some")
     with pytest.raises(UserError, match=f"{MAX_SAMPLES}: 'some' is not a count"):
-        with_defaults(config())
+        with_length(config())
 
 
 def test_the_written_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     """The run's folder has a name that is not UTF-8."""
-    original = with_defaults(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
+    original = with_length(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
     files.write_text(tmp_path / "config.yaml", to_yaml(original))
     back = dataclass_from(TrainConfig, files.read_record(tmp_path / "config.yaml"))
     assert back == original
@@ -99,9 +92,9 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     )
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(before))
-    assert difference_lines(file, to_yaml(before)) == []
+    assert change_lines(files.read_record(file), to_yaml(before)) == []
     changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
-    assert difference_lines(file, to_yaml(after)) == changed
+    assert change_lines(files.read_record(file), to_yaml(after)) == changed
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.eval.run import ResultsFile, evaluate
-from clipscale.eval.sets.known import known_sets, table
+from clipscale.eval.sets.known import known_sets
 from clipscale.eval.sets.load import load_set
 from clipscale.eval.suites import load_chosen_sets, suite_sets, suite_table
 from tests.eval.sets import (
@@ -37,12 +37,12 @@ def infcl(root: Path) -> Path:
 
 
 def test_the_table_is_whole() -> None:
-    for name, suite in table()["suites"].items():
+    for name, suite in SUITES.items():
         assert len(set(suite["sets"])) == len(suite["sets"]) and set(suite["sets"]) <= set(known_sets()), name
         for column in suite["columns"].values():
             entries = suite["sets"] if column == "all" else column
             assert {entry.partition(":")[0] for entry in entries} <= set(suite["sets"]), (name, column)
-    assert len(table()["suites"]["datacomp"]["sets"]) == 33 and len(table()["suites"]["vtab"]["sets"]) == 19
+    assert len(SUITES["datacomp"]["sets"]) == 33 and len(SUITES["vtab"]["sets"]) == 19
     everywhere = [name for known in known_sets().values() for name in known.candidates]
     assert len(everywhere) == len(set(everywhere)), "a folder belongs to one set"
 

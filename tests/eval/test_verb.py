@@ -14,11 +14,12 @@ import torch
 from clipscale.cli.main import main as command
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.config.eval import EvalRunConfig, check_eval, completed_by_run
+from clipscale.config.eval import EvalRunConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
+from clipscale.eval.places import check_eval, completed_by_run
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations

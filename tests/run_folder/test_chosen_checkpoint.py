@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import files
-from clipscale.run_folder.chosen_checkpoint import Best, Goal
+from clipscale.common.goal import Goal
+from clipscale.run_folder.chosen_checkpoint import Best
 from tests.support.checkpoints import write_result
 
 

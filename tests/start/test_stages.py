@@ -16,6 +16,7 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.cli import compose
+from clipscale.cli.train_verb import with_defaults
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import TowerConfig
@@ -23,7 +24,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig
-from clipscale.config.train_config import TrainConfig, to_yaml, with_defaults
+from clipscale.config.train_config import TrainConfig, to_yaml
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime

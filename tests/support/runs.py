@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from clipscale.cli.train_verb import with_defaults
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
-from clipscale.config.train_config import TrainConfig, check, with_defaults
+from clipscale.config.train_config import TrainConfig, check
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.record import Record
 
 # The source of most sets.
 WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
@@ -55,14 +54,8 @@ def frame_width(path: Path) -> int:
 
 
 @cache
-def table() -> Record:
-    """The content of known.yaml: `sets` and `suites`."""
-    return files.read_yaml(Path(__file__).with_name("known.yaml"))
-
-
-@cache
 def known_sets() -> dict[str, KnownSet]:
     return {
         name: KnownSet(name, **{"source": f"{WEBDATASETS}/wds_{name.replace('/', '-')}"} | entry)
-        for name, entry in table()["sets"].items()
+        for name, entry in files.read_yaml(Path(__file__).with_name("known.yaml"))["sets"].items()
     }

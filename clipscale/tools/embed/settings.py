@@ -9,9 +9,10 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
+from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.names import existing_run
 
 # The features of a sample, in the order of a row.
 IMAGE, TEXT = SIDES = ("image", "text")
@@ -45,7 +46,8 @@ def check_embed(config: EmbedConfig) -> Path | None:
     check_writable(Path(config.out).expanduser(), "out")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
         raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
-    folder = model_run(config, config.weights)
+    check_one_model(config, config.weights)
+    folder = existing_run(config.run) if config.run else None
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data='/data/{00000..00099}.tar'")
     from clipscale.data.shards.listing import local_shards

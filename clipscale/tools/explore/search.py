@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import init_world
 from clipscale.models.towers import ClipModel
+from clipscale.run_folder.names import existing_run
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail

@@ -7,9 +7,10 @@ from typing import ClassVar
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, model_run
+from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.names import existing_run
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class ExploreConfig(AnyModel):
 
 def check_explore(config: ExploreConfig) -> None:
     """Raises UserError for a model that is not given, or given twice, and for no folder of `embed` or several."""
-    run = model_run(config, config.weights)
+    check_one_model(config, config.weights)
+    run = existing_run(config.run) if config.run else None
     folders = config.data.train or []
     if len(folders) != 1:
         raise UserError(f"data.train={folders}: give one folder of `clipscale embed`, data=PATH")

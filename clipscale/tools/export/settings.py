@@ -6,9 +6,10 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
-from clipscale.config.eval import RunModel, existing_run
+from clipscale.config.eval import RunModel
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.names import existing_run
 
 
 @dataclass(frozen=True)

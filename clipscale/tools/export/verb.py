@@ -12,7 +12,6 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
-from clipscale.config.eval import existing_run
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import WEIGHTS
 from clipscale.config.setting import flat
@@ -20,7 +19,7 @@ from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import settings_of_run
+from clipscale.run_folder.names import existing_run, settings_of_run
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings

@@ -10,13 +10,12 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record
 from clipscale.common.text import printable
-from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.expected_bands import SOURCE, bands_of
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.eval.expected import Expected
 from clipscale.log.records import StepRecord, read_evaluations, read_metrics
-from clipscale.run_folder.names import ENVIRONMENT, METRICS, run_folder, settings_of_run
+from clipscale.run_folder.names import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep, settings_of_run
 
 
 @dataclass
