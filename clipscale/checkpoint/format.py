@@ -88,21 +88,39 @@ def meta_text(values: str, files: Mapping[str, tuple[int, int]]) -> str:
 
 def read_meta(path: Path) -> Meta:
     """Read what `meta_text` has written: `files` and `values`. Raises UserError."""
-
-    def decoded(node: dict[str, str]) -> object:
-        if node.keys() == {"base64"}:
-            return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
-        return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
-
     with damaged_checkpoint_to_user_error(path):
         check_inside(path / META, path)
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
             raise ValueError(f"checksum of {META} differs")
-        meta: Meta = json.loads(text, object_hook=decoded)
-        if meta["format"] != FORMAT:
-            raise UserError(f"checkpoint {path} has the format {meta['format']}, this version reads {FORMAT}")
-        return meta
+        meta = json.loads(text, object_hook=decoded)
+        if not isinstance(meta, dict):
+            raise ValueError(f"{META} holds no values with names")
+        if meta.get("format") != FORMAT:
+            raise UserError(f"checkpoint {path} has the format {meta.get('format')}, this version reads {FORMAT}")
+        check_form(meta)
+        return cast(Meta, meta)
+
+
+def decoded(node: dict[str, object]) -> object:
+    """What `values_text` has encoded as this dictionary; any other dictionary as it is. Raises ValueError."""
+    match node:
+        case {"base64": str(text)} if len(node) == 1:
+            return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
+        case {"dtype": str(name)} if len(node) == 1:
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"torch has no dtype {name}")
+            return dtype
+    return node
+
+
+def check_form(meta: Mapping[str, object]) -> None:
+    """Raise ValueError for the values of a meta.json that are not those of `Meta`."""
+    files = meta.get("files")
+    are_sums = isinstance(files, dict) and all(isinstance(sums, list) and len(sums) == 2 for sums in files.values())
+    if not are_sums or not isinstance(meta.get("values"), dict):
+        raise ValueError(f"{META} has another form")
 
 
 # ---- checksums ----
@@ -133,11 +151,14 @@ def ignore_warning_of_one_process() -> None:
 
 
 @contextmanager
-def damaged_checkpoint_to_user_error(path: Path) -> Iterator[None]:
-    """Around code that reads a checkpoint's files: turns DAMAGED into a UserError."""
+def damaged_checkpoint_to_user_error(path: Path, caught: tuple[type[Exception], ...] = DAMAGED) -> Iterator[None]:
+    """Around code that reads a checkpoint's files: turns the `caught` errors into a UserError.
+
+    `caught`: DAMAGED where a checkpoint is verified, which may then be renamed; else DAMAGED_OR_FOREIGN.
+    """
     try:
         yield
-    except DAMAGED as error:
+    except caught as error:
         if as_user_error(error) is not error:
             raise
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})") from error

@@ -22,13 +22,13 @@ from clipscale.checkpoint.format import (
 )
 from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
 from clipscale.common.errors import to_user_error
-from clipscale.common.files import check_inside
+from clipscale.common.files import DAMAGED_OR_FOREIGN, check_inside
 from clipscale.common.hardware import cores
 
 
 def read_description(path: Path) -> CheckpointDescription:
     """A checkpoint's description, without its tensors. Raises UserError."""
-    with damaged_checkpoint_to_user_error(path):
+    with damaged_checkpoint_to_user_error(path, DAMAGED_OR_FOREIGN):
         return CheckpointDescription.of(read_meta(path)["values"])
 
 
@@ -120,5 +120,5 @@ def load(
     if tensors:
         ignore_warning_of_one_process()
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    with damaged_checkpoint_to_user_error(path):
+    with damaged_checkpoint_to_user_error(path, DAMAGED_OR_FOREIGN):
         return CheckpointState.of(merge_tensors(read_meta(path)["values"], tensors))

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -34,6 +34,7 @@ from clipscale.run_folder.names import (
     check_own,
     path_of,
     path_or_run,
+    read_result,
     run_folder,
     run_to_resume,
     written_settings,
@@ -111,18 +112,17 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
 
     Also None if a file is damaged, which the start then moves aside.
     """
-    from clipscale.log.table import result_tables
-
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    with suppress(*files.DAMAGED):
-        result = cast(RunResult, files.read_record(folder / RESULT))
-        result_tables(result["eval"])
-        differing = changed_settings(written_settings(folder), to_yaml(config))
-        changed = any(starts_again(key, typed) for key, (_, typed) in differing.items())
-        return result if path_of(folder, result["step"]).is_dir() and not changed else None
-    return None
+    try:
+        result = read_result(folder / RESULT)
+        trained = written_settings(folder)
+    except files.DAMAGED:
+        return None
+    differing = changed_settings(trained, to_yaml(config))
+    changed = any(starts_again(key, typed) for key, (_, typed) in differing.items())
+    return result if path_of(folder, result["step"]).is_dir() and not changed else None
 
 
 def starts_again(key: str, typed: object) -> bool:

@@ -24,8 +24,11 @@ from clipscale.common.record import Record
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The exceptions that reading a truncated, overwritten or foreign file may raise.
-DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
+# The exceptions of reading a file that is truncated, overwritten or of another form, where its reader checks the form.
+# Mistakes of our own code raise others, so a file that raises one of these may be set aside.
+DAMAGED = (OSError, ValueError, RecursionError, yaml.YAMLError)
+# Those where nobody has checked the form. A mistake of our own code may raise them, too: only a message may follow.
+DAMAGED_OR_FOREIGN = (*DAMAGED, LookupError, TypeError, AttributeError, ArithmeticError)
 # A safe loader. libyaml's, which PyYAML's wheels have, is ten times as fast as Python's.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Pattern of the end of an `unfinished_name`, after `.NAME`.
@@ -164,10 +167,14 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
+    """The values of a YAML text. Raises YAMLError, ValueError or RecursionError if it is damaged."""
     try:
-        return yaml.load(text, YAML_LOADER)
-    except yaml.YAMLError:  # libyaml also refuses the escapes of bytes that are no UTF-8, as names of files have them
-        return yaml.safe_load(text)
+        try:
+            return yaml.load(text, YAML_LOADER)
+        except yaml.YAMLError:  # libyaml also refuses escapes of bytes that are no UTF-8, as names of files have them
+            return yaml.safe_load(text)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # as of `!!bool x` and `!!timestamp x`
+        raise ValueError(one_line(error)) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -181,10 +188,13 @@ def write_json(path: Path, value: object) -> None:
 
 @contextmanager
 def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
-    """Around code that reads or writes a file: turns DAMAGED into a UserError, `SUBJECT: PATH (why); REMEDY`."""
+    """Around code that reads or writes a file: turns what DAMAGED_OR_FOREIGN has into a UserError.
+
+    Its message: `SUBJECT: PATH (why); REMEDY`.
+    """
     try:
         yield
-    except DAMAGED as error:
+    except DAMAGED_OR_FOREIGN as error:
         raise UserError(f"{subject}: {path} ({reason_of(error)}); {remedy}") from error
 
 
@@ -212,8 +222,18 @@ def read_record(path: Path) -> Record:
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
         content = read_yaml(path)
+    return named_values(content)
+
+
+def named_values(content: object) -> Record:
+    """What a file holds, as values by name. Raises ValueError for anything else, and for names that are no texts."""
     if not isinstance(content, dict):
         raise ValueError("it holds no values with names")
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name")
+        if isinstance(value, dict):
+            named_values(value)
     return content
 
 

@@ -1,12 +1,10 @@
 """Reads a run's records: metrics and evaluations. Raises UserError for a damaged file."""
 
 import json
-import operator
 import re
-from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -66,11 +64,14 @@ def read_metrics(path: Path) -> list[StepRecord]:
 def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
     """The records of a `metrics.jsonl`, and the number of its lines that are not records."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    records = []
+    records: list[StepRecord] = []
     for line in lines:
-        with suppress(*files.DAMAGED):
+        try:
             record = json.loads(line)
-            records.append(record | {"step": operator.index(record["step"])})
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(cast(StepRecord, record))
     return records, len(lines) - len(records)
 
 

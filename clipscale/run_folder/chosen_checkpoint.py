@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,12 @@ class Best:
 
     def results(self, step: int) -> dict[str, dict[str, float]]:
         """The metrics at a step of each set that the goal may mean. Empty if the step was not evaluated on any."""
-        with suppress(*files.DAMAGED):
-            results = read_evaluation(self.run / EVAL / f"step_{step:08d}.json")["results"]
-            return {label: dict(results[label]) for label in self.goal.possible_sets(results)}
-        return {}
+        try:
+            record = read_evaluation(self.run / EVAL / f"step_{step:08d}.json")
+        except files.DAMAGED:
+            return {}
+        results = record.get("results", {})
+        return {label: dict(results[label]) for label in self.goal.possible_sets(results)}
 
     def values(self, step: int) -> dict[str, float]:
         """Set -> its metric at a step, for the sets that the goal may mean. Values that were not measured, or are not

@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from clipscale.common import files
 from clipscale.common.files import DAMAGED, reason_of, unused_path
-from clipscale.run_folder.names import EARLIER, EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, step_of
+from clipscale.run_folder.names import EARLIER, EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, read_result, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,7 +22,10 @@ T = TypeVar("T")
 
 
 def read_or_move_aside(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Return `read(path)`. A damaged file is renamed and reported; then None."""
+    """Return `read(path)`. A damaged file is renamed and reported; then None.
+
+    `read` parses the file and checks its form: what it raises beside DAMAGED is a mistake of this program.
+    """
     try:
         return read(path)
     except DAMAGED as error:
@@ -57,7 +59,8 @@ def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> 
     """
     if begins_elsewhere:
         move_records_aside(run_dir)
-    read_or_move_aside(run_dir / RESULT, files.read_record)
+    if (run_dir / RESULT).exists():
+        read_or_move_aside(run_dir / RESULT, read_result)
     (run_dir / RESULT).unlink(missing_ok=True)
     if step:
         move_later_aside(run_dir, step)

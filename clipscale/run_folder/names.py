@@ -8,7 +8,7 @@ from typing import cast
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import EvalRecord, Record
+from clipscale.common.record import EvalRecord, Record, RunResult
 from clipscale.common.text import did_you_mean
 
 # The file of a checkpoint that holds everything but its tensors.
@@ -175,6 +175,16 @@ def read_evaluation(path: Path) -> EvalRecord:
     """The file of an evaluation; empty if there is none. Raises DAMAGED of `files`."""
     record = files.read_record(path)
     for key in ("results", "measured"):
-        if not isinstance(record.get(key, {}), dict):
-            raise ValueError("it holds no values with names")
+        for values in files.named_values(record.get(key, {})).values():
+            files.named_values(values)
     return cast(EvalRecord, record)
+
+
+def read_result(path: Path) -> RunResult:
+    """The file of a complete run's result. Raises DAMAGED of `files`, also if there is none."""
+    record = files.read_record(path)
+    results = files.named_values(record.get("eval")).values()
+    values = [value for metrics in results for value in files.named_values(metrics).values()]
+    if type(record.get("step")) is not int or not all(isinstance(value, int | float) for value in values):
+        raise ValueError("it holds no result")
+    return cast(RunResult, record)

@@ -6,7 +6,7 @@ import yaml
 
 from clipscale import checkpoint
 from clipscale.common import files, ranks
-from clipscale.config.train_config import TrainConfig, change_lines
+from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside
@@ -40,8 +40,7 @@ def move_unused_aside(resolved: ResolvedRun) -> None:
     """
     move_outdated_aside(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
     if resolved.step:
-        folder = resolved.folder
-        read_or_move_aside(folder / CONFIG, lambda _: change_lines(written_settings(folder), resolved.config_yaml))
+        read_or_move_aside(resolved.folder / CONFIG, lambda _: written_settings(resolved.folder))
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:

@@ -154,7 +154,7 @@ def with_trained_architecture(config: ModelConfig, run: Path) -> ModelConfig:
     config.yaml has that of the whole run: a checkpoint's pictures may have the size of its stage.
     """
     trained = None
-    with suppress(UserError, *files.DAMAGED):
+    with suppress(UserError, *files.DAMAGED_OR_FOREIGN):
         trained = ModelConfig.of(settings_of_run(run)["model"])
     other = trained or _in_run(run, f"run={run}", "").model
     return replace(
