@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from clipscale.cli import compose
-from clipscale.config.train_config import check
+from clipscale.config.train_config import check_across_sections
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.train import train
 
@@ -47,5 +47,5 @@ def loss_of_chunks(
 
 if __name__ == "__main__":
     BatchLoss.__call__ = loss_of_chunks  # type: ignore[assignment,method-assign]
-    check(CONFIG)
+    check_across_sections(CONFIG)
     train(CONFIG)

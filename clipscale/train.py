@@ -111,7 +111,7 @@ class TrainLoop:
             closing_all(self.stream, self.saver),
             saving_completed_steps(self),
         ):
-            if self.step == 0 < end and self.intervals.evaluates_start:
+            if self.step == 0 < end and self.intervals.evaluates_at_start:
                 self.evaluate()
             while self.step < end:
                 step_result = self.run_step()

@@ -28,7 +28,7 @@ from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE, default_choices
 from clipscale.config.setting import setting, settings_of
-from clipscale.config.train_config import MAX_SAMPLES, check
+from clipscale.config.train_config import MAX_SAMPLES, check_across_sections
 from clipscale.run_folder.names import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
@@ -229,7 +229,7 @@ def test_every_command_composes(
             elif name != "completion":
                 settings = compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)
                 if name == "train":
-                    check(settings)
+                    check_across_sections(settings)
         except UserError as error:
             assert SMALL_RUN in str(error) or "there is no /models/" in str(error), words
 

@@ -38,7 +38,6 @@ from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import Best
 from clipscale.run_folder.disk import COPYING, TEMPORARY, discard
-from clipscale.run_folder.moving_aside import move_records_aside
 from clipscale.run_folder.names import (
     EARLIER,
     EVAL,
@@ -50,6 +49,7 @@ from clipscale.run_folder.names import (
     settings_of_run,
     step_of,
 )
+from clipscale.run_folder.set_aside import set_aside_records
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 # Beginning and end of messages about a store.
@@ -186,9 +186,9 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
 
 def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
-    with fetched(store, path, run) as temporary:
+    with fetched_checkpoint(store, path, run) as temporary:
         log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole checkpoint that recent")
-        move_records_aside(run, "goes on from its copy")
+        set_aside_records(run, "goes on from its copy")
         copy_records(store, DirFileSystem(str(run), LOCAL))
         discard(run / path)
         temporary.replace(run / path)
@@ -205,7 +205,7 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
         for path in earlier:
             if step_of(path) == best and not (run / path).exists():
                 name = f"the best checkpoint, {path.name},"
-                with fetched(store, path, run) as temporary:
+                with fetched_checkpoint(store, path, run) as temporary:
                     temporary.replace(run / path)
                 log_line(f"{path.name}, the best by checkpoint.best={goal}, is taken from checkpoint.copy, too")
     except Exception as error:  # each library behind fsspec has its own
@@ -213,7 +213,7 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
 
 
 @contextmanager
-def fetched(store: DirFileSystem, path: Path, run: Path) -> Iterator[Path]:
+def fetched_checkpoint(store: DirFileSystem, path: Path, run: Path) -> Iterator[Path]:
     """A checkpoint of the store, in a temporary folder of the run. Raises UserError if it is damaged."""
     temporary = (run / path).with_suffix(TEMPORARY)
     names = store.ls(str(path), detail=False)
@@ -234,7 +234,7 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
 
 
 def remove_set_aside(store: DirFileSystem, run: Path) -> None:
-    """Remove the store's results that the run has set aside: it trains those steps again. See `move_later_aside`."""
+    """Remove the store's results that the run has set aside (`set_aside_later_steps`): it trains those steps again."""
     for name in store.find(EVAL):
         is_aside = any(run.glob(f"{EARLIER}*/{Path(name).name}"))
         if COPIED_FILES.fullmatch(name) and is_aside and not (run / name).exists():

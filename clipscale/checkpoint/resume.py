@@ -12,8 +12,8 @@ from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
-from clipscale.run_folder.moving_aside import move_checkpoint_aside
 from clipscale.run_folder.names import checkpoints_of, named_checkpoints, path_or_run
+from clipscale.run_folder.set_aside import rename_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -69,5 +69,5 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
 def report_damaged(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
     """Warn of the damaged checkpoints. `rename`: rename them first, so that the run can save the same steps again."""
     for path, reason in damaged.items():
-        renamed = f"; it is now {move_checkpoint_aside(path, 'damaged').name}" if rename else ""
+        renamed = f"; it is now {rename_checkpoint(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)

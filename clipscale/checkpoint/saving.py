@@ -26,7 +26,7 @@ from clipscale.checkpoint.format import (
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.state import CheckpointState
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.files import appears, sync
+from clipscale.common.files import sync, wait_until_visible
 from clipscale.common.ranks import local_rank
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
@@ -268,7 +268,7 @@ class Writer(dcp.FileSystemWriter):
         }
         sums[".metadata"] = size_and_crc32(path / ".metadata")
         for name, (size, _) in sums.items():
-            if not appears(path / name, size, FILES_APPEAR_WITHIN_S):
+            if not wait_until_visible(path / name, size, FILES_APPEAR_WITHIN_S):
                 raise OSError(
                     f"rank 0 does not see {name}, which another rank has written; put the run's folder on storage that "
                     "all share"

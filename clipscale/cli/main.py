@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
     arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
-        train_verb.check_weights(settings, fetched=name in FETCH and not line.cfg)
+        train_verb.check_weights(settings, checks_connection=name in FETCH and not line.cfg)
     if line.check and verb.check_work:
         resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:

@@ -248,7 +248,7 @@ class Job:
         config = sweep.run_in_sweep(
             compose.settings("train", words, self.config_dir, in_sweep=name), self.jobs.sweep, name
         )
-        train_verb.check(config)
+        train_verb.check_without_torch(config)
         train_verb.check_weights(config)
         return objective(train_verb.main(config, isolated=True, advice=self.advice), config.sweep.metric)
 

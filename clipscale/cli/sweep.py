@@ -69,8 +69,8 @@ def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
     for config in configs:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
-        train_verb.check(config)
-        train_verb.check_weights(config, fetched=not line.cfg)
+        train_verb.check_without_torch(config)
+        train_verb.check_weights(config, checks_connection=not line.cfg)
         if line.check:
             from clipscale.tools import check_start  # imports torch
 

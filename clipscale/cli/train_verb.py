@@ -50,7 +50,7 @@ NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 RESUMES = ("auto", "none")
 
 
-def check(config: TrainConfig) -> None:
+def check_without_torch(config: TrainConfig) -> None:
     """Make every check that needs no torch, also of local shards. Raises UserError, prints warnings.
 
     Writes nothing.
@@ -92,8 +92,8 @@ def has_checkpoint(config: TrainConfig) -> bool:
     return bool(config.run) and any(run_folder(config.run).glob("checkpoints/step_*"))
 
 
-def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> None:
-    """Raise UserError for tags of another model. `fetched`: also for weights that cannot be fetched.
+def check_weights(config: TrainConfig | AnyModel, *, checks_connection: bool = True) -> None:
+    """Raise UserError for tags of another model. `checks_connection`: also for weights that cannot be fetched.
 
     May ask a server, so it comes after the other checks.
     """
@@ -103,7 +103,7 @@ def check_weights(config: TrainConfig | AnyModel, *, fetched: bool = True) -> No
     if isinstance(config, TrainConfig) and run_to_resume(config.run, config.resume):
         return  # the checkpoint holds all weights
     check_tags(config.model)
-    if fetched and not ranks.under_launcher():
+    if checks_connection and not ranks.under_launcher():
         check_connection(config.model)
 
 

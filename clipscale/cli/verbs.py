@@ -67,7 +67,7 @@ clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=size
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion""",
         common_keys="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
-        check=train_verb.check,
+        check=train_verb.check_without_torch,
         check_work="clipscale.tools.check_start:main",
         notes="""\
 -m runs every combination of the comma-separated values. With it hydra/launcher=submitit_slurm makes each a Slurm job, \

@@ -100,8 +100,8 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def appears(path: Path, size: int, within_s: float) -> bool:
-    """Whether a file of this size is there, or appears within so many seconds.
+def wait_until_visible(path: Path, size: int, within_s: float) -> bool:
+    """Wait at most so many seconds for a file of this size. Returns whether it is there.
 
     If another host has written it, a network file system may show the folder's earlier content for a while.
     """

@@ -30,7 +30,7 @@ class Absent(TypedDict):
 
 
 # Words of open_clip and of other programs -> our setting or preset.
-ALIASES: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
+ALIASES: dict[str, str] = files.read_yaml(Path(__file__).parent / "aliases.yaml")
 ABSENT: Absent = files.read_yaml(Path(__file__).parent / "absent.yaml")
 # Type of numbers -> the function that reads its texts.
 PARSED: dict[object, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}

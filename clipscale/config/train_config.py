@@ -168,7 +168,7 @@ def check_sigmoid(config: TrainConfig) -> None:
         raise UserError(f"loss.objective={name} needs its scale and bias: take loss=siglip, or give model.init_bias")
 
 
-def check(config: TrainConfig) -> None:
+def check_across_sections(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections. Each section checks its own settings."""
     check_data(config)
     if not config.model.weights:  # weights may bring a model

@@ -23,8 +23,8 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.moving_aside import read_or_move_aside
 from clipscale.run_folder.names import EVAL, read_evaluation
+from clipscale.run_folder.set_aside import read_or_set_aside
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ResultsFile:
     def record(self) -> EvalRecord:
         """The content of the file; without a file, no results."""
         empty: EvalRecord = {"step": self.step, "results": {}, "measured": {}}
-        return {**empty, **(read_or_move_aside(self.path, read_evaluation) or empty)}
+        return {**empty, **(read_or_set_aside(self.path, read_evaluation) or empty)}
 
     def add(self, label: str, metrics: Metrics, measured: Mapping[str, object]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""

@@ -28,7 +28,7 @@ from clipscale.common.signals import SIGNALS, blocked
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train_config import TrainConfig, check, check_divisible, warnings
+from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
@@ -97,7 +97,7 @@ def check_train(config: TrainConfig) -> None:
     check_launcher_variables()
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
-    check(config)
+    check_across_sections(config)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if not terminal.is_main_rank():

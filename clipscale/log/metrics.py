@@ -19,8 +19,8 @@ from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
-from clipscale.run_folder.moving_aside import move_file_aside, move_folders_aside
 from clipscale.run_folder.names import CONFIG, ENVIRONMENT, METRICS
+from clipscale.run_folder.set_aside import rename_damaged, rename_misplaced_folders
 
 # Least number of seconds between two console lines.
 PAUSE_S = 10.0
@@ -45,11 +45,11 @@ def open_log(
     is_training = total is None or resume_step < total
     path = run_dir / METRICS
     run_dir.mkdir(parents=True, exist_ok=True)
-    move_folders_aside(run_dir / name for name in (METRICS, ENVIRONMENT, CONFIG))
+    rename_misplaced_folders(run_dir / name for name in (METRICS, ENVIRONMENT, CONFIG))
     records, damaged = parsed_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:
-        move_file_aside(path, f"{damaged} of its lines")
+        rename_damaged(path, f"{damaged} of its lines")
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
     if is_training:
         files.write_json(run_dir / ENVIRONMENT, {**environment(world_size), "resume_step": resume_step})

@@ -23,9 +23,10 @@ from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import build
-from clipscale.start.folder_changes import move_unused_aside, open_run_log, prepare_checkpoint_to_resume
+from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.resolve import ResolvedRun, Stage, resolve
 from clipscale.step.optim import Schedule
 from clipscale.step.train_step import TrainStep
@@ -78,10 +79,10 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
     save_steps, save_seconds = config.checkpoint.interval
     intervals = Intervals(
-        evaluates_start=bool(config.model.weights and evaluation.sets),
-        evaluation=config.eval.every,
-        save=save_steps,
-        save_s=save_seconds,
+        evaluates_at_start=bool(config.model.weights and evaluation.sets),
+        eval_steps=config.eval.every,
+        save_steps=save_steps,
+        save_seconds=save_seconds,
     )
 
     with ExitStack() as undo:
@@ -92,7 +93,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
         log = None
         if world.is_rank0:
-            move_unused_aside(resolved)
+            set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
             announce(resolved, built)
             log = open_run_log(resolved, built.schedule, world)
         records = StepRecords(log, world.size, built.flops, built.stream)

@@ -9,8 +9,7 @@ from clipscale.common import files, ranks
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
-from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside
-from clipscale.run_folder.names import CONFIG, written_settings
+from clipscale.run_folder.names import CONFIG
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
@@ -31,16 +30,6 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
     restarted = any(world.all_gather_object(ranks.is_restarted()))
     newest = checkpoint.prepare_checkpoint(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
-
-
-def move_unused_aside(resolved: ResolvedRun) -> None:
-    """Rename the files in the run's folder that the run does not use, and delete the mark that it is complete.
-
-    These are files of another run or of later steps, and a damaged config.yaml.
-    """
-    move_outdated_aside(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
-    if resolved.step:
-        read_or_move_aside(resolved.folder / CONFIG, lambda _: written_settings(resolved.folder))
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:

@@ -34,11 +34,11 @@ def check_shared(folder: Path, world: World) -> None:
     name, host = run_on_rank0(world, begin)
     token = folder / name
     try:
-        seen = files.appears(token, len(name), NOTICE_S)
+        seen = files.wait_until_visible(token, len(name), NOTICE_S)
         if not seen:
             if local_rank() == 0:
                 log.warning("run=%s: %s does not see it as %s does; looking again", folder, socket.gethostname(), host)
-            seen = files.appears(token, len(name), FOLDER_APPEARS_WITHIN_S)
+            seen = files.wait_until_visible(token, len(name), FOLDER_APPEARS_WITHIN_S)
         blind = [name for name in world.all_gather_object("" if seen else socket.gethostname()) if name]
     finally:
         if world.is_rank0:

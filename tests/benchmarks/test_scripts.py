@@ -16,7 +16,7 @@ import torch
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
-from clipscale.config.train_config import check
+from clipscale.config.train_config import check_across_sections
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.train_step import LossOptions
@@ -221,7 +221,7 @@ def test_golden_runs_have_settings_that_there_are(script: Any, tmp_path: Path) -
     golden = script("golden")
     for words in golden.RUNS.values():
         line = compose.overrides("train", [*golden.COMMON.split(), *words.split(), f"run={tmp_path}"])[1]
-        check(compose.settings("train", line))
+        check_across_sections(compose.settings("train", line))
 
 
 @pytest.mark.slow  # it trains twice

@@ -28,8 +28,8 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import discard, remove_temporary
-from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
+from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps, write_result
@@ -184,7 +184,7 @@ def test_results_that_the_run_has_set_aside_leave_the_store(tmp_path: Path) -> N
     save(tmp_path, [2])
     shutil.rmtree(path_of(run, 2))
     shutil.rmtree(path_of(store, 2))
-    move_outdated_aside(run, 1, begins_elsewhere=False)
+    set_aside_for_resume(run, 1, begins_elsewhere=False)
     write_result(run, 3, 0.7)  # it has come to this step again
     write_result(store, 9, 0.1)  # the run knows nothing of it
     save(tmp_path, [])

@@ -28,8 +28,8 @@ from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import Best, locate
-from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import checkpoints_of, path_of
+from clipscale.run_folder.set_aside import set_aside_for_resume
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result
 from tests.support.user_errors import refused
@@ -201,7 +201,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
-        move_outdated_aside(tmp_path, 1, begins_elsewhere=False)
+        set_aside_for_resume(tmp_path, 1, begins_elsewhere=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
         assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == path_of(tmp_path, 1)
     names = [path.name for path in path_of(tmp_path, 1).parent.glob("*02*")]

@@ -16,7 +16,7 @@ from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import group_options, preset_title
 from clipscale.config.setting import flat
-from clipscale.config.train_config import TrainConfig, check, plain_fields
+from clipscale.config.train_config import TrainConfig, check_across_sections, plain_fields
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer
@@ -29,7 +29,7 @@ def composed(*overrides: str) -> TrainConfig:
     """The settings of `clipscale train` with these words."""
     _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
     config = compose.settings("train", words)
-    check(config)
+    check_across_sections(config)
     return with_defaults(config)
 
 

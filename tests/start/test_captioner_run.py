@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
-from clipscale.config.train_config import TrainConfig, check
+from clipscale.config.train_config import TrainConfig, check_across_sections
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
@@ -126,7 +126,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path:
 )
 def test_what_does_not_go_with_a_captioner_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(replace(captioning("x", tmp_path), **given))
+        check_across_sections(replace(captioning("x", tmp_path), **given))
 
 
 @pytest.mark.slow

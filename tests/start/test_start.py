@@ -31,8 +31,8 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, image_size_and_tokenizer
-from clipscale.run_folder.moving_aside import move_outdated_aside
 from clipscale.run_folder.names import RESULT, checkpoints_of
+from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.begin import check_goal
 from clipscale.start.build import build
 from clipscale.start.resolve import precision_notices, resolve
@@ -358,6 +358,6 @@ def test_results_after_the_resumed_step_are_set_aside_without_a_later_checkpoint
     """The run was killed between an evaluation and its next save."""
     for step in (2, 4):
         ResultsFile(tmp_path, step).add("birds", {"top1": 0.5}, {})
-    move_outdated_aside(tmp_path, 2, begins_elsewhere=False)
+    set_aside_for_resume(tmp_path, 2, begins_elsewhere=False)
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step_00000002.json"]
     assert [path.name for path in (tmp_path / "earlier").iterdir()] == ["step_00000004.json"]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from clipscale.cli.train_verb import with_defaults
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
-from clipscale.config.train_config import TrainConfig, check
+from clipscale.config.train_config import TrainConfig, check_across_sections
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
@@ -47,7 +47,7 @@ def ten_step_config(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     )
     config = replace(base, **changes)
     config = replace(config, data=replace(config.data, shuffle=8))
-    check(config)
+    check_across_sections(config)
     return with_defaults(config)
 
 

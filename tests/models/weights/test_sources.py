@@ -276,4 +276,4 @@ def test_weights_of_another_model_are_refused_by_their_shapes(
 )
 def test_a_tag_of_another_model_is_refused_by_open_clip(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_weights(settings("train", words.split()), fetched=False)
+        check_weights(settings("train", words.split()), checks_connection=False)

@@ -7,8 +7,8 @@ import pytest
 
 from clipscale import checkpoint
 from clipscale.common import files
-from clipscale.run_folder.moving_aside import move_outdated_aside, read_or_move_aside
 from clipscale.run_folder.names import checkpoints_of, read_evaluation, read_result
+from clipscale.run_folder.set_aside import read_or_set_aside, set_aside_for_resume
 from tests.support.checkpoints import ONE_RANK, save
 
 
@@ -19,7 +19,7 @@ def test_a_mistake_of_a_reader_is_not_taken_for_damage(tmp_path: Path, mistake: 
 
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(mistake):
-        read_or_move_aside(tmp_path / "result.json", read)
+        read_or_set_aside(tmp_path / "result.json", read)
     assert (tmp_path / "result.json").exists()
 
 
@@ -51,7 +51,7 @@ def test_a_mistake_of_the_check_of_a_checkpoint_is_not_taken_for_damage(
 def test_yaml_of_another_form_is_set_aside(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    assert read_or_move_aside(file, files.read_record) is None
+    assert read_or_set_aside(file, files.read_record) is None
     assert not file.exists() and len([*tmp_path.glob("config.yaml.*.damaged")]) == 1
 
 
@@ -62,7 +62,7 @@ RESULTS = ["{}", "[]", '{"step": "2", "eval": {}}', '{"step": 2}', '{"step": 2, 
 @pytest.mark.parametrize("text", RESULTS)
 def test_a_result_of_another_form_is_set_aside(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    move_outdated_aside(tmp_path, 0, begins_elsewhere=False)
+    set_aside_for_resume(tmp_path, 0, begins_elsewhere=False)
     assert [path.read_text() for path in tmp_path.glob("result.json.*.damaged")] == [text]
     (tmp_path / "result.json").write_text('{"step": 2, "eval": {"birds": {"top1": NaN, "loss": 1}}}')
     assert read_result(tmp_path / "result.json")["step"] == 2
@@ -72,4 +72,4 @@ def test_a_result_of_another_form_is_set_aside(tmp_path: Path, text: str) -> Non
 def test_an_evaluation_of_another_form_is_set_aside(tmp_path: Path, text: str) -> None:
     file = tmp_path / "step_00000001.json"
     file.write_text(text)
-    assert read_or_move_aside(file, read_evaluation) is None and not file.exists()
+    assert read_or_set_aside(file, read_evaluation) is None and not file.exists()

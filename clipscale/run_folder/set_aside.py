@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipscale.common.files import DAMAGED, reason_of, unused_path
-from clipscale.run_folder.names import EARLIER, EVAL, METRICS, RESULT, RUN_RECORDS, checkpoints_of, read_result, step_of
+from clipscale.run_folder.names import (
+    CONFIG,
+    EARLIER,
+    EVAL,
+    METRICS,
+    RESULT,
+    RUN_RECORDS,
+    checkpoints_of,
+    read_result,
+    step_of,
+    written_settings,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,7 +32,7 @@ T = TypeVar("T")
 # ---- damaged records ----
 
 
-def read_or_move_aside(path: Path, read: Callable[[Path], T]) -> T | None:
+def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
     """Return `read(path)`. A damaged file is renamed and reported; then None.
 
     `read` parses the file and checks its form: what it raises beside DAMAGED is a mistake of this program.
@@ -29,44 +40,46 @@ def read_or_move_aside(path: Path, read: Callable[[Path], T]) -> T | None:
     try:
         return read(path)
     except DAMAGED as error:
-        move_file_aside(path, reason_of(error))
+        rename_damaged(path, reason_of(error))
         return None
 
 
-def move_file_aside(path: Path, reason: str) -> None:
+def rename_damaged(path: Path, reason: str) -> None:
     """Rename a damaged record; its run continues without it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)
     log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)
 
 
-def move_folders_aside(paths: Iterable[Path]) -> None:
+def rename_misplaced_folders(paths: Iterable[Path]) -> None:
     """Rename folders that are in the place of records."""
     for path in paths:
         if path.is_dir():
-            move_file_aside(path, "a folder")
+            rename_damaged(path, "a folder")
 
 
 # ---- an earlier run, and later steps ----
 
 
-def move_outdated_aside(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
-    """Before a run goes on after `step`: set aside the files in its folder of another run or of later steps.
+def set_aside_for_resume(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
+    """Before a run goes on after `step`: set aside what it does not use in its folder.
 
-    Deletes result.json: the run is not complete any more.
+    These are files of another run or of later steps, and a damaged config.yaml. Deletes result.json: the run is not
+    complete any more.
 
     `begins_elsewhere`: the run begins anew, or from a checkpoint of another folder.
     """
     if begins_elsewhere:
-        move_records_aside(run_dir)
+        set_aside_records(run_dir)
     if (run_dir / RESULT).exists():
-        read_or_move_aside(run_dir / RESULT, read_result)
+        read_or_set_aside(run_dir / RESULT, read_result)
     (run_dir / RESULT).unlink(missing_ok=True)
     if step:
-        move_later_aside(run_dir, step)
+        set_aside_later_steps(run_dir, step)
+        read_or_set_aside(run_dir / CONFIG, lambda _: written_settings(run_dir))
 
 
-def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
+def set_aside_records(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
     """Move the run's records into a folder of their own, and log `why`."""
     records = [record for record in RUN_RECORDS if (run_dir / record.name).exists()]
     if any(record.is_measurement and (run_dir / record.name).stat().st_size for record in records):
@@ -77,13 +90,13 @@ def move_records_aside(run_dir: Path, why: str = "begins anew, without a checkpo
         log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
 
 
-def move_later_aside(run_dir: Path, step: int) -> None:
+def set_aside_later_steps(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
 
     A copy of the curve so far, and the results after `step`, go to a folder of their own.
     """
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
-    renamed = [move_checkpoint_aside(path, "aside") for path in later]
+    renamed = [rename_checkpoint(path, "aside") for path in later]
     evaluations = [path for path in (run_dir / EVAL).glob("step_*.json") if re.fullmatch(r"step_\d+", path.stem)]
     results = [path for path in evaluations if step_of(path.with_suffix("")) > step]
     if not later and not results:
@@ -103,6 +116,6 @@ def move_later_aside(run_dir: Path, step: int) -> None:
         log.warning("evaluations beyond step %d, from which the run goes on, are now in %s", step, aside)
 
 
-def move_checkpoint_aside(checkpoint: Path, ending: str) -> Path:
+def rename_checkpoint(checkpoint: Path, ending: str) -> Path:
     """Rename a checkpoint to `step_N.ENDING`, or to the first free `step_N.ENDING-2`, ... Returns the new path."""
     return checkpoint.replace(unused_path(checkpoint.with_name(f"{checkpoint.name}.{ending}")))
