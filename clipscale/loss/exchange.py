@@ -9,8 +9,9 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from clipscale.loss.block import Side
 
 BLOCK_SPAN = "contrastive_loss: block"  # a span in a profiler's trace
 WAIT_SPAN = "contrastive_loss: wait"
+Arguments = ParamSpec("Arguments")
+T = TypeVar("T")
 # Computes our rows against these columns, given their Block.positive_offset.
 BlockFn = Callable[[Side, int | None], None]
 # Waits for a transfer, and returns the tensors received.
@@ -125,7 +128,27 @@ class AllGatherRows(torch.autograd.Function):
         return grad.chunk(ctx.comm.size)[ctx.comm.rank], None
 
 
-@cache
+def cached_by_group(
+    function: "Callable[Concatenate[dist.ProcessGroup, Arguments], T]",
+) -> "Callable[Concatenate[dist.ProcessGroup, Arguments], T]":
+    """Caches what a function returns for a group and further arguments, as long as the group lives.
+
+    functools.cache would keep groups that have been destroyed, and their threads and sockets.
+    """
+    results: WeakKeyDictionary[dist.ProcessGroup, dict[object, T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def cached(group: dist.ProcessGroup, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+        results_of_group = results.setdefault(group, {})
+        key = args, tuple(kwargs.items())
+        if key not in results_of_group:
+            results_of_group[key] = function(group, *args, **kwargs)
+        return results_of_group[key]
+
+    return cached
+
+
+@cached_by_group
 def _subgroups(group: dist.ProcessGroup, nodes: int, timeout: timedelta | None) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
     node_size = len(ranks) // nodes
@@ -141,7 +164,7 @@ def _make_subgroups(ranks_of_groups: list[list[int]], timeout: timedelta | None)
     return Communicator(mine)
 
 
-@cache
+@cached_by_group
 def broadcast_from_rank0(group: dist.ProcessGroup, value: int, device: torch.device) -> int:
     """A collective the first time: rank 0's value, on all ranks of the group. Later calls return it from the cache."""
     received = torch.tensor(value, device=device)

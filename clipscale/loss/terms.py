@@ -69,6 +69,7 @@ def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime:
         return Exchange()
     nodes = runtime.nodes(comm.size)
     if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
+        assert comm.group is not None
         nodes = broadcast_from_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
         entries = comm.size * inputs.cols.features.numel()

@@ -1,9 +1,12 @@
 """Several ranks: every exchange against the oracle of the whole batch, and ranks that do not fit each other."""
 
+import gc
 import math
 import os
+import weakref
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ from clipscale.loss.runtime import LossRuntime, running_on
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.cases import slow_but
-from tests.support.ranks import workers
+from tests.support.ranks import run_ranks, workers
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
 # The number of ranks and the backend, which knows nothing of it.
@@ -169,6 +172,34 @@ def timeouts_of_nodes(group: dist.ProcessGroup, rank: int) -> list[timedelta | N
     with mock.patch.object(dist, "new_subgroups_by_enumeration", seeing), running_on(runtime):
         contrastive_loss(u, u, 1.0, group=group, exchange="nodes")
     return seen
+
+
+def groups_left(rank: int, world_size: int, root: Path) -> int:
+    """Make and destroy all groups twice, and use them in between. Returns how many of them are still in memory."""
+    seen: list[weakref.ref[Any]] = []
+    make = dist.new_subgroups_by_enumeration
+
+    def seeing(*given: Any, **options: Any) -> Any:
+        made = make(*given, **options)
+        seen.append(weakref.ref(made[0]))
+        return made
+
+    u = torch.ones(2, 3)
+    dist.destroy_process_group()
+    for number in range(2):
+        dist.init_process_group("gloo", f"file://{root}/{number}", world_size=world_size, rank=rank)
+        seen.append(weakref.ref(dist.group.WORLD))
+        with mock.patch.object(dist, "new_subgroups_by_enumeration", seeing), running_on(LossRuntime(ranks_of_node=2)):
+            contrastive_loss(u, u, 1.0, exchange="nodes")
+        contrastive_loss(u, u, 1.0)  # the ranks agree on the number of nodes
+        dist.destroy_process_group()
+    gc.collect()
+    assert len(seen) == 6
+    return sum(group() is not None for group in seen)
+
+
+def test_no_group_is_kept_when_it_has_been_destroyed(tmp_path: Path) -> None:
+    assert run_ranks(groups_left, 4, tmp_path) == [0] * 4
 
 
 def test_the_groups_of_nodes_wait_as_long_as_the_run() -> None:
