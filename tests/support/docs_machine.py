@@ -17,6 +17,8 @@ SHELLS = {"bash": ["bash", "-e"], "zsh": ["zsh", "-f", "-e", "-i", "-o", "no_pro
 UNSHARE = ["unshare", "--mount", "--map-root-user"]
 # Folders in /data, which have the same shards as /data/mine.
 ALIKE = ("packed", "pairs", "laion", "laion2b", "laion400m", "cc12m", "datacomp")
+# Folders in /data with those shards and the notes of teachers, which the commands before would write.
+WITH_TEACHERS = {"l14": ["l14"], "both": ["l14", "h14"]}
 
 
 def lay(folder: Path) -> None:
@@ -27,6 +29,7 @@ def lay(folder: Path) -> None:
     from safetensors.torch import save_file
 
     from clipscale.cli.main import main
+    from clipscale.data.shards.features import FEATURES_FILE
     from tests.conftest import TINY
     from tests.data.files import picture
     from tests.eval.sets import classification_set, retrieval_set
@@ -46,6 +49,10 @@ def lay(folder: Path) -> None:
     shutil.copytree(data / "pictures", data / "photos")
     for name in ALIKE:
         shutil.copytree(data / "mine", data / name)
+    for name, teachers in WITH_TEACHERS.items():
+        shutil.copytree(data / "mine", data / name)
+        note = {teacher: {"width": 8, "dtype": "float16", "scale": 100.0} for teacher in teachers}
+        (data / name / FEATURES_FILE).write_text(json.dumps(note))
     classification_set(data / "imagenet1k")
     classification_set(data / "eval/imagenet1k")
     retrieval_set(data / "mscoco_captions")
