@@ -60,7 +60,8 @@ def lay(folder: Path) -> None:
         run = f"run={folder}/{loss}"
         assert main(["train", *TINY, f"loss={loss}", f"data={data}/mine", run]) == 0
         assert main(["export", run, f"format={form}", f"out={models}/{name}"]) == 0
-    shutil.copytree(models / "clip-vit-base-patch32", models / "clip")
+    for name in ("clip", "CLIP-ViT-B-32-laion2B-s34B-b79K"):
+        shutil.copytree(models / "clip-vit-base-patch32", models / name)
     for name in ("bert-base-uncased", "xlm-roberta-base"):
         save_bert(models / name)
     with torch.device("meta"):
