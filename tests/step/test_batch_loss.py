@@ -1,8 +1,6 @@
 """The loss of a run's batch: its weights, and parts of a feature that have hardly any length."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,16 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import unit_rows
+from clipscale.models.towers import ClipModel, unit_rows
 from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
 from tests.loss.dense_distillation import dense_distillation_loss
+from tests.support.towers import small_model
 
 SCALE = torch.tensor(3.0)
 
 
+def model_of_scale(init_bias: float | None = None) -> ClipModel:
+    """A model whose logit scale is SCALE."""
+    model = small_model(init_bias=init_bias)
+    model.logit_scale.data.copy_(SCALE)
+    return model
+
+
 def with_sizes() -> BatchLoss:
-    model: Any = SimpleNamespace(logit_scale=SCALE, logit_bias=None)
-    return BatchLoss(model, nullcontext, feature_sizes=(4, 2))
+    return BatchLoss(model_of_scale(), nullcontext, feature_sizes=(4, 2))
 
 
 def rows(seed: int) -> Tensor:
@@ -57,13 +62,13 @@ def test_ordinary_rows_are_as_before_bit_for_bit() -> None:
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("weights", [(0.0, 1.3), (0.7, 1.3), (0.7, 0.0)])
 def test_the_contrast_and_the_teachers_have_their_weights(objective: str, weights: tuple[float, float]) -> None:
-    bias = torch.tensor(-1.5, dtype=torch.float64) if objective == "sigmoid" else None
-    model: Any = SimpleNamespace(logit_scale=SCALE.double(), logit_bias=bias)
+    bias = -1.5 if objective == "sigmoid" else None
+    model = model_of_scale(init_bias=bias).double()
     loss = BatchLoss(model, nullcontext, objective, teacher_scales=(8.0,), distill_weights=weights)
     u, v = rows(0).double().detach().requires_grad_(), rows(1).double().detach().requires_grad_()
     taught = torch.stack([rows(2), rows(3)], 1).double().detach()
     scale = model.logit_scale.exp()
-    contrast = dense_contrastive_loss(u, v, scale, logit_bias=0.0 if bias is None else bias, objective=objective)
+    contrast = dense_contrastive_loss(u, v, scale, logit_bias=bias or 0.0, objective=objective)
     imitation = dense_distillation_loss(u, v, scale, [(taught[:, 0], taught[:, 1], 8.0)])
     expected = weights[0] * contrast + weights[1] * imitation
     value = loss(u, v, teacher_features=[taught])

@@ -4,7 +4,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import DataError
@@ -29,8 +28,6 @@ from clipscale.config.sections import (
     OptimConfig,
 )
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.host_batch import HostBatch, Layout
-from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
@@ -38,6 +35,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.start.build import build_loss, build_step
 from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
+from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
@@ -46,6 +44,7 @@ from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
+from tests.support.steps import host_batch, run_step
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
 
 BATCH, CPU = 12, torch.device("cpu")
@@ -93,20 +92,6 @@ def model_of(case: Case) -> ClipModel:
     return model
 
 
-def host_batch(
-    pixels: Tensor, tokens: Tensor, taught: Tensor, keys: np.ndarray, teachers: tuple[TeacherFeatures, ...]
-) -> HostBatch:
-    layout = Layout(1, len(pixels), PIXELS, TOKENS, teachers=teachers)
-    slot = {
-        "pixels": pixels.numpy(),
-        "tokens": tokens.int().numpy(),
-        "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
-        "sameness_keys": keys,
-        TEACHER.member: taught.numpy(),
-    }
-    return HostBatch(slot, layout, lambda stop: None)
-
-
 def step_of(case: Case, world: World) -> TrainStep:
     config = TrainConfig(
         batch=BATCH,
@@ -136,10 +121,8 @@ def one_step(
     """Run a step with this rank's share of the batch. After the first one the ranks have agreed on the next."""
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
-    batch = host_batch(pixels, tokens, taught, KEYS[share], teachers)
-    stream: Any = SimpleNamespace(upcoming=lambda: batch, failure=None, waited_s=0.0)
-    number = 2 if step.passes.inputs.agreement else 1
-    return step.run(batch, stream, number, wants_save=False, before_chunk=lambda: None)
+    batch = host_batch(pixels, tokens, KEYS[share], dict.fromkeys(teachers, taught))
+    return run_step(step, batch, upcoming=batch)
 
 
 class Answer(NamedTuple):
@@ -167,7 +150,8 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
 
 def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float = 3.0) -> CaptionerPasses:
     """Passes after a replay of captions with so many labels."""
-    cache: Any = SimpleNamespace(chunk_loss=chunk_loss)
+    cache = GradCache([nn.Identity()], torch.sum, chunks=1)
+    cache.chunk_loss = chunk_loss
     inputs = StepInputs(ONE_RANK, is_resident=False, sort_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
@@ -336,12 +320,6 @@ def test_a_step_without_any_sample_ends_with_the_loaders_error() -> None:
     """On several ranks reading does not wait after a failure, and the memory has no captions."""
     step = step_of(Case(), ONE_RANK)
     pixels, tokens = captioned(BATCH)
-    batch = host_batch(pixels, torch.zeros_like(tokens), taught_features(), KEYS, ())
-    failure = DataError("no usable sample")
-
-    def raise_failure() -> None:
-        raise failure
-
-    stream: Any = SimpleNamespace(upcoming=lambda: None, failure=failure, raise_failure=raise_failure, waited_s=0.0)
+    batch = host_batch(pixels, torch.zeros_like(tokens))
     with pytest.raises(DataError, match="no usable sample"):
-        step.run(batch, stream, 1, wants_save=False, before_chunk=lambda: None)
+        run_step(step, batch, failure=DataError("no usable sample"))

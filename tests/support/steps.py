@@ -1,0 +1,101 @@
+"""A real step of training with two small towers, and batches that have arrived, for tests of the step."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipscale.batch.text_layout import ONE_CAPTION
+from clipscale.data.loader.host_batch import HostBatch, Layout
+from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.shards.features import TeacherFeatures
+from clipscale.distributed.parallel import wrap
+from clipscale.distributed.world import World
+from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.batch_passes import StepInputs, TwoTowerPasses
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import StepResult, TrainStep
+from tests.support.checkpoints import ONE_RANK
+from tests.support.towers import PIXELS, TOKENS, captioned, small_model
+
+
+def small_step(precision: str = "fp32", *, world: World = ONE_RANK, parallel: str = "ddp", chunk: int = 5) -> TrainStep:
+    """A step of two small towers, with sorted captions and plain gradient descent. `chunk`: samples of a chunk."""
+    model = small_model()
+    formats = Precision.set_up(precision, world.device)
+    cache = GradCache(
+        [wrap(world, tower, parallel, formats.dtype) for tower in (model.image, model.text)],
+        BatchLoss(model, formats.autocast),
+        chunks=chunk,
+        autocast=formats.autocast,
+        scaler=formats.scaler,
+    )
+    inputs = StepInputs(world, is_resident=False, sort_captions=True)
+    return TrainStep(
+        world=world,
+        model=model,
+        passes=TwoTowerPasses(cache, inputs, ONE_CAPTION),
+        precision=formats,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ema=None,
+        clip_norm=None,
+        chunk_device="cpu",
+    )
+
+
+def host_batch(
+    pixels: Tensor,
+    tokens: Tensor,
+    keys: np.ndarray | None = None,
+    teachers: dict[TeacherFeatures, Tensor] | None = None,
+) -> HostBatch:
+    """A batch that has arrived. `keys`: the samples' sameness keys. `teachers`: each with its features (n, 2, D_k)."""
+    teachers = teachers or {}
+    slot = {
+        "pixels": pixels.numpy(),
+        "tokens": tokens.int().numpy(),
+        "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
+        "sameness_keys": np.arange(len(pixels)) if keys is None else keys,
+        **{teacher.member: features.numpy() for teacher, features in teachers.items()},
+    }
+    layout = Layout(1, len(pixels), PIXELS, TOKENS, teachers=tuple(teachers))
+    return HostBatch(slot, layout, lambda stop: None)
+
+
+def small_batch(size: int = 12, seed: int = 1) -> HostBatch:
+    """A batch of pairs that has arrived, with captions of several lengths."""
+    return host_batch(*captioned(size, seed))
+
+
+class ArrivedStream:
+    """What a step reads of a `TrainStream` whose batches have arrived, or which has failed."""
+
+    waited_s = 0.0
+
+    def __init__(self, upcoming: HostBatch | None = None, failure: Exception | None = None) -> None:
+        """`upcoming`: the batch of the next step; None if it has not arrived."""
+        self._upcoming = upcoming
+        self.failure = failure
+
+    def upcoming(self) -> HostBatch | None:
+        return self._upcoming
+
+    def raise_failure(self) -> None:
+        if self.failure:
+            raise self.failure
+
+
+def run_step(
+    step: TrainStep,
+    batch: HostBatch,
+    number: int = 1,
+    *,
+    upcoming: HostBatch | None = None,
+    failure: Exception | None = None,
+    wants_save: bool = False,
+) -> StepResult:
+    """Run a step over the batch. `upcoming`, `failure`: see `ArrivedStream`."""
+    stream: Any = ArrivedStream(upcoming, failure)
+    return step.run(batch, stream, number, wants_save=wants_save, before_chunk=lambda: None)
