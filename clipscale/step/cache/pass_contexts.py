@@ -224,13 +224,19 @@ class CastWeights:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step."""
+        """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step.
+
+        It is noted after the pass, even if that fails: DDP may replace `.grad` when the pass begins, and the pass's
+        graph holds the new one.
+        """
         weights = [layer.weights()[0] for layer, _ in self.layers]
         trained = [weight for weight in weights if weight.requires_grad]
         for weight in trained:
             weight.grad = self.accumulator(weight)
-        yield
-        self.gradients |= {weight: weight.grad for weight in trained if weight.grad is not None}
+        try:
+            yield
+        finally:
+            self.gradients |= {weight: weight.grad for weight in trained if weight.grad is not None}
 
     def accumulator(self, weight: Tensor) -> Tensor:
         """The tensor to which a pass adds the weight's gradient, with the present value of `.grad`.

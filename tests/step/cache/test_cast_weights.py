@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.linear import CastLayer, replace_linear_layers
+from clipscale.models.linear import CastLayer, CastLinear, replace_linear_layers
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.pass_contexts import CastWeights
@@ -159,6 +159,19 @@ def test_a_layer_of_inputs_without_gradients_learns(keep: float) -> None:
     encoder.zero_grad()
     cache.step(x)
     assert_close(gradients(encoder), expected)
+
+
+def test_a_pass_that_fails_leaves_the_tensor_to_which_its_graph_would_have_added() -> None:
+    """A later pass of the step adds to the same one, even if `.grad` has been cleared in between."""
+    layer = CastLinear(nn.Linear(6, 4))
+    weights = CastWeights()
+    weights.start_step(layer, BF16, num_chunks=2)
+    with pytest.raises(RuntimeError), weights.in_pass(builds_graph=True, is_last_backward=False):
+        first = layer.weight.grad
+        raise RuntimeError
+    layer.zero_grad()
+    with weights.in_pass(builds_graph=True, is_last_backward=False):
+        assert first is not None and layer.weight.grad is first
 
 
 class Casts(TorchDispatchMode):
