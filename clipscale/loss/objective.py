@@ -40,6 +40,12 @@ class Objective:
         return self.weights == (0.5, 0.5)
 
     @property
+    def can_mix_targets(self) -> bool:
+        """Whether its targets can be a mean of pairs and teachers' probabilities, so that `Distillation` computes it,
+        too."""
+        return False
+
+    @property
     def reads_hard_negatives(self) -> bool:
         """Whether hard negatives change the loss. `softmax_text` compares each text with images only: there they do
         not."""
@@ -85,6 +91,10 @@ class Softmax(Objective):
 
     is_pairwise: bool = False
     has_kernels: bool = True
+
+    @property
+    def can_mix_targets(self) -> bool:
+        return self.is_symmetric
 
     def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())

@@ -24,12 +24,8 @@ class BatchLoss:
     the whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are
     shorter than MIN_LENGTH, they are divided by MIN_LENGTH.
 
-    For each size it computes, with the weights (w, d) = `distill_weights`:
-
-        teachers   objective   value
-        none       any         `contrastive_loss`
-        some       softmax     `distillation_loss` with both weights: one softmax with mixed targets
-        some       any other   w * `contrastive_loss` + `distillation_loss` with the weights (0, d)
+    With teachers each of them is w times the contrastive loss plus d times the distillation; w and d are
+    `distill_weights`. If the objective `can_mix_targets`, one `distillation_loss` computes both.
     """
 
     # The model, which has the logit scale and bias.
@@ -84,12 +80,12 @@ class BatchLoss:
     def _value(
         self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None, teachers: Sequence[Teacher]
     ) -> Tensor:
-        """The loss of features of one size, by the table above."""
+        """The loss of features of one size."""
         if not teachers:
             return self._contrastive(images, texts, sameness_keys)
-        pair_weight, teacher_weight = self.distill_weights
-        if self.objective == "softmax":
+        if OBJECTIVES[self.objective].can_mix_targets:
             return self._distilled(images, texts, sameness_keys, teachers, self.distill_weights)
+        pair_weight, teacher_weight = self.distill_weights
         terms = []
         if pair_weight:
             terms.append(pair_weight * self._contrastive(images, texts, sameness_keys))

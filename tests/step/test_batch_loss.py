@@ -9,6 +9,7 @@ from torch import Tensor
 
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.step import batch_loss
 from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.towers import small_model
@@ -59,7 +60,7 @@ def test_ordinary_rows_are_as_before_bit_for_bit() -> None:
     assert torch.equal(unit_rows(features, MIN_LENGTH), F.normalize(features, dim=-1)) and len(features) > 900
 
 
-@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
 @pytest.mark.parametrize("weights", [(0.0, 1.3), (0.7, 1.3), (0.7, 0.0)])
 def test_the_contrast_and_the_teachers_have_their_weights(objective: str, weights: tuple[float, float]) -> None:
     bias = -1.5 if objective == "sigmoid" else None
@@ -75,3 +76,10 @@ def test_the_contrast_and_the_teachers_have_their_weights(objective: str, weight
     torch.testing.assert_close(value, expected)
     theirs = torch.autograd.grad(expected, (u, v))
     torch.testing.assert_close(torch.autograd.grad(value, (u, v)), theirs)
+
+
+def test_a_softmax_has_the_contrast_in_the_targets_of_the_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The student's scores are then computed once for both."""
+    monkeypatch.setattr(batch_loss, "contrastive_loss", None)
+    loss = BatchLoss(model_of_scale(), nullcontext, teacher_scales=(8.0,), distill_weights=(0.7, 1.3))
+    assert loss(rows(0), rows(1), teacher_features=[torch.stack([rows(2), rows(3)], 1).detach()]).isfinite()
