@@ -84,6 +84,20 @@ def server() -> None:
         fork_a_server()
 
 
+@pytest.fixture(autouse=True)
+def composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Presets are composed once for all tests, but for slow ones and those of the command line and of presets."""
+    folder = request.node.path.relative_to(Path(__file__).parent).parts[0]
+    if folder in ("cli", "config") or request.node.get_closest_marker("slow"):
+        yield
+        return
+    from tests.support.composing import compose_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipscale.cli.compose.compose_config", compose_once)
+        yield
+
+
 Capture = pytest.CaptureFixture[str]
 
 

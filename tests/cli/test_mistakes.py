@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,38 +16,50 @@ from tests.conftest import shared
 from tests.data.files import write_tar
 from tests.support.interpreter import interpreted
 
+ROOT = Path(__file__).parents[2]
 MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
 
 
-ANSWER = """\
+ANSWER = f"""\
 import gc, json, sys
 gc.disable()  # it ends soon
+sys.path.insert(0, {str(ROOT)!r})
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from clipscale.cli import compose
 from clipscale.cli.main import main
-for words in (["train", "-h"], *json.load(sys.stdin)):
+typed, is_fast = json.load(sys.stdin)
+if is_fast:
+    from tests.support.composing import compose_once
+    compose.compose_config = compose_once
+for words in (["train", "-h"], *typed):
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         status = main(words)
-    heavy = {"torch", "open_clip", "torchvision", "timm"} & {*sys.modules}
+    heavy = {{"torch", "open_clip", "torchvision", "timm"}} & {{*sys.modules}}
     print(json.dumps([status, out.getvalue(), err.getvalue(), [*heavy]]))
 """
 
 
+def typed(mistakes: Sequence[str], folder: Path, *, is_fast: bool) -> list[list]:
+    """The answers to mistakes that one process types in a folder: status, stdout, stderr, and the modules loaded by
+    then. `is_fast`: Hydra composes each choice of presets once."""
+    given = json.dumps([[shlex.split(words) for words in mistakes], is_fast])
+    done = subprocess.run([sys.executable, "-c", ANSWER], input=given, cwd=folder, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[1:]]
+
+
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    """One process types the mistakes of the tests that run. Returns status, stdout, stderr and the modules loaded by
-    then, by their words."""
+    """The answers to the mistakes of the tests that run, by their words."""
     tests = [item for item in request.session.items if "answers" in getattr(item, "fixturenames", ())]
-    typed = [item.callspec.params["words"] for item in tests if isinstance(item, pytest.Function)]
+    mistakes = [item.callspec.params["words"] for item in tests if isinstance(item, pytest.Function)]
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        given = json.dumps([shlex.split(words) for words in typed])
-        done = subprocess.run([sys.executable, "-c", ANSWER], input=given, cwd=folder, capture_output=True, text=True)
-        (folder / "answers.jsonl").write_text(done.stdout.partition("\n")[2])
+        (folder / "answers.json").write_text(json.dumps(typed(mistakes, folder, is_fast=True)))
 
-    lines = (shared(tmp_path_factory, "mistakes", make) / "answers.jsonl").read_text().splitlines()
-    return dict(zip(typed, map(json.loads, lines), strict=True))
+    lines = json.loads((shared(tmp_path_factory, "mistakes", make) / "answers.json").read_text())
+    return dict(zip(mistakes, lines, strict=True))
 
 
 CASES = [
@@ -64,6 +77,15 @@ def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(
     *answer, loaded = answers[words]
     one_line(tuple(answer), wrong, remedy)
     assert not loaded
+
+
+@pytest.mark.slow  # the test above composes presets once, and sets the words in them
+def test_hydra_itself_answers_all_mistakes_alike(tmp_path: Path) -> None:
+    cases = [case[:3] for case in MISTAKES.values()]
+    answers = typed([words for words, _, _ in cases], tmp_path, is_fast=False)
+    for (_, wrong, remedy), (*answer, loaded) in zip(cases, answers, strict=True):
+        one_line(tuple(answer), wrong, remedy)
+        assert not loaded
 
 
 def test_a_test_set_that_is_not_there_is_answered_before_numpy_is_loaded() -> None:
