@@ -234,6 +234,9 @@ ONE = [
 TWO = [
     Case(exchange="ring", keep="5M"),
     Case("zero3", objective="sigmoid", is_sorted=False, is_legacy=True, chunk=4),
+]
+# Ordinary on one rank: in ONE, and frozen towers in the second test below.
+MORE_ON_TWO = [
     Case(keep="5M", is_frozen=True),
     Case(distilled=(0.3, 0.7)),
     Case(objective="sigmoid", exchange="ring", sizes=(8, 3), uses_sameness_keys=True),
@@ -257,7 +260,8 @@ SHARDED = [
         (1, ONE),
         (2, TWO),
         *(pytest.param(n, cases, marks=pytest.mark.slow) for n, cases in ((1, MORE), (2, MORE + SHARDED), (3, MORE))),
-        pytest.param(3, SHARDED + TWO, marks=pytest.mark.slow),
+        pytest.param(2, MORE_ON_TWO, marks=pytest.mark.slow),
+        pytest.param(3, SHARDED + TWO + MORE_ON_TWO, marks=pytest.mark.slow),
     ],
 )
 def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, cases: list[Case]) -> None:
