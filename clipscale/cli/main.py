@@ -4,9 +4,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pkgutil import resolve_name
+from typing import cast
 
 from clipscale import __version__
 from clipscale.cli import completion, help, train_verb
@@ -15,17 +16,19 @@ from clipscale.common.errors import LoaderError, StoppedError, UnreachableError,
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.limits import as_user_error
 from clipscale.common.output import ignore_output_errors, prepare_output
-from clipscale.common.terminal import clear, is_main_rank, print_failure, print_line, show_task
+from clipscale.common.terminal import announce_task, clear, is_main_rank, print_failure, print_line, show_task
 from clipscale.config.train_config import to_yaml
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
-# The beginnings of verbs that write files in this process. The others start workers, whose launcher handles signals.
-WRITE_HERE = ("data ", "export", "report")
+# The beginnings of verbs that work in this process. The others start workers, whose launcher handles signals.
+WORK_HERE = ("data ", "export", "plan", "report")
 # The verbs that only print, and write nothing.
 PRINT = ("plan", "data check", "doctor")
+# The verbs that import torch before they print anything. `train` checks whether it has to.
+IMPORT_TORCH = ("eval", "embed", "explore", "export", "plan", "data select", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,11 +104,21 @@ def run(argv: list[str]) -> int:
     if hasattr(settings, "model"):
         train_verb.check_weights(settings, checks_connection=name in FETCH and not line.cfg)
     if line.check and verb.check_work:
+        announce_task("loading torch")
         resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
-    show_task(f"loading clipscale {name}")
-    function = resolve_name(verb.main)
-    with exit_on_signal() if name.startswith(WRITE_HERE) else nullcontext():
+    function = load_main(name)
+    with exit_on_signal() if name.startswith(WORK_HERE) else nullcontext():
         status = function(*arguments)
     return status if isinstance(status, int) else 0
+
+
+def load_main(name: str) -> Callable[..., object]:
+    """The function of a verb. A signal during its imports has its line, as one during its work has."""
+    if name in IMPORT_TORCH:
+        announce_task("loading torch", error=True)
+    else:
+        show_task(f"loading clipscale {name}")
+    with exit_on_signal():
+        return cast(Callable[..., object], resolve_name(VERBS[name].main))

@@ -12,7 +12,7 @@ from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import check_writable, unused_path
 from clipscale.common.record import RunResult
-from clipscale.common.terminal import is_main_rank, log_line, log_warning, show_task
+from clipscale.common.terminal import announce_task, is_main_rank, log_line, log_warning
 from clipscale.common.text import did_you_mean
 from clipscale.config.eval import AnyModel
 from clipscale.config.parse import ALIASES
@@ -29,6 +29,7 @@ from clipscale.config.train_config import (
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.eval.places import check_places
 from clipscale.launch import local
+from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.run_folder.names import (
     RESULT,
     check_own,
@@ -171,16 +172,17 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             )
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
+    announce_task("loading torch")
     workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
     if workers_fork_here:
         warm_up()  # beside the imports of training
     try:
         with planned(config, forked=workers_fork_here) if config.plan and no_launcher else nullcontext():
-            show_task("loading torch")
-            from clipscale.lifecycle.run_lock import wait_until_free
+            with exit_on_signal(local.NOTHING_TO_SAVE):
+                from clipscale.lifecycle.run_lock import wait_until_free
 
-            if no_launcher:
-                wait_until_free(Path(config.run))
+                if no_launcher:
+                    wait_until_free(Path(config.run))
             return cast(RunResult, local.launch(config, isolated=isolated))
     except StoppedError as stopped:
         if not (advice or has_checkpoint(config)):

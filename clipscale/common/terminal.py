@@ -76,6 +76,14 @@ def show_task(task: str) -> None:
     _show(f"{datetime.now():%H:%M:%S} {task} ...")
 
 
+def announce_task(task: str, *, error: bool = False) -> None:
+    """Show what begins now, as `show_task`; without a terminal as a line of the log, on stderr with `error`."""
+    if on_terminal():
+        show_task(task)
+    elif is_main_rank():
+        log_line(f"{task} ...", error=error)
+
+
 class _LastLine:
     """Whether the terminal's last line may hold something to remove. At first that is the parent process's line."""
 

@@ -325,6 +325,43 @@ def test_ctrl_c_during_the_imports_says_nothing() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
 
 
+STOPPED_AT_TORCH = """\
+import os, signal, sys
+from clipscale.__main__ import main
+class AtTheImport:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, AtTheImport())
+sys.argv[1:] = {}
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "stopped"),
+    [
+        (
+            "train run=a data.train={shards} device=cpu plan=false data.workers=0",
+            "stopped by SIGTERM outside a step: there was",
+        ),
+        ("plan model=vit-b32 hardware=a100-80g", "stopped by SIGTERM"),
+        pytest.param("eval model.weights=none eval.sets={sets}", "stopped by SIGTERM", marks=pytest.mark.slow),
+        pytest.param("embed model=vit-b32 data={shards} out=e", "stopped by SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_says_that_it_loads_torch_and_a_signal_is_answered_there(
+    shards: str, tmp_path: Path, words: str, stopped: str
+) -> None:
+    """Without a terminal. Lines of a run's log are on stdout, those of other commands on stderr."""
+    typed = words.format(shards=shards, sets=classification_set(tmp_path / "birds")).split()
+    done = interpreted(f"import os; os.chdir({str(tmp_path)!r})\n" + STOPPED_AT_TORCH.format(typed))
+    assert done.returncode == 143, done
+    first, line = (done.stdout + done.stderr).splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d loading torch \.\.\.", first) and line.startswith(stopped)
+    assert bool(done.stdout) == (typed[0] == "train"), "what machines read stays as it is"
+
+
 def test_timm_finds_no_wandb_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """timm would load it for a function that nothing here calls. That takes a second, and makes folders in TMPDIR."""
     monkeypatch.setitem(sys.modules, "wandb", None)

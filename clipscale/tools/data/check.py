@@ -7,7 +7,8 @@ from functools import partial
 from itertools import islice
 
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import tracked
+from clipscale.common.terminal import announce_task, tracked
+from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
@@ -46,6 +47,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     A sample that a filter leaves out is not broken. Raises UserError.
     """
     urls = expanded(sources)
+    announce_task(f"checking {counted(len(urls), 'shard')}", error=True)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     shards = list(tracked(checked, "checking shards", len(urls)))
     samples = sum(shard.samples for shard in shards)

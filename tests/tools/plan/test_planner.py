@@ -51,7 +51,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_large_batch_of_a_small_model_fits(capsys: Capture) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
     out, err = capsys.readouterr()
-    assert (status, err) == (0, "")
+    assert (status, re.sub(r"^[\d:]{8} loading torch \.\.\.\n", "", err)) == (0, "")
     first, speed, length, largest = out.splitlines()[:4]
     assert first.startswith("yes: it fits: ") and "GiB usable on each GPU" in first
     assert "images/s per GPU" in speed and "a plain step" in speed and "By what is known" in speed
