@@ -49,6 +49,8 @@ NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
 NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
 # Values of `resume` that are not paths.
 RESUMES = ("auto", "none")
+# A start whose first shard has no usable sample looks for one in the others, if an epoch has at most this many samples.
+MAX_SEARCHED = 50_000
 
 
 def check_without_torch(config: TrainConfig) -> None:
@@ -75,7 +77,10 @@ def check_without_torch(config: TrainConfig) -> None:
     shards = local_shards(config.data)
     epoch_samples = count_if_quick(config.data, shards)
     if shards and epoch_samples is not None:
-        if holds := why_unusable(shards[0], source_names(config.data.captions)):
+        captions = source_names(config.data.captions)
+        if holds := why_unusable(shards[0], captions):
+            if epoch_samples <= MAX_SEARCHED and all(why_unusable(url, captions, most=None) for url in shards):
+                raise UserError(f"data.train: no sample is usable: {holds}")
             log_warning(f"data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch_samples)

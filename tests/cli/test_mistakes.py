@@ -13,7 +13,7 @@ import torch
 from clipscale.common import files
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import shared
-from tests.data.files import write_tar
+from tests.data.files import sample, write_tar
 from tests.support.interpreter import interpreted
 
 ROOT = Path(__file__).parents[2]
@@ -147,11 +147,21 @@ def test_a_batch_beyond_the_data_is_refused_from_its_counts(cli: Cli, shards: st
     one_line(cli(*words, "epochs=2"), "batch=4096: the 48 samples in data.train make 96", "epochs=2")
 
 
-def test_shards_of_which_nothing_is_usable_are_warned_of_at_once(cli: Cli, tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "0.tar", [("a.img", b""), ("a.cap", b"")])
-    _, _, err = cli(*(word for word in tiny(f"data.train={shard}", "batch=4k") if not word.startswith("samples=")))
+def test_shards_of_which_nothing_is_usable_are_refused_at_once(cli: Cli, tmp_path: Path) -> None:
+    """If another shard has a pair, it is a warning."""
+    write_tar(tmp_path / "0.tar", [("a.img", b""), ("a.cap", b"")])
+    words = [word for word in tiny(f"data.train={tmp_path}", "batch=4k") if not word.startswith("samples=")]
+    one_line(cli(*words), "data.train: no sample is usable: samples of 0.tar hold .cap and .img", "KEY.jpg")
+    write_tar(tmp_path / "1.tar", sample("b"))
+    _, _, err = cli(*words)
     warning, refused = err.splitlines()
     assert ".cap and .img" in warning and "batch=4096" in refused, err
+
+
+def test_captions_that_lie_in_the_json_alone_are_answered_with_the_setting(cli: Cli, tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [member for member in sample("a") if not member[0].endswith(".txt")])
+    remedy = "'data.captions=[json:KEY]' takes captions from the JSON; its text keys are alt"
+    one_line(cli(*tiny(f"data.train={tmp_path}")), "hold .json and .png", remedy)
 
 
 def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

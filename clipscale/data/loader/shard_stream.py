@@ -22,7 +22,7 @@ from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, size_limits_of
 from clipscale.data.sentences import draw_part
-from clipscale.data.shards.reader import why_unusable
+from clipscale.data.shards.reader import json_remedy, why_unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.train_transform import TrainTransform
@@ -201,7 +201,8 @@ class ShardStream:
             )
         if len(self._segments) > MAX_UNUSABLE_SEGMENTS or self._segments.total() > MAX_BROKEN:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
-            holds = why_unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
+            captions = [source.name for source in self._spec.selection.captions]
+            holds = why_unusable(item.url, captions, self._store) or json_remedy(item.url, captions, self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {item.url} {item.key}: {error}); "

@@ -18,7 +18,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
 from clipscale.data.shards import index
-from clipscale.data.shards.reader import RULE, ReadFailure, read_shard, why_unusable
+from clipscale.data.shards.reader import RULE, ReadFailure, json_remedy, read_shard, why_unusable
 from clipscale.data.shards.subset import subset_of
 from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
@@ -90,8 +90,11 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{basename(url)}/{sample.key}: {error}"[:200])
     if findings.broken.keys() & {"no_image", "no_caption"}:
-        holds = why_unusable(url, source_names(config.captions))
+        names = source_names(config.captions)
+        holds = why_unusable(url, names)
         findings.examples |= {reason: holds for reason in ("no_image", "no_caption") if holds}
+        if not holds and "no_caption" in findings.broken and (remedy := json_remedy(url, names, also=names)):
+            findings.examples["no_caption"] += f"; {remedy}"
     if problem.reason:
         findings.damage = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
     return findings

@@ -1,5 +1,6 @@
 """`data check` prints what is broken, by the reasons that training counts."""
 
+import json
 from pathlib import Path
 
 from clipscale.cli.main import main
@@ -50,6 +51,22 @@ def test_a_shard_without_a_usable_sample_says_what_it_holds(tmp_path: Path, caps
     path = write_tar(tmp_path / "0.tar", [("a.img", b"content"), ("a.cap", b"content")])
     assert main(["data", "check", str(path)]) == 1
     assert ".cap and .img" in " ".join(capsys.readouterr().out.split())
+
+
+def test_captions_in_the_json_of_samples_without_a_text_are_named(tmp_path: Path, capsys: Capture) -> None:
+    """Fields of texts and of lists of texts are named, if they can be typed."""
+    fields = {"caption": "a bird", "more": ["", "two birds"], "width": 20, "none": " ", "a,b": "text", "url": "x.de"}
+    broken = [
+        ("b.txt", b"no picture"),
+        ("c.png", picture()),
+        ("d.png", picture()),
+        ("d.json", json.dumps(fields).encode()),
+    ]
+    write_tar(tmp_path / "0.tar", [*sample("a"), *broken])
+    assert main(["data", "check", str(tmp_path)]) == 1
+    row = " ".join(table(capsys)["no_caption"])
+    assert "0.tar/c: no_caption; 'data.captions=[txt,json:KEY]' takes captions" in row
+    assert row.endswith("its text keys are caption, more, url")
 
 
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: Capture) -> None:
