@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path, PurePath
@@ -45,6 +45,8 @@ SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
 # The content of shards -> their folder in DIR.
 PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
+# How the names of published caption files begin: COCO's, and Karpathy's.
+PUBLISHED = ("captions_", "dataset_")
 # Names of folders that hold a set's splits, which are kept apart.
 SPLITS = {"train", *HELD_OUT}
 # JPEG quality of resized pictures.
@@ -101,12 +103,17 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         print_line(remark)
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
+    is_new = not Path(settings.out).expanduser().exists()
     out = prepare_folder(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
-    without_row = pictures_beside(path, tables)
-    pairs = taking_named(pairs_of(path, tables, root, settings.splits), without_row)
-    notes = pack_parts(pairs, settings, out)
-    pictures = "files" if path.is_dir() else "images"
-    report(path, out, notes, "rows" if tables else pictures, sorted(without_row))
+    try:
+        without_row = pictures_beside(path, tables)
+        pairs = taking_named(pairs_of(path, tables, root, settings.splits), without_row)
+        notes = pack_parts(pairs, settings, out)
+        pictures = "files" if path.is_dir() else "images"
+        report(path, out, notes, "rows" if tables else pictures, sorted(without_row))
+    except UserError:
+        remove_empty(out, is_new=is_new)
+        raise
     if settings.holdout.fraction and not any(note["held-out pairs"] for note in notes):
         together = f"equal {settings.holdout.by}" if settings.holdout.by else "the same picture"
         print_line(
@@ -162,10 +169,27 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
     if reason in TEXTS:
         return gathering(left_out[reason], left_out.get("no_caption", []), source)
+    if reason == ".json" and (command := command_of_captions(left_out[reason], source)):
+        return f"; its pictures are there: {command}"
     if reason == "unreadable_file" and ADDRESS.match(left_out[reason][0]):
         return "; an address that could not be fetched: check it, and the network"
     helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
     return f"; {helps}" if helps else ""
+
+
+def command_of_captions(names: Sequence[str], folder: Path) -> str:
+    """The command that packs the first of these files with COCO's or Karpathy's captions whose pictures are there.
+
+    Empty if there is none.
+    """
+    for file in (folder / name for name in names if PurePath(name).name.startswith(PUBLISHED)):
+        from clipscale.eval.sets import caption_files  # here: it loads torch
+
+        with suppress(UserError):
+            captions = {entry.name: entry.captions for entry in caption_files.entries(file) if not entry.fault}
+            caption_files.with_images(file, captions)
+            return f"clipscale data pack {shlex.quote(str(file))}"
+    return ""
 
 
 def for_classes(pictures: Sequence[str], folder: Path) -> str:
@@ -219,6 +243,20 @@ def prepare_folder(source: Path, folder: str, settings: Mapping[str, object]) ->
             unfinished.unlink()
         files.write_json(note, begun)
     return out
+
+
+def remove_empty(out: Path, *, is_new: bool) -> None:
+    """Remove the empty folders of a refused command, and its note if no part has one. `is_new`: it has made `out`."""
+    folders = [out / name for name in ("parts", *PARTS.values()) if name]
+    for folder in folders:
+        with suppress(OSError):  # there is something in it
+            folder.rmdir()
+    if not any(folder.exists() for folder in folders):
+        if not any(out.rglob("*.tar")):
+            (out / "pack.json").unlink(missing_ok=True)
+        if is_new:
+            with suppress(OSError):
+                out.rmdir()
 
 
 def pack_parts(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[PartNote]:

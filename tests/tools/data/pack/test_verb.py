@@ -323,6 +323,22 @@ def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Capture, 
     assert message in said and "\n" not in said
 
 
+def test_a_folder_with_coco_captions_is_answered_with_the_command_that_packs_them(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """The refusal leaves no empty folder."""
+    (pictures / "annotations").mkdir()
+    file = as_coco(pictures).rename(pictures / "annotations/captions_val2017.json")
+    out = tmp_path / "out"
+    assert pack_to(out, pictures) == 2
+    said = capsys.readouterr().err
+    assert f"its pictures are there: clipscale data pack {file})" in said
+    assert [path for path in out.rglob("*") if path.is_dir()] == [out / "parts"]
+    assert pack_to(out, file) == 0
+    as_csv(pictures).write_text("image,caption\n")
+    assert pack_to(tmp_path / "none", pictures / "table.csv") == 2 and not (tmp_path / "none").exists()
+
+
 def test_without_pyarrow_one_line_names_the_extra(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
