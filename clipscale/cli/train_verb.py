@@ -31,8 +31,10 @@ from clipscale.eval.places import check_places
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.run_folder.names import (
+    META,
     RESULT,
     check_own,
+    checkpoints_of,
     path_of,
     path_or_run,
     read_result,
@@ -150,6 +152,18 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     return replace(config, run=str(folder))
 
 
+def resumes_other_batch(config: TrainConfig) -> bool:
+    """Whether the newest checkpoint is of another batch, so that the start is refused whatever its plan says."""
+    folder = run_to_resume(config.run, config.resume)
+    if config.stages or not folder:
+        return False
+    try:
+        meta = files.read_json(checkpoints_of(folder)[-1] / META)["meta"]
+        return bool(meta["values"]["batch"] != config.batch)
+    except files.DAMAGED_OR_FOREIGN:
+        return False
+
+
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:
     """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
@@ -182,7 +196,8 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     if workers_fork_here:
         warm_up()  # beside the imports of training
     try:
-        with planned(config, forked=workers_fork_here) if config.plan and no_launcher else nullcontext():
+        plans = config.plan and no_launcher and not resumes_other_batch(config)
+        with planned(config, forked=workers_fork_here) if plans else nullcontext():
             with exit_on_signal(local.NOTHING_TO_SAVE):
                 from clipscale.lifecycle.run_lock import wait_until_free
 

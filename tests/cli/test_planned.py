@@ -5,18 +5,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipscale.checkpoint.format import meta_text, values_text
 from clipscale.cli.planned import PlanProcess, planned
 from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import exit_on_signal
+from clipscale.run_folder.names import META, path_of
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
@@ -78,3 +81,22 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
                 pytest.fail("the run goes on")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("batch", "plans"), [(16, 1), (32, 0)])
+def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: int, plans: int
+) -> None:
+    planned_runs: list[TrainConfig] = []
+
+    def plan(config: TrainConfig, **_: object) -> AbstractContextManager[None]:
+        planned_runs.append(config)
+        return nullcontext()
+
+    monkeypatch.setattr("clipscale.cli.train_verb.planned", plan)
+    monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
+    path = path_of(tmp_path / "runs/a", 4)
+    path.mkdir(parents=True)
+    (path / META).write_text(meta_text(values_text({"batch": batch}), {}))
+    assert cli(*tiny(f"data.train={shards}", "run=a", "batch=16", "plan=true"))[0] == 0
+    assert len(planned_runs) == plans
