@@ -26,7 +26,10 @@ from tests.conftest import TINY
 from tests.support.ranks import run_ranks
 
 CHECKOUT = PACKAGE.parent
-PAGES = [CHECKOUT / f"docs/contributing/{name}.md" for name in ("architecture", "how-to-add", "debugging", "glossary")]
+PAGES = [
+    CHECKOUT / f"docs/contributing/{name}.md"
+    for name in ("architecture", "collectives", "debugging", "glossary", "how-to-add", "printing")
+]
 # Nothing but the environment's own packages.
 ALONE = {"PYTHONPATH": ""}
 
