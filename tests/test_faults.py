@@ -84,7 +84,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
                 other.acquire()
 
     config = four_step_config(shards, run, checkpoint=CheckpointConfig(every="2"))
-    line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
+    line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: continue"
     with between_steps(remove), refused(line):
         train(config)
     assert bool(checkpoints_of(run)) != used

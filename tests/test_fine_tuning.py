@@ -85,4 +85,4 @@ def test_a_run_goes_on_where_its_start_is_gone(cli: Cli, shards: str, tmp_path: 
     swept = combinations([*longer[1:], "run=s", "model.weights=start", "seed=1,2"], None)
     assert [config.model.name for _, config in swept] == ["tiny", "tiny"]
     status, _, err = cli(*longer, "run=new", "model.weights=start")
-    assert status == 2 and "model.weights='start' is no file, no folder, no run and no tag" in err
+    assert status == 2 and "model.weights='start' is not a file, a folder, a run or a tag" in err

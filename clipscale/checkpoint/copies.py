@@ -54,7 +54,7 @@ from clipscale.run_folder.set_aside import set_aside_records
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 # Beginning and end of messages about a store.
 UNREADABLE = "checkpoint.copy={} cannot be read"
-WITHOUT_COPY = "; checkpoint.copy= goes on without it"
+WITHOUT_COPY = "; checkpoint.copy= continues without it"
 # A run that waits for its last copy prints that it does after this many seconds.
 SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
@@ -150,13 +150,13 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
         except Exception as error:
             if not newest_own or isinstance(error, UserError):
                 raise
-            log_warning(f"{unreadable} ({one_line(error)}); the run goes on from {newest_own.name}")
+            log_warning(f"{unreadable} ({one_line(error)}); the run continues from {newest_own.name}")
             return False
         newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
         if newer and resume != "auto":
             raise UserError(
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
-                "resume=auto to go on from it"
+                "resume=auto to resume from it"
             )
         is_fetched = restore_newest(store, newer, run, address, has_own=newest_own is not None)
         if resume == "auto":
@@ -178,7 +178,7 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
         except UserError as error:
             if path is newer[0] and not has_own:
                 raise UserError(
-                    f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
+                    f"checkpoint.copy={address} holds no intact checkpoint ({error}); give another address"
                 ) from error
             log_warning(f"checkpoint.copy: {error}")
     return False
@@ -187,8 +187,8 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
 def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
     with fetched_checkpoint(store, path, run) as temporary:
-        log_line(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole checkpoint that recent")
-        set_aside_records(run, "goes on from its copy")
+        log_line(f"{path.name} is restored from checkpoint.copy: the run's folder has no intact checkpoint that recent")
+        set_aside_records(run, "continues from its copy")
         copy_records(store, DirFileSystem(str(run), LOCAL))
         discard(run / path)
         temporary.replace(run / path)
@@ -207,9 +207,9 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
                 name = f"the best checkpoint, {path.name},"
                 with fetched_checkpoint(store, path, run) as temporary:
                     temporary.replace(run / path)
-                log_line(f"{path.name}, the best by checkpoint.best={goal}, is taken from checkpoint.copy, too")
+                log_line(f"{path.name}, the best by checkpoint.best={goal}, is restored from checkpoint.copy, too")
     except Exception as error:  # each library behind fsspec has its own
-        log_warning(f"checkpoint.copy: {name} stays there ({one_line(error)})")
+        log_warning(f"checkpoint.copy: {name} could not be fetched and remains only there ({one_line(error)})")
 
 
 @contextmanager
@@ -299,14 +299,14 @@ class CheckpointUploader:
         self._tasks.put(False)
         self.thread.join(SILENT_S)
         if self.thread.is_alive():
-            log_line("the last checkpoint is being copied; if you stop that, the run's next start completes the copy")
+            log_line("copying the last checkpoint; if interrupted, the next start of this run finishes the copy")
             try:
                 self.thread.join(limit_s)
             finally:
                 self.is_abandoned = self.thread.is_alive()
         if self.problem:
             log_warning(
-                f"checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
+                f"checkpoint.copy: the run's last state has no complete copy ({self.problem}); repair the store "
                 "or choose another address, and give the command again"
             )
             return False
@@ -323,7 +323,7 @@ class CheckpointUploader:
             except Exception as error:  # each library behind fsspec has its own
                 self.problem = one_line(error)
                 if type(error) is not reported and not self.is_abandoned:
-                    log_warning(f"checkpoint.copy: {self.problem}; the run goes on")
+                    log_warning(f"checkpoint.copy: {self.problem}; the run continues")
                 reported = type(error)
             self.uploading = []
 

@@ -70,4 +70,4 @@ def report_damaged(damaged: dict[Path, str], used: Path, *, rename: bool) -> Non
     """Warn of the damaged checkpoints. `rename`: rename them first, so that the run can save the same steps again."""
     for path, reason in damaged.items():
         renamed = f"; it is now {rename_checkpoint(path, 'damaged').name}" if rename else ""
-        log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
+        log.warning("%s%s; the run continues from %s", reason, renamed, used.name)

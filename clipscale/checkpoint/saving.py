@@ -181,7 +181,7 @@ class Saver:
             self.wait_for_save()
         except UnwritableError as error:
             if self.world.is_rank0:
-                log_warning(f"{error}; training goes on without it" if goes_on else str(error))
+                log_warning(f"{error}; training continues without it" if goes_on else str(error))
 
     def _temporary(self, step: int) -> Path:
         return path_of(self.run_dir, step).with_suffix(TEMPORARY)

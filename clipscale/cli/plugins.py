@@ -51,7 +51,7 @@ def main(line: Namespace) -> int:
 
     The runs are checked, as far as possible, before the first one starts. Raises UserError.
     """
-    with exit_on_signal(" before a run began; the same command goes on"):
+    with exit_on_signal(" before a run began; the same command resumes it"):
         swept = prepare_sweep(line)
     if not swept:
         return 0
@@ -84,7 +84,7 @@ def main(line: Namespace) -> int:
         return sweep.report_end(swept.runs.folder, jobs.failed())
     except KeyboardInterrupt:
         if swept.is_on_slurm:
-            print_line("the jobs go on without this command: squeue --me lists them, scancel ends them", error=True)
+            print_line("the jobs continue without this command: squeue --me lists them, scancel ends them", error=True)
         raise
     results = swept.runs.folder / "optimization_results.yaml"
     if swept.sweeper == "optuna" and results.is_file():

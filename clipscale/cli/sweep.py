@@ -101,7 +101,7 @@ class SweepRuns:
         words = [] if self.has_name else [shlex.quote(f"run={self.folder}")]
         if any(config.resume == "none" for config in self.configs):
             words.append("resume=auto")
-        return f"the same command{' with ' if words else ''}{' '.join(words)} goes on"
+        return f"the same command{' with ' if words else ''}{' '.join(words)} resumes it"
 
 
 def runs_of(words: Sequence[str], config_dir: str | None) -> SweepRuns:

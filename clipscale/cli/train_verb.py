@@ -187,7 +187,8 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
 
             step = result["step"]
             log_line(
-                f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it"
+                f"run={config.run} is complete at step {step}: nothing is left to train; "
+                "give more samples= to train further"
             )
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
@@ -208,6 +209,6 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
         if not (advice or has_checkpoint(config)):
             raise
         if not advice:
-            own = f"go on with {shlex.quote(f'run={config.run}')} resume=auto"
-            advice = "the same command goes on" if resumes_by_itself else own
+            own = f"continue with {shlex.quote(f'run={config.run}')} resume=auto"
+            advice = "the same command resumes it" if resumes_by_itself else own
         raise StoppedError(f"{stopped}; {advice}", stopped.number) from None

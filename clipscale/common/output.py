@@ -59,7 +59,7 @@ class RetryingLines:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             if not self._has_warned:
-                log_warning(f"{self._file.name} cannot be written ({error.strerror}): lines wait in memory")
+                log_warning(f"{self._file.name} cannot be written ({error.strerror}): lines are kept in memory")
             self._has_warned = True
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ def number(name: str, default: int) -> int:
     """The whole number in an environment variable. Raises UserError for any other text."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise UserError(f"{name}={text!r} of the environment is no number; unset it, or start with torchrun")
+        raise UserError(f"{name}={text!r} in the environment is not a number; unset it, or start with torchrun")
     return int(text)
 
 

@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is no size such as 8G, 512GB or 2T")
+        raise ValueError(f"{text!r} is not a size such as 8G, 512GB or 2T")
     return int(Fraction(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 

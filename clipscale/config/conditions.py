@@ -75,7 +75,7 @@ def parse_condition(text: str) -> Condition:
     try:
         float(value)
     except ValueError as error:
-        raise UserError(f"data.filter={text!r}: {value!r} is no number") from error
+        raise UserError(f"data.filter={text!r}: {value!r} is not a number") from error
     return Condition(name, sign, (value,))
 
 

@@ -103,7 +103,7 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta)
     while store.add(f"{name}/joined", 0) < size - 1:
         if time.monotonic() > deadline:
             raise UnreachableError(
-                f"launch.timeout_s={timeout.total_seconds():g}: not all of {size} ranks came in so many seconds"
+                f"launch.timeout_s={timeout.total_seconds():g}: not all of {size} ranks arrived in that time"
             )
         for other in range(1, size):
             # The question may be left from the last attempt. Then the rank of this attempt asks again.

@@ -20,7 +20,7 @@ def check_launcher_variables() -> None:
     if not ranks.under_launcher():
         problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
     elif ranks.rank() >= ranks.size():
-        problem = f"is no rank of WORLD_SIZE={ranks.size()}"
+        problem = f"is not a rank of WORLD_SIZE={ranks.size()}"
     elif ranks.size() > 1 and not (os.environ.get("MASTER_ADDR") and 0 < ranks.number("MASTER_PORT", 0) < 2**16):
         problem = "needs MASTER_ADDR, and a port as MASTER_PORT"
     if problem:

@@ -90,7 +90,7 @@ def ending_if_removed(
         wait_for_save()
         raise UserError(
             f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
-            f"{step}: go on with resume=auto"
+            f"{step}: continue with resume=auto"
         )
 
 

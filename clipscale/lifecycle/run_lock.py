@@ -49,7 +49,7 @@ def wait_for_flock(file: IO[str], folder: Path) -> bool:
             used = f"run={folder} is in use by {file.read() or 'another run'}"
         except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
             log.warning(
-                "run=%s: its file system has no locks (%s); see to it yourself that no second run writes there",
+                "run=%s: its file system has no locks (%s); make sure that no second run writes there",
                 folder, error.strerror,
             )  # fmt: skip
             return False

@@ -166,7 +166,10 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
     refuse_unknown(distillation_loss, unknown)
     _check_words(exchange=exchange, backend=backend)
     if captions != 1 or backend == "triton":
-        raise ValueError("distillation_loss takes one caption an image and has no Triton kernels: leave both out")
+        raise ValueError(
+            "distillation_loss supports one caption per image and has no Triton kernels: drop captions= and "
+            "backend='triton'"
+        )
     if not teachers or len(weights) != 2 or min(weights) < 0 or not max(weights):
         raise ValueError(f"{len(teachers)} teachers, weights={weights}: give a teacher, and two weights of 0 or more")
     module = _module_of(similarity)
@@ -224,7 +227,7 @@ def _module_of(similarity: nn.Module | str | None) -> nn.Module | None:
     if similarity is None or similarity == "dot":
         return None
     if not isinstance(similarity, nn.Module):
-        raise ValueError(f"similarity={similarity!r} is no module; leave it out for the dot product")
+        raise ValueError(f"similarity={similarity!r} is not a module; leave it out for the dot product")
     return similarity
 
 

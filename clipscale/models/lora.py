@@ -54,7 +54,7 @@ def add_adapters(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> No
     """
     if not family_of(encoder).calls_layers(encoder):
         raise UserError(
-            f"model.lora={rank}: the {tower} tower is no transformer of open_clip, no ViT of timm and no text tower of "
+            f"model.lora={rank}: the {tower} tower is not a transformer of open_clip, a ViT of timm or a text tower of "
             f"transformers; take model.{tower}.train=none, or model.lora=0"
         )
     try:

@@ -265,7 +265,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
                 rows, tokens_NTW = rows
                 decoder_inputs.append(tokens_NTW)
             if getattr(rows, "shape", None) != (1, description["embed_dim"]):
-                raise ValueError("its output is no row of features of width embed_dim")
+                raise ValueError("its output is not a row of features of width embed_dim")
     if isinstance(encoders, CoCa):
         with to_user_error(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
             on_meta(encoders.text_decoder, *decoder_inputs)

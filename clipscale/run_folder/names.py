@@ -121,7 +121,7 @@ def check_own(run: Path) -> None:
     for path in (*files.visible_entries(run), *(files.visible_entries(inside) if inside.is_dir() else ())):
         if path.suffix not in LOG_SUFFIXES and path != inside:
             raise UserError(
-                f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
+                f"run={run} is not the folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
             )
 
 

@@ -48,7 +48,7 @@ def rename_damaged(path: Path, reason: str) -> None:
     """Rename a damaged record; its run continues without it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)
-    log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)
+    log.warning("%s is damaged (%s); it is now %s, and the run continues", path, reason, aside.name)
 
 
 def rename_misplaced_folders(paths: Iterable[Path]) -> None:
@@ -79,7 +79,7 @@ def set_aside_for_resume(run_dir: Path, step: int, *, begins_elsewhere: bool) ->
         read_or_set_aside(run_dir / CONFIG, lambda _: written_settings(run_dir))
 
 
-def set_aside_records(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
+def set_aside_records(run_dir: Path, why: str = "begins again, without a checkpoint") -> None:
     """Move the run's records into a folder of their own, and log `why`."""
     records = [record for record in RUN_RECORDS if (run_dir / record.name).exists()]
     if any(record.is_measurement and (run_dir / record.name).stat().st_size for record in records):
@@ -109,11 +109,11 @@ def set_aside_later_steps(run_dir: Path, step: int) -> None:
         path.rename(aside / path.name)
     if later:
         log.warning(
-            "%s and what is later is beyond step %d, from which the run goes on; it is now %s, and its records are in "
-            "%s", later[0].name, step, renamed[0].name, aside
+            "%s and later ones are beyond step %d, where the run continues; it is now %s, and their records are in %s",
+            later[0].name, step, renamed[0].name, aside
         )  # fmt: skip
     else:
-        log.warning("evaluations beyond step %d, from which the run goes on, are now in %s", step, aside)
+        log.warning("evaluations beyond step %d, from which the run continues, are now in %s", step, aside)
 
 
 def rename_checkpoint(checkpoint: Path, ending: str) -> Path:

@@ -47,7 +47,7 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
         changed = ""
         if changes:
             changed = "; changed: " + ", ".join(changes)
-        state = ": going on after"
+        state = ": resumed after"
         if step >= schedule.end:
             state = " is complete at"
         log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")
@@ -56,7 +56,7 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
             f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {resolved.folder}"
         )
     if step >= schedule.end:
-        log_line("nothing is left to train; more samples= go on with it")
+        log_line("nothing is left to train; give more samples= to train further")
     elif 0 < schedule.total <= schedule.warmup:
         log_warning(
             f"schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "

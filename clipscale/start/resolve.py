@@ -168,7 +168,7 @@ def check_fits(resumed: CheckpointDescription | None, config: TrainConfig, last_
     if resumed is None:
         if checkpoints_of(Path(config.run)):
             raise UserError(
-                f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
+                f"run={config.run} already holds checkpoints; continue with resume=auto, or choose another run=NAME"
             )
         return
     model = resumed.model_config

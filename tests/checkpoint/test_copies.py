@@ -209,7 +209,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
     shutil.rmtree(run)
     (path_of(store, 1) / ".metadata").unlink()
-    with refused("holds no whole checkpoint .*; give another address"):
+    with refused("holds no intact checkpoint .*; give another address"):
         restore_from_copy(run, str(store), "auto")
 
 
@@ -225,7 +225,9 @@ def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: 
     shutil.rmtree(run)
     assert restore_from_copy(run, str(store), "auto")
     assert steps(run) == ([4] if is_damaged else [2, 4]) and not [*run.rglob("*.tmp")]
-    assert ("best checkpoint, step_00000002, stays there" in capsys.readouterr().out) == is_damaged
+    assert (
+        "best checkpoint, step_00000002, could not be fetched and remains only there" in capsys.readouterr().out
+    ) == is_damaged
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError], ids=["killed", "unreadable"])
@@ -260,7 +262,7 @@ def test_a_damaged_config_yaml_of_the_store_costs_the_best_checkpoint_alone(tmp_
     (store / "config.yaml").write_text("{")
     shutil.rmtree(run)
     assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 1)
-    assert "the best checkpoint stays there" in capsys.readouterr().out
+    assert "the best checkpoint could not be fetched and remains only there" in capsys.readouterr().out
 
 
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("clipscale.checkpoint.copies.found_in_copy", fail)
-    with refused("cannot be read.*the disk is gone.*checkpoint.copy= goes on without it"):
+    with refused("cannot be read.*the disk is gone.*checkpoint.copy= continues without it"):
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
         else:

@@ -133,7 +133,7 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture,
     assert steps(disk) == [1, 3]
     printed = capsys.readouterr().out
     assert "step_00000002 could not be written (No space left on device)" in printed
-    assert ("training goes on without it" in printed) != is_last, printed
+    assert ("training continues without it" in printed) != is_last, printed
 
 
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
@@ -178,7 +178,7 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     with caplog.at_level(logging.WARNING):
         assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == first
     (notice,) = caplog.messages
-    assert notice.endswith("it is now step_00000002.damaged; the run goes on from step_00000001")
+    assert notice.endswith("it is now step_00000002.damaged; the run continues from step_00000001")
     assert checkpoints_of(tmp_path) == [first]
 
 

@@ -224,7 +224,7 @@ def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
     order = [output.find(word) for word in ("the settings", "<hydra>", "torch ...", "<torch>", "building")]
     assert order == sorted(order) and order[0] >= 0 and "<wandb>" not in output, output
     *lines, last, end = [line for line in screen(output) if not line.startswith("<")]
-    assert re.fullmatch(r"stopped after step \d+ and saved; the same command goes on", last), lines
+    assert re.fullmatch(r"stopped after step \d+ and saved; the same command resumes it", last), lines
     assert (status, end) == (130, "")
     assert any(" step=1 loss=" in line for line in lines)
     # The terminal writes ^C itself, before or after our message, which then leaves an empty line.
@@ -235,7 +235,7 @@ def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
     assert max(map(len, lines)) <= 100, lines
 
 
-@pytest.mark.parametrize(("words", "way"), [("run=a", "the same command goes on"), ("resume=none", "run=runs/2")])
+@pytest.mark.parametrize(("words", "way"), [("run=a", "the same command resumes it"), ("resume=none", "run=runs/2")])
 def test_a_stopped_run_says_how_it_goes_on(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, shards: str, words: str, way: str
 ) -> None:

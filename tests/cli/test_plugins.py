@@ -148,10 +148,10 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("work", "line"),
     [
-        ("sweep.check_runs = work", "stopped by SIGTERM before a run began; the same command goes on\n"),
+        ("sweep.check_runs = work", "stopped by SIGTERM before a run began; the same command resumes it\n"),
         (
             "hydra.main = lambda **_: lambda job: work",
-            "stopped by SIGTERM; 0 of 2 runs complete; the same command goes on\n",
+            "stopped by SIGTERM; 0 of 2 runs complete; the same command resumes it\n",
         ),
     ],
 )
@@ -276,7 +276,7 @@ def test_joblib_runs_side_by_side_save_at_a_signal_and_go_on(environment: dict, 
     assert first.wait(120) == 143, log.read_text()
     stopped = [max(steps(run)) for run in runs[:2]]
     assert max(stopped) < 100 and log.read_text().count("stopped by SIGTERM after step") == 2
-    assert "stopped by SIGTERM; 0 of 3 runs complete; the same command goes on" in log.read_text()
+    assert "stopped by SIGTERM; 0 of 3 runs complete; the same command resumes it" in log.read_text()
     assert [len(re.findall(rf" seed={seed}: step=1 loss=", log.read_text())) for seed in range(3)] == [1, 1, 0]
     assert not runs[2].exists(), "the run that had not begun"
     assert [len([*run.glob("checkpoints/step_*")]) for run in runs[:2]] == [1, 1]

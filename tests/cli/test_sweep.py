@@ -113,13 +113,13 @@ PLUGIN = "hydra/launcher=basic"
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (("run=s",), "the same command goes on"),
-        ((), "the same command with run={} goes on"),
-        (("run=s", "resume=none"), "the same command with resume=auto goes on"),
+        (("run=s",), "the same command resumes it"),
+        ((), "the same command with run={} resumes it"),
+        (("run=s", "resume=none"), "the same command with resume=auto resumes it"),
         # The line is made in one place: with a launcher, one of them is enough for the ordinary suite.
-        pytest.param(("run=s", PLUGIN), "the same command goes on", marks=pytest.mark.slow),
-        pytest.param((PLUGIN,), "the same command with run={} goes on", marks=pytest.mark.slow),
-        (("run=s", "resume=none", PLUGIN), "the same command with resume=auto goes on"),
+        pytest.param(("run=s", PLUGIN), "the same command resumes it", marks=pytest.mark.slow),
+        pytest.param((PLUGIN,), "the same command with run={} resumes it", marks=pytest.mark.slow),
+        (("run=s", "resume=none", PLUGIN), "the same command with resume=auto resumes it"),
     ],
 )
 def test_a_signal_ends_the_sweep_and_the_line_says_what_goes_on(

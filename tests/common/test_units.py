@@ -33,7 +33,7 @@ def test_sizes_of_memory_are_binary_in_every_form_that_people_type(text: object,
 
 @pytest.mark.parametrize("text", ["", "T", "-1G", "2 P", "2B2", "1.5.0G", "two G", "bi"])
 def test_no_size_of_memory_is_refused_with_the_text(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
 
 

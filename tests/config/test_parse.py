@@ -47,7 +47,7 @@ def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
 def test_memory_is_a_number_of_bytes_in_any_form_that_people_type() -> None:
     for text in ("2T", "2TB", "2048G", str(2**41)):
         assert compose.settings("plan", [f"host_memory={text}"]).host_memory == 2**41
-    with refused(r"^host_memory=much: 'much' is no size such as 8G"):
+    with refused(r"^host_memory=much: 'much' is not a size such as 8G"):
         compose.settings("plan", ["host_memory=much"])
 
 

@@ -401,7 +401,7 @@ def test_paths_that_are_no_set_are_refused(tmp_path: Path) -> None:
         "empty": "none of the known layouts",
         **dict.fromkeys(("a.tar.gz", "a.tgz", "a.tar"), "/a.t.* is gzipped.* gunzip it"),
         "set/test": r"nothing to evaluate: 6 no_caption; fetch",
-        "set.csv": r"is no caption file \(\.json\)",
+        "set.csv": r"is not a caption file \(\.json\)",
         "set.json": "neither COCO's",
     }.items():
         with refused(message):

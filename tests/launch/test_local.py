@@ -220,7 +220,7 @@ def test_a_signal_saves_stops_the_workers_and_gives_the_status(
     assert process.returncode == 128 + number, errors
     signalled = "stopped" if number is signal.SIGINT else "stopped by SIGTERM"
     last = errors.splitlines()[-1]
-    assert re.fullmatch(rf"{signalled} after step \d+ and saved; the same command goes on", last), errors
+    assert re.fullmatch(rf"{signalled} after step \d+ and saved; the same command resumes it", last), errors
     assert "Traceback" not in errors and "torch/" not in errors, errors
     assert list((tmp_path / "runs/long/checkpoints").iterdir())
     assert gone(everyone, 15)

@@ -23,7 +23,7 @@ REFUSALS = [
     ({"text_features": V.long()}, "must be floating-point"),
     ({"text_features": V.to("meta")}, "but text_features on meta"),
     ({"image_features": torch.ones(6, 3, 4)}, "features of 2 dimensions"),
-    ({"similarity": "late"}, "similarity='late' is no module"),
+    ({"similarity": "late"}, "similarity='late' is not a module"),
     ({"logit_scale": torch.ones(2)}, "are single numbers"),
     ({"logit_scale": -2.0}, "not its logarithm"),
     ({"logit_scale": torch.nan}, "logit_scale has 1 non-finite"),

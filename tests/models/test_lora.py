@@ -92,10 +92,10 @@ def test_towers_of_timm_and_of_transformers_have_adapters(kind: str) -> None:
 
 def test_what_cannot_be_adapted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(
-        r"model.lora=3: the image tower is no transformer of open_clip.*model.image.train=none, or model.lora"
+        r"model.lora=3: the image tower is not a transformer of open_clip.*model.image.train=none, or model.lora"
     ):
         small_model(lora=3, lean=False)
-    with refused("model.lora=3: the image tower is no transformer of open_clip"):
+    with refused("model.lora=3: the image tower is not a transformer of open_clip"):
         build_model(config(RESNET, lora=3))
     locked = build_model(config(RESNET, lora=3, image=TowerConfig(train="none")))
     assert not trained(locked.image) and trained(locked.text)

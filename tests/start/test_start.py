@@ -273,7 +273,7 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
 def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with refused(f"^run={tmp_path} is no folder of a run: it holds {name[:6]}.*; choose another run=NAME"):
+    with refused(f"^run={tmp_path} is not the folder of a run: it holds {name[:6]}.*; choose another run=NAME"):
         train(four_step_config(shards, tmp_path))
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
 
@@ -295,7 +295,7 @@ def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
         shutil.rmtree(tmp_path / "run/checkpoints")
     assert curve(tmp_path / "run/earlier") == curve(tmp_path / "run/earlier-2") == curve(tmp_path / "run")
     assert len([*(tmp_path / "run/earlier-2").iterdir()]) == 5, "with its settings, its result and evaluations"
-    assert caplog.text.count("begins anew") == 2
+    assert caplog.text.count("begins again") == 2
 
 
 SLOW = pytest.mark.slow
@@ -333,7 +333,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     assert train(config)["step"] == len(curve(run)) == 4
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}
     assert sum(path.read_bytes().endswith(damage) for path in run.rglob("*.damaged")) == len(records)
-    assert sum("is damaged" in message and "goes on" in message for message in caplog.messages) == len(records)
+    assert sum("is damaged" in message and "continues" in message for message in caplog.messages) == len(records)
 
 
 def test_a_goal_means_one_evaluated_set() -> None:

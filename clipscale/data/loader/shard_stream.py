@@ -197,7 +197,7 @@ class ShardStream:
         if len(self._unreachable) >= MAX_UNREACHABLE:
             raise LoaderError(
                 f"data.train: {MAX_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
-                f"(the last: {error}); go on with resume=auto when the storage is back"
+                f"(the last: {error}); continue with resume=auto when the storage is back"
             )
         if len(self._segments) > MAX_UNUSABLE_SEGMENTS or self._segments.total() > MAX_BROKEN:
             reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())

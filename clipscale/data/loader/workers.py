@@ -227,7 +227,7 @@ class Workers:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return LoaderError(
             f"{self._name(number)} {how}{self._status(number)}; if the machine "
-            "ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
+            "ran out of memory, lower data.workers, data.shard_streams or data.shuffle; continue with resume=auto"
         )
 
 

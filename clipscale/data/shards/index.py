@@ -108,7 +108,7 @@ def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
             yield from base.execute(question, values)
     except sqlite3.Error as error:
-        log.warning("%s: the index cannot be read (%s); going on without it", path, error)
+        log.warning("%s: the index cannot be read (%s); continuing without it", path, error)
 
 
 class KnownShards(NamedTuple):

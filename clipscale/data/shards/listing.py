@@ -93,7 +93,7 @@ def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
         problem = f"{len(missing)} of {len(asked)} shards do not exist (first: {missing[0]}, {failed[missing[0]]})"
         if len(missing) == len(asked):
             raise UserError(f"data.train: {problem}")
-        log.warning("data.train: %s; going on without them", problem)
+        log.warning("data.train: %s; continuing without them", problem)
     return missing
 
 
@@ -123,7 +123,7 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
     missing = set(names).difference(present)
     if missing:
         counts = f"{len(missing)} of {len(names)} shards do not exist"
-        notify(f"{setting}: {counts} (first: {min(missing)}); going on without them")
+        notify(f"{setting}: {counts} (first: {min(missing)}); continuing without them")
     return present
 
 

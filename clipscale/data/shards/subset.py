@@ -160,7 +160,7 @@ def _weights(file: SubsetFile, name: str) -> SampleTable:
         twice = halves[1:] == halves[:-1]
         problem = ""
         if bad.any():
-            problem = f"{bad.sum()} weights are no numbers from 0 to {MAX_WEIGHT:,}"
+            problem = f"{bad.sum()} weights are not numbers from 0 to {MAX_WEIGHT:,}"
         elif twice.any():
             problem = f"{twice.sum()} samples come twice"
         if problem:

@@ -79,8 +79,8 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
         return names
     if len(folders) < 2:
         raise UserError(
-            f"eval.sets: {root} has one folder of pictures, {', '.join(folders)}, which is no set of classes; give the "
-            "folder with the classes, or make shards of pictures with texts: clipscale data pack "
+            f"eval.sets: {root} has one folder of pictures, {', '.join(folders)}, which is not a set of classes; give "
+            "the folder with the classes, or make shards of pictures with texts: clipscale data pack "
             f"{shlex.quote(str(root))} out=DIR"
         )
     names = _without_numbers(root, folders)
@@ -123,5 +123,7 @@ def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
     order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
     unknown = [wnid for wnid in wnids if wnid not in order]
     if unknown:
-        raise UserError(f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the names into {CLASSNAMES}")
+        raise UserError(
+            f"eval.sets: {root / unknown[0]} is not a class of ImageNet-1k; write the names into {CLASSNAMES}"
+        )
     return [IMAGENET_CLASSNAMES[order[wnid]] for wnid in wnids]

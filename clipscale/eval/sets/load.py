@@ -49,7 +49,7 @@ def load_set(path: Path) -> EvalSet:
         if not path.exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":
-            raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
+            raise UserError(f"eval.sets: {path} is not a caption file (.json); give the set's folder, unpacked")
         loaded = caption_files.load(path) if path.is_file() else _load_folder(path)
     frame = frame_width(path)
     if frame:

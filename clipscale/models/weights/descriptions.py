@@ -114,9 +114,9 @@ def check_words(description: Record) -> None:
         if isinstance(value, dict):
             check_words(value)
         elif isinstance(value, str) and value and not SAFE_TEXT.fullmatch(value):
-            raise ValueError(f"{key}={value[:80]!r} is no name")
+            raise ValueError(f"{key}={value[:80]!r} is not a name")
         elif isinstance(value, int | float) and value < 0 and key != "init_logit_bias":
-            raise ValueError(f"{key}={value} is no size")
+            raise ValueError(f"{key}={value} is not a size")
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str:

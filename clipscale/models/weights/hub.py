@@ -38,7 +38,7 @@ def check_connection(model: ModelConfig) -> None:
                     "download it elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"
                 ) from error
         except HFValidationError as error:
-            raise UserError(f"{repository} is no repository of Hugging Face ({error})") from error
+            raise UserError(f"{repository} is not a repository of Hugging Face ({error})") from error
 
 
 def repositories(model: ModelConfig) -> Iterator[str]:

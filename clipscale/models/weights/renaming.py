@@ -29,7 +29,7 @@ def to_transformers(state: Weights, model_type: str) -> Weights:
     new = rename_weights(state, MODEL_TYPES[model_type]["names"])
     unknown = state.keys() & new.keys() - {"logit_scale", "logit_bias"}
     if unknown:
-        raise ValueError(f"{min(unknown)} is no part of it")
+        raise ValueError(f"{min(unknown)} is not part of it")
     return new
 
 

@@ -377,7 +377,7 @@ def _pretrained(tag: str, name: str, origin: str) -> Record:
         models = ", ".join(table.list_pretrained_models_by_tag(tag))
         hint = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
-            f"{origin} is no file, no folder, no run and no tag of model.name={name}{did_you_mean(tag, tags)}; {hint}"
+            f"{origin} is not a file, a folder, a run or a tag of model.name={name}{did_you_mean(tag, tags)}; {hint}"
         )
     described = table.get_pretrained_cfg(name, tag)
     has_quick_gelu = described.get("quick_gelu", False)

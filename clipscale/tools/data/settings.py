@@ -52,7 +52,7 @@ class HoldoutSettings:
 class PackSettings:
     """`clipscale data pack SOURCE out=DIR`: make shards of pictures and captions that lie in files or tables."""
 
-    out: str = setting("", "Folder of the shards; a stopped command goes on there.")
+    out: str = setting("", "Folder of the shards; a stopped command resumes there.")
     columns: list[str] | None = setting(
         None, "A table's column of pictures (paths, addresses, bytes), then those of captions; null: the usual names."
     )

@@ -105,7 +105,7 @@ class EmbeddedSet:
         if self.unfinished:
             print_line(
                 f"warning: {self.folder}: {counted(self.unfinished, 'shard')} of {self.unfinished + len(self.paths)} "
-                "left out: `clipscale embed` has not completed them; the same command goes on",
+                "left out: `clipscale embed` has not completed them; give its command again",
                 error=True,
             )
 

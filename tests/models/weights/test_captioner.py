@@ -95,7 +95,7 @@ def test_weights_by_a_tag_are_those_of_its_repository(tmp_path: Path, monkeypatc
     assert config.preprocess["interpolation"] == "bicubic"
     others = {
         "cannot be fetched": replace(tagged, name="coca_ViT-L-14"),
-        "no tag of model.name=coca_ViT-B-32": replace(tagged, weights="laion2b_s34b_b79k"),
+        "tag of model.name=coca_ViT-B-32": replace(tagged, weights="laion2b_s34b_b79k"),
     }
     for message, other in others.items():
         with pytest.raises(UserError, match=message):

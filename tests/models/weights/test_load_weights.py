@@ -224,7 +224,7 @@ def test_a_strangers_description_names_no_path_and_no_address(tmp_path: Path, pa
     tower, key = part.split(".")
     content["model_cfg"][tower][key] = name
     (folder / "open_clip_config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"{key}='{name}' is no name"):
+    with pytest.raises(UserError, match=rf"{key}='{name}' is not a name"):
         completed_by_weights(ModelConfig(name="", weights=str(folder)))
 
 

@@ -180,11 +180,11 @@ WRONG = {
     "model.weights=text.safetensors": "cannot be read as weights",
     "model.weights=text.pt": "neither safetensors nor written by torch.save",
     "model.weights=hf-hub:org/none": "org/none is not on this machine",
-    "model.weights=hf-hub:a/b/c": "a/b/c is no repository",
+    "model.weights=hf-hub:a/b/c": "a/b/c is not a repository",
     "model=siglip-b16": "timm/ViT-B-16-SigLIP is not on this machine",
     "model.image.weights=empty": "holds no weights",
     "model=vit-b32 model.weights=start": "is small",
-    "model.weights=laion2b_s34b_b79": "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
+    "model.weights=laion2b_s34b_b79": "tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
     "model.weights=laion2b_s34b_b79k": "b79K is not on this machine, and cannot be fetched: http://127.0.0.1:9 has",
 }
 
@@ -269,8 +269,8 @@ def test_weights_of_another_model_are_refused_by_their_shapes(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model.weights=laion2b_s32b_b82k", "no tag of model.name=ViT-B-32.*it is one of ViT-L-14"),
-        ("model=vit-l14 model.text.weights=laion2b_s34b_b79k", "no tag of model.name=ViT-L-14"),
+        ("model.weights=laion2b_s32b_b82k", "tag of model.name=ViT-B-32.*it is one of ViT-L-14"),
+        ("model=vit-l14 model.text.weights=laion2b_s34b_b79k", "tag of model.name=ViT-L-14"),
         ("model.weights=openai", "another activation; take model.name=ViT-B-32-quickgelu"),
     ],
 )

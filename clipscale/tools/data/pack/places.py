@@ -95,7 +95,7 @@ def resolved(root: str) -> str:
         return f"{root.rstrip('/')}/"
     folder = Path(root).expanduser().resolve()
     if not folder.is_dir():
-        raise UserError(f"root={root}: is no folder; give the one below which the pictures lie")
+        raise UserError(f"root={root}: is not a folder; give the one below which the pictures lie")
     return str(folder)
 
 

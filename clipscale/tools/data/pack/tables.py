@@ -114,7 +114,7 @@ def check_content(file: Path) -> None:
     with file.open("rb") as start:
         kind = kind_of(start.read(PROBE_BYTES))
     if kind and kind.suffix in CONVERSIONS:
-        raise UserError(f"{file.name} is no text; {conversion(kind.suffix, file)}")
+        raise UserError(f"{file.name} is not text; {conversion(kind.suffix, file)}")
 
 
 def conversion(suffix: str, file: Path) -> str:
