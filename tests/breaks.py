@@ -125,19 +125,19 @@ BREAKS = [
         "torch.distributed.checkpoint",
         "clipscale/checkpoint/loading.py",
         {'"torch.distributed.checkpoint.metadata", ': ""},
-        "tests/checkpoint/test_folder.py::test_what_is_loaded_is_what_was_saved",
+        "tests/checkpoint/test_saving_and_loading.py::test_what_is_loaded_is_what_was_saved",
     ),
     Break(
         "torch.distributed.checkpoint",
         "clipscale/checkpoint/loading.py",
         {'        ("torch.serialization", "_get_layout"),\n': ""},
-        "tests/checkpoint/test_folder.py::test_what_is_loaded_is_what_was_saved",
+        "tests/checkpoint/test_saving_and_loading.py::test_what_is_loaded_is_what_was_saved",
     ),
     Break(
         "WriteResult.storage_data",
         "clipscale/checkpoint/saving.py",
         {"if isinstance(result, ChecksummedWrite)": "if False"},
-        "tests/checkpoint/test_folder.py::test_damage_anywhere_in_a_file_of_several_blocks_is_found",
+        "tests/checkpoint/test_saving_and_loading.py::test_damage_anywhere_in_a_file_of_several_blocks_is_found",
     ),
     Break(
         "open_clip.tokenizer._tokenizer",
