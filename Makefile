@@ -49,12 +49,10 @@ oldest newest:
 mutants: $(INSTALLED)
 	$(RUN) tests/mutants.py $(MUTANTS)
 
-# Where a list of features lies beside the project, each of its rows is looked for, too.
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(if $(wildcard ../shared/features),$(PYTHON) ../shared/features)
 
 # site/: needs no network, fails at a dead link.
 docs: $(INSTALLED)
