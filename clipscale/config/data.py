@@ -74,7 +74,7 @@ class DataConfig:
         least=1,
     )
     same: str | None = setting(
-        None, "Samples with the same `caption`, or the same json field (`url`, ...), are no negatives of each other."
+        None, "Samples with the same `caption`, or the same json field (`url`, ...), are not negatives of each other."
     )
     only_keys: str | None = setting(
         None,

@@ -109,7 +109,7 @@ class ModelConfig:
     preprocess: dict[str, object] = setting(
         {},
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
-        "interpolation (bicubic, bilinear). What is left out is as the weights need it, else as in CLIP.",
+        "interpolation (bicubic, bilinear). Missing values are those of the weights, else of CLIP.",
     )
 
     @staticmethod

@@ -115,7 +115,7 @@ class SweepConfig:
     """What a sweeper of Hydra's, such as Optuna, learns of a run."""
 
     metric: str = setting(
-        "", "The result that the sweeper gets of each run, SET/METRIC as in `imagenet1k/top1`; empty: the last loss."
+        "", "The result of each run that the sweeper gets, SET/METRIC as in `imagenet1k/top1`; empty: the last loss."
     )
 
     def check(self) -> None:
@@ -268,8 +268,8 @@ class SinkConfig:
 
     wandb: str = setting(
         "disabled",
-        "Weights & Biases: `online`, `offline` or `disabled`; if it is used, WANDB_MODE counts more. WANDB_PROJECT and "
-        "WANDB_ENTITY name the place.",
+        "Weights & Biases: `online`, `offline` or `disabled`; if it is used, WANDB_MODE overrides this. WANDB_PROJECT "
+        "and WANDB_ENTITY name the place.",
         choices=WANDB_MODES,
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
