@@ -347,7 +347,6 @@ sys.exit(main())
         ),
         ("plan model=vit-b32 hardware=a100-80g", "stopped by SIGTERM"),
         pytest.param("eval model.weights=none eval.sets={sets}", "stopped by SIGTERM", marks=pytest.mark.slow),
-        pytest.param("embed model=vit-b32 data={shards} out=e", "stopped by SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_a_command_says_that_it_loads_torch_and_a_signal_is_answered_there(
