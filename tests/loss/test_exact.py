@@ -48,7 +48,7 @@ def agrees(u: Tensor, v: Tensor, scale: float, options: dict, backend: dict) -> 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict) -> None:
     for n, m, width, kind in PROBLEMS:
-        for scale in (1.0, 100.0) if n > 64 else (100.0,):
+        for scale in (1.0, 100.0) if n > 100 or kind == "low" else (100.0,):
             options = {"objective": objective} | ({"keys": keys(n)} if has_keys else {})
             agrees(*features(n, n if has_keys else m, width, kind), scale, options, backend)
 

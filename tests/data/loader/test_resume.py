@@ -31,7 +31,7 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled", "weights"]),
     st.sampled_from(SPREADS),

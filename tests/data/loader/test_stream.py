@@ -159,7 +159,7 @@ def test_which_sample_and_which_of_its_texts_comes_when_is_pinned_down(tmp_path:
 # -- exact epochs ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     st.lists(st.integers(0, 25), max_size=6),
     st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 9)),

@@ -26,7 +26,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     st.lists(st.tuples(names, st.binary(max_size=1500)), max_size=6),
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),

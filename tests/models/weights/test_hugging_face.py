@@ -189,6 +189,7 @@ def test_a_model_that_transformers_does_not_have_is_refused(
     assert not (tmp_path / "run/export-hf").exists()
 
 
+@pytest.mark.slow  # the test above refuses a text tower of other features by the same comparison
 def test_a_siglip_that_pools_the_end_token_is_refused(tmp_path: Path) -> None:
     """SigLIP of transformers pools the last token, which is a pad after every caption but the longest."""
     reference("siglip", TANH).save_pretrained(tmp_path / "theirs")
