@@ -86,9 +86,8 @@ def server() -> None:
 
 @pytest.fixture(autouse=True)
 def composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Presets are composed once for all tests, but for slow ones and those of the command line and of presets."""
-    folder = request.node.path.relative_to(Path(__file__).parent).parts[0]
-    if folder in ("cli", "config") or request.node.get_closest_marker("slow"):
+    """Presets are composed once for all tests, but for slow ones and those that use `hydra_itself`."""
+    if "hydra_itself" in request.fixturenames or request.node.get_closest_marker("slow"):
         yield
         return
     from tests.support.composing import compose_once
@@ -96,6 +95,11 @@ def composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipscale.cli.compose.compose_config", compose_once)
         yield
+
+
+@pytest.fixture
+def hydra_itself() -> None:
+    """Hydra composes the commands of the test from their words, as for users."""
 
 
 Capture = pytest.CaptureFixture[str]

@@ -126,6 +126,7 @@ def test_a_finished_run_is_evaluated_and_copied_elsewhere_once(
 # ---- composing ----
 
 
+@pytest.mark.usefixtures("hydra_itself")
 @pytest.mark.parametrize(("typed", "composed"), files.read_yaml(Path(__file__).with_name("composed.yaml")).items())
 def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed: str) -> None:
     _, out, _ = cli("train", typed, "--cfg", "job")  # then the same checks as at a start: there is no such data
@@ -137,6 +138,7 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
 OTHERS = [("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar"), ("run=one", "run=other")]
 
 
+@pytest.mark.usefixtures("hydra_itself")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -153,6 +155,7 @@ def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: st
     assert after.partition("=")[2] in err and err.count("\n") == silent.count("\n") + 1
 
 
+@pytest.mark.usefixtures("hydra_itself")
 def test_a_folder_is_data_by_its_bare_name_unless_a_preset_has_it(cli: Cli, tmp_path: Path) -> None:
     for name in ("mine", "demo"):
         (tmp_path / name).mkdir()
@@ -160,6 +163,7 @@ def test_a_folder_is_data_by_its_bare_name_unless_a_preset_has_it(cli: Cli, tmp_
     assert "  - demo\n" not in cli("train", "data=demo", "--cfg", "job")[1]
 
 
+@pytest.mark.usefixtures("hydra_itself")
 def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")

@@ -15,6 +15,7 @@ from tests.cli.conftest import Cli
 from tests.conftest import TINY, Capture
 
 
+@pytest.mark.usefixtures("hydra_itself")
 def test_all_combinations_run_in_hydras_order_and_failures_are_named(
     trained: list[TrainConfig], shards: str, capsys: Capture
 ) -> None:

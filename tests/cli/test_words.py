@@ -17,6 +17,8 @@ from clipscale.config.setting import settings_of
 from clipscale.config.train_config import TrainConfig
 from tests.support.user_errors import refused
 
+pytestmark = pytest.mark.usefixtures("hydra_itself")
+
 PAGE = (Path(__file__).parents[2] / "docs/howto/open-clip.md").read_text(encoding="utf-8")
 SETTINGS = settings_of(TrainConfig)
 KNOWN = {*SETTINGS, *group_options()}

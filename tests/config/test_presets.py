@@ -22,6 +22,7 @@ from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer
 from tests.support.towers import small_model
 
+pytestmark = pytest.mark.usefixtures("hydra_itself")
 OPTIONS = group_options()
 
 

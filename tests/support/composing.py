@@ -1,6 +1,7 @@
 """Hydra's composition of presets, once for each choice of them; the values of settings are set in a copy of it.
 
-Hydra takes a fifth of a second for each command. The tests of cli/ and config/ and the slow ones use Hydra itself.
+Hydra takes a fifth of a second for each command. Slow tests, those of presets and those of how words compose use it as
+users do (`hydra_itself` in tests/conftest.py).
 """
 
 from collections.abc import Sequence
