@@ -101,11 +101,17 @@ def same(one: Path, other: Path, step: int) -> bool:
     return curve(one) == curve(other) and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
-def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: str, tmp_path: Path) -> None:
-    """Batches of 12 and 6 are read in 2 streams. For 12 alone it would be 8, which they do not fill evenly."""
+def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batches of 12 and 6 are read in 2 streams. For 12 alone it would be 8, which they do not fill evenly.
+
+    The run says after its last stage alone that it is done.
+    """
     data = DataConfig(train=[shards], workers=0, shuffle=8)
     stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
+    assert capsys.readouterr().out.count("done: ") == 1
     for path in checkpoints_of(tmp_path / "run"):
         position = checkpoint.read_description(path).position
         assert position and len(position.by_stream) == 2
@@ -216,13 +222,6 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
     run_ranks(runs.train_on_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
     # Adam divides by the size of small gradients: rounding grew to 0.3 % on one kind of processor.
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-2)
-
-
-def test_a_run_says_that_it_is_done_after_its_last_stage_alone(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(staged(shards, tmp_path / "run", [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]))
-    assert capsys.readouterr().out.count("done: ") == 1
 
 
 def test_losses_of_a_run_wait_as_long_as_its_other_collectives(shards: str, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> Non
         assert stream.broken == {"filter_sample": 1}
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, workers: int) -> None:
     """The folder, shards and members have such names. A caption that is no UTF-8 is left out and counted."""
     folder = Path(f"{tmp_path}/caf\udce9")

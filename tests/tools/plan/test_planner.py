@@ -171,9 +171,9 @@ def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
 ) -> None:
     monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: None)
     monkeypatch.setattr("clipscale.common.memory.free_memory", lambda: parse_count(memory))
+    monkeypatch.setattr(planner, "possible_remedies", lambda config: [])  # each may take a dry run
     hardware = [] if status else ["hardware=cpu"]
-    few_remedies = NOT_FITTING[:4] if status else ()
-    assert main(["plan", *TINIEST, *few_remedies, "batch=64", "cache.chunk=16", *hardware]) == status
+    assert main(["plan", *TINIEST, "batch=64", "cache.chunk=16", *hardware]) == status
     out = capsys.readouterr().out
     assert out.startswith(first) and ("planned for this machine, without a GPU" in out) == (not hardware)
 
@@ -283,7 +283,7 @@ CACHED = files.read_yaml(Path(__file__).with_name("cached.yaml"))
 
 
 def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
-    result = plan(plan_settings("model=tiny", "batch=1k", "hardware=rtx4090-24g"), search=False)
+    result = plan(plan_settings(*TINIEST, "batch=1k", "hardware=rtx4090-24g"), search=False)
     assert result["time"] is result["step_s"] is None and result["fits"]
 
 
