@@ -89,8 +89,8 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         captions: texts of each image, all of them its positives. With several, `replicated` and `local` fall back to
             `gather`.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
-            type. It waits for the device and takes a small all-gather. A training loop may do without it, or leave it
-            out after its first step.
+            type. This waits for the device and costs a small all-gather, so a training loop may pass False, at the
+            latest after its first step.
         unknown: always empty. Another keyword raises TypeError with a hint.
 
     Returns:

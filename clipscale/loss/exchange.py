@@ -1,4 +1,6 @@
-"""How ranks share columns: an exchange runs all blocks of columns, and returns each column's reductions to its owner.
+"""How ranks share columns: an exchange computes this rank's rows against the columns of all ranks, block by block.
+
+It returns the reductions of each column, joined over all rows, to the rank that owns the column.
 
 The forward pass reduces log-sum-exps, by logaddexp; the backward pass reduces feature gradients, by addition. `sweep`
 is the one loop of both. All transfers between ranks are here: the other files of the loss only pass a group on.
@@ -203,7 +205,10 @@ class Exchange:
     size = 1
 
     def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
-        """A collective: run all ranks' columns, given this rank's. Returns each reduction of this rank's columns."""
+        """A collective: compute this rank's rows against the columns of all ranks. `cols`: this rank's columns.
+
+        Returns one tensor for each reduction, with the values of this rank's columns over the rows of all ranks.
+        """
         return run_block(cols, reductions, block_fn, positive_offset=0)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ class Objective:
 
     @property
     def can_mix_targets(self) -> bool:
-        """Whether its targets can be a mean of pairs and teachers' probabilities, so that `Distillation` computes it,
-        too."""
+        """Whether `Distillation` can compute it together with the teachers' loss, as one softmax with mixed targets."""
         return False
 
     @property

@@ -12,7 +12,8 @@ from clipscale.loss.distillation.distillation_objective import Teacher
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 
-# Least divisor when the first numbers of a feature are normalised. It bounds the growth of the gradient to 1,000.
+# Truncated features (`feature_sizes`) are divided by their length, but by no less than this: their gradient grows by a
+# factor of at most 1,000.
 MIN_LENGTH = 1e-3
 
 

@@ -1,7 +1,7 @@
 """A captioner's passes: one encoder of pairs in the place of two towers, and a caption loss beside the contrast.
 
-N: samples of this rank, in `FrozenTowerOutputs` images of a chunk; D: feature width, P: tokens of an image, W: width of
-the decoder.
+N: samples of this rank (in `FrozenTowerOutputs`: images of one chunk); D: feature width; P: tokens of an image;
+W: width of the decoder.
 """
 
 from collections.abc import Callable

@@ -159,9 +159,8 @@ def find_chunk(
     1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
        for the memory, or over 5 % slower than a smaller one (GOOD_ENOUGH), ends the list. If several sizes were
        measured, the largest is then left out, because features, loss and the other tower's gradients need memory, too.
-    2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Otherwise only the
-       fastest stays. This is so without `keeps_graphs`, where no graph is kept, and if the whole batch fits in one
-       chunk, where all are.
+    2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Only the fastest stays
+       if no graph is kept (`keeps_graphs` is false), or if the whole batch fits in one chunk, so that all are kept.
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 

@@ -1,4 +1,4 @@
-"""What the host learns of a step: times and memory of its parts, numbers of the device, and what is free for graphs.
+"""Measurements of a step: time and memory of its parts, numbers read from the device, and the memory left for graphs.
 
 Times and numbers are read without waiting for what the device has queued later.
 """

@@ -55,8 +55,8 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. Without fp16, a loss or norm that is not finite ends the run before the
-        update. With fp16 `overflows` decides instead.
+        """Whether loss and norm are finite. If not, the run ends before the update. With fp16 `overflows` alone decides
+        about the update.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
@@ -117,8 +117,8 @@ class TrainStep:
             wants_save: whether this rank wishes to save a checkpoint after the step; see `StepResult.wants_save`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
-        Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
-        and what `before_chunk` raises.
+        Raises UserError if training has diverged or memory is short; the error of a rank's stream, on all ranks:
+        DataError, or SignalError if a signal ended a wait for samples; and what `before_chunk` raises.
         """
         timer = StepTimer(self.world.device)
         waited_before = stream.waited_s
@@ -197,9 +197,8 @@ class TrainStep:
 
         A collective. Raises as `run` does.
 
-        The host waits for the device here. It also waits in the loss: the Triton kernels read the logit scale where
-        they compute gradients (softmax: backward pass, sigmoid: forward pass), and torch's tiles read bounds and sums
-        in both passes.
+        The host waits for the device here, to read the numbers. It also waits in the loss, which reads the logit scale
+        (Triton kernels) or bounds and sums (torch's tiles) on the host.
         """
         if stream.failure:
             self.poison_gradients()
@@ -229,8 +228,9 @@ class TrainStep:
         return StepNumbers(loss, captioner_losses, grad_norm)
 
     def raise_failure_or_divergence(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
-        """Raise the error that made the numbers infinite or NaN: a rank's failed stream, or divergence. A collective.
+        """Raise the reason why the numbers are not finite. A collective.
 
+        It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
         """
         run_on_all_ranks(self.world, stream.raise_failure)

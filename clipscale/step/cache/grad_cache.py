@@ -91,7 +91,7 @@ class GradCache:
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
-        # May be changed between steps; `encode` checks it.
+        # May be changed between steps. `encode` checks the new value; `encode_tower` does not.
         self.chunks = checked_chunks(chunks, len(encoders))
         is_context = isinstance(autocast, AbstractContextManager)  # one context cannot serve all chunks
         if is_context or not callable(autocast):

@@ -30,8 +30,8 @@ from clipscale.step.cache.pass_contexts import batch_norms, is_collective
 
 log = logging.getLogger(__name__)
 
-# A graph is kept only if the free memory is this many times its bytes. `cache.keep=auto` leaves a tenth of the
-# memory free, so this rarely refuses one there.
+# With CHECK_FIRST a graph is kept only if the free memory is at least this many times its bytes. `cache.keep=auto`
+# leaves a tenth of the memory free, so this rarely refuses one.
 HEADROOM = 1.1
 
 
@@ -84,10 +84,10 @@ class KeptGraphs:
     num_rows: int = 0
     # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
     graph_bytes: int = 0
-    # Number of chunks, from the first on, whose graphs this rank meant to keep when the first pass began. The same on
-    # all ranks, unless one of them ran short of memory in an earlier tower of this step.
+    # The plan before the first pass: this rank keeps the graphs of the first `num_planned` chunks. The same number on
+    # all ranks, unless one of them has run short of memory in an earlier tower of this step.
     num_planned: int = 0
-    # Number of those whose graphs it does keep.
+    # The number of graphs that it does keep, fewer if its memory runs short.
     num_kept: int = 0
     # The outputs of the kept chunks that are still to be backpropagated, in order; they hold the graphs.
     outputs: list[ChunkOutput] = field(default_factory=list)

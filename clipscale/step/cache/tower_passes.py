@@ -53,7 +53,7 @@ class TowerPasses:
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    # Whether a pass without a second one was seen to have no gradient; see `forward_with_policy`.
+    # Whether a frozen encoder's output has been checked to require no gradient; see `forward_with_policy`.
     frozen_output_checked: bool = False
 
     @property
