@@ -11,7 +11,7 @@ from clipscale.run_folder.names import step_of
 class Retention:
     """Which checkpoints of a run stay."""
 
-    # Of the checkpoints that neither `every` nor `best` keeps, this many of the newest stay; 0: all.
+    # How many of the newest checkpoints stay, not counting those that `every` or `best` keeps; 0: all.
     keep_newest: int = 2
     # Checkpoints at multiples of this many steps stay; 0: none.
     every: int = 0
@@ -25,4 +25,4 @@ class Retention:
         candidates = [path for path in earlier if step_of(path) != best]
         if self.every:
             candidates = [path for path in candidates if step_of(path) % self.every]
-        return candidates[: -self.keep_newest]
+        return candidates[: -self.keep_newest]  # [:-0] is empty: with 0 none is outdated

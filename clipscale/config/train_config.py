@@ -204,7 +204,7 @@ def check_across_sections(config: TrainConfig) -> None:
 
 
 def check_data(config: TrainConfig) -> None:
-    """Raise UserError for settings of pairs and keys that do not go together."""
+    """Raise UserError if `data.train` is not set, or if settings of captions, keys, teachers and kernels conflict."""
     data = config.data
     if not data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")

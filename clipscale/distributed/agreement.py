@@ -30,8 +30,9 @@ def run_on_rank0(world: World, work: Callable[[], T]) -> T:
 def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
     """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
 
-    Meanwhile rank 0 sends heartbeats. If its process ends, the others fail at once; if it hangs, after
-    `World.timeout`.
+    Meanwhile a thread of rank 0 sends heartbeats. If its process ends, the others fail at once; if it is frozen, after
+    `World.timeout`. If only `work` never returns, the heartbeats go on and the others wait as long: give such work a
+    time limit of its own.
     """
     if world.size == 1:
         return work()

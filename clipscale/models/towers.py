@@ -227,7 +227,8 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
 
 
 def _length(text: Record, encoder: Any) -> int:
-    """Tokens of a caption. A tower of transformers often has more positions, which open_clip takes for its context.
+    """Tokens of a caption, by the description. open_clip takes the number of positions of a transformers tower for its
+    context length; that is often larger.
 
     Raises ValueError if it has fewer.
     """
