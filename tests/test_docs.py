@@ -179,13 +179,13 @@ def lay_runs(typed: Iterable[Sequence[str]], finished: Path, folder: Path) -> No
 
 
 def cover(typed: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Few commands that have all sections of all of them, of each verb. Each adds the most that are still missing."""
+    """Few commands that have all verbs and all sections of all of them. Each adds the most that are still missing."""
     sections_of: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for words in typed:
         verb, rest = split_verb(words)
         sections_of[words] = {
             (verb, ""),
-            *((verb, word.partition("=")[0].split(".")[0]) for word in rest if "=" in word),
+            *(("", word.partition("=")[0].split(".")[0]) for word in rest if "=" in word),
         }
     missing = set[tuple[str, str]]().union(*sections_of.values())
     chosen = []
@@ -215,7 +215,7 @@ def test_every_command_composes(
     commands: Commands, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
     """The values of its settings fit each other and the runs. /models is not there. In the ordinary suite: so many
-    commands that they have all sections; each preset has a test in config/test_presets.py."""
+    commands that they have all verbs and all sections; each preset has a test in config/test_presets.py."""
     monkeypatch.chdir(tmp_path)
     typed = checked(commands)
     lay_runs(typed, finished, tmp_path)

@@ -96,7 +96,11 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    [(Path.unlink, "unreadable_shard"), (lambda path: os.truncate(path, 20_000), "truncated_shard")],
+    [
+        (Path.unlink, "unreadable_shard"),
+        # data/shards/test_reader.py reads truncated shards.
+        pytest.param(lambda path: os.truncate(path, 20_000), "truncated_shard", marks=pytest.mark.slow),
+    ],
 )
 def test_a_shard_that_goes_while_it_is_read_is_left_out(
     tmp_path: Path, harm: Callable[[Path], None], reason: str

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,14 +222,21 @@ def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_p
     assert (theirs / "model.safetensors").read_text() == "precious"
 
 
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clip")
+    reference("clip", "gelu").save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("part", "values", "message"),
     TABLES["descriptions"],
 )
 def test_a_configuration_that_is_not_of_these_weights_is_refused(
-    tmp_path: Path, part: str, values: Any, message: str
+    clip_folder: Path, tmp_path: Path, part: str, values: Any, message: str
 ) -> None:
-    reference("clip", "gelu").save_pretrained(tmp_path)
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "config.json").read_text())
     content[part] |= values
     (tmp_path / "config.json").write_text(json.dumps(content))
