@@ -74,9 +74,9 @@ class CaptionerPasses:
 
     def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
         """The contrastive loss and the mean cross entropy; the first alone if nothing was trained."""
-        caption_loss_sum = self.cache.chunk_loss
-        if caption_loss_sum is None:  # no chunk had a second pass
+        if self.cache.chunk_loss is None:  # no chunk had a second pass
             return [contrastive]
+        caption_loss_sum = self.cache.chunk_loss.clone()  # the sum over ranks is in place
         self.inputs.world.all_reduce_sum_(caption_loss_sum)
         return [contrastive, caption_loss_sum / self.num_labels]
 

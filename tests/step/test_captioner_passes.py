@@ -163,6 +163,14 @@ def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
     assert passes.combine_loss_terms(*losses) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
+def test_the_sum_over_ranks_leaves_the_caches_own_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GradCache.chunk_loss` is this rank's, however often the terms are asked for."""
+    monkeypatch.setattr(World, "all_reduce_sum_", lambda world, tensor: tensor.mul_(2))
+    passes = captioner_passes(torch.tensor(10.0), labels=4)
+    assert [float(passes.loss_terms(torch.tensor(2.0))[1]) for _ in range(2)] == [5.0, 5.0]
+    assert passes.cache.chunk_loss == 10
+
+
 def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     value = torch.tensor(2.0)
     passes = captioner_passes(None)
