@@ -109,15 +109,15 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
     """
     refuse_unknown(contrastive_loss, unknown)
     _check_words(objective=objective, exchange=exchange, backend=backend)
-    formula = OBJECTIVES[objective]
+    chosen_objective = OBJECTIVES[objective]
     module = _module_of(similarity)
     runtime = current_runtime()
     inputs = make_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
         captions_per_image=captions, has_module=module is not None, check=check,
     )  # fmt: skip
-    chosen = _choose_backend(backend, formula, inputs, module, runtime)
-    return _mean(formula, inputs, exchange, chosen, module, group, check, runtime)
+    chosen_backend = _choose_backend(backend, chosen_objective, inputs, module, runtime)
+    return _loss_of_terms(chosen_objective, inputs, exchange, chosen_backend, module, group, check, runtime)
 
 
 @torch.compiler.disable(reason="as contrastive_loss")
@@ -178,16 +178,16 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         captions_per_image=1, has_module=module is not None, check=check,
     )  # fmt: skip
     inputs = add_teachers(inputs, teachers)
-    formula = Distillation(
+    chosen_objective = Distillation(
         teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers),
         teacher_share=weights[1] / sum(weights),
     )
-    chosen = "dense" if backend == "dense" else "tiled"
-    mean = _mean(formula, inputs, exchange, chosen, module, group, check, current_runtime())
+    chosen_backend = "dense" if backend == "dense" else "tiled"
+    mean = _loss_of_terms(chosen_objective, inputs, exchange, chosen_backend, module, group, check, current_runtime())
     return sum(weights) * mean
 
 
-def _mean(
+def _loss_of_terms(
     objective: Objective,
     inputs: Inputs,
     exchange: str,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, SharedParameters, Side, sum_dtype, to_sum_dtype
-from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, BlockFn, Exchange
+from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, ComputeFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
 from clipscale.loss.runtime import float32_matmuls
@@ -151,7 +151,7 @@ def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedPara
     if rows.lse_weight is not None:
         rows.lse = rows.initial_lse()
     reductions = [] if cols.lse_weight is None else [LOG_SUM_EXP]
-    column_sums = call.exchange.sweep(cols, reductions, make_block_fn(call.backend.forward, call, rows, parameters))
+    column_sums = call.exchange.sweep(cols, reductions, make_compute_fn(call.backend.forward, call, rows, parameters))
     if cols.lse_weight is not None:
         cols.lse = column_sums[0]
 
@@ -193,13 +193,13 @@ def gradients(
     image_grad = None
     if needs.images and needs.texts and _takes_stripes(call, rows):
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
-        block_fn = make_striped_block_fn(call, rows, parameters, image_grad, factor)
+        compute = make_striped_compute_fn(call, rows, parameters, image_grad, factor)
     else:
         if needs.images or (needs.scale and not needs.texts):
             rows.grad = rows.zero_grad_buffer()
-        block_fn = make_block_fn(call.backend.backward, call, rows, parameters)
+        compute = make_compute_fn(call.backend.backward, call, rows, parameters)
     reductions = [GRAD] if needs.texts else []
-    column_sums = call.exchange.sweep(cols, reductions, block_fn)
+    column_sums = call.exchange.sweep(cols, reductions, compute)
     text_sum = column_sums.pop() if needs.texts else None
     for x in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads, rows.grad, text_sum):
         if x is not None:
@@ -247,31 +247,31 @@ def parameters_with_sums(parameters: Sequence[Tensor], needs: NeedsGrad) -> Shar
     )
 
 
-def make_block_fn(
+def make_compute_fn(
     function: Callable[[Block], None], call: LossCall, rows: Side, parameters: SharedParameters
-) -> BlockFn:
+) -> ComputeFn:
     """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
-    def block_fn(cols: Side, positive_offset: int | None) -> None:
+    def compute(cols: Side, positive_offset: int | None) -> None:
         function(Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout))
 
-    return block_fn
+    return compute
 
 
-def make_striped_block_fn(
+def make_striped_compute_fn(
     call: LossCall, rows: Side, parameters: SharedParameters, out: Tensor, factor: Tensor
-) -> BlockFn:
+) -> ComputeFn:
     """A function that runs the backward function on STRIPE rows at a time, and writes their gradient, times `factor`,
     to `out`."""
 
-    def block_fn(cols: Side, positive_offset: int | None) -> None:
+    def compute(cols: Side, positive_offset: int | None) -> None:
         block = Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout)
         for stripe, grad in zip(block.split(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.zero_grad_buffer()
             call.backend.backward(stripe)
             grad.copy_(stripe.rows.grad.mul_(factor))
 
-    return block_fn
+    return compute
 
 
 def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:

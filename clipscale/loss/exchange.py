@@ -28,7 +28,7 @@ WAIT_SPAN = "contrastive_loss: wait"
 Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 # Computes our rows against these columns, given their Block.positive_offset.
-BlockFn = Callable[[Side, int | None], None]
+ComputeFn = Callable[[Side, int | None], None]
 # Waits for a transfer, and returns the tensors received.
 WaitFn = Callable[[], list[Tensor]]
 
@@ -188,14 +188,14 @@ LOG_SUM_EXP = ColumnReduction("lse", Side.initial_lse, torch.logaddexp, Communic
 GRAD = ColumnReduction("grad", Side.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
 
 
-def run_block(
-    cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn, positive_offset: int | None
+def compute_block(
+    cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn, positive_offset: int | None
 ) -> list[Tensor]:
     """Compute one block of columns. Returns its part of each reduction."""
     partials = [reduction.initial(cols) for reduction in reductions]
     fields = {reduction.field: partial for reduction, partial in zip(reductions, partials)}
     with record_function(BLOCK_SPAN):
-        block_fn(replace(cols, **fields), positive_offset)
+        compute(replace(cols, **fields), positive_offset)
     return partials
 
 
@@ -204,12 +204,12 @@ class Exchange:
 
     size = 1
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         """A collective: compute this rank's rows against the columns of all ranks. `cols`: this rank's columns.
 
         Returns one tensor for each reduction, with the values of this rank's columns over the rows of all ranks.
         """
-        return run_block(cols, reductions, block_fn, positive_offset=0)
+        return compute_block(cols, reductions, compute, positive_offset=0)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """A collective: the sum of x over the ranks."""
@@ -236,9 +236,9 @@ class GroupExchange(Exchange):
 class Gather(GroupExchange):
     """All-gathers the columns, and reduce-scatters their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         all_cols = self.gather_columns(cols)
-        partials = run_block(all_cols, reductions, block_fn, positive_offset=self.comm.rank * len(cols))
+        partials = compute_block(all_cols, reductions, compute, positive_offset=self.comm.rank * len(cols))
         return [reduction.reduce_scatter(self.comm, partial) for reduction, partial in zip(reductions, partials)]
 
 
@@ -260,20 +260,20 @@ class Ring(GroupExchange):
         ring, node = communicator.split_by_node(nodes, timeout)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], block_fn: BlockFn) -> list[Tensor]:
+    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         pending_sums: WaitFn | None = None
 
-        def foreign_block_fn(cols: Side, _: int | None) -> None:
-            block_fn(cols, None)  # columns of other rows
+        def compute_without_positives(cols: Side, _: int | None) -> None:
+            compute(cols, None)  # columns of other rows
 
         # After as many hops as the ring has ranks the sums have returned to their columns' owner.
         for hop in range(ring.size):
             is_own = hop == 0
             is_last = hop == ring.size - 1
             pending_columns = None if is_last else ring.post(cols.wire_tensors(), peers)
-            partials = self.inner.sweep(cols, reductions, block_fn if is_own else foreign_block_fn)
+            partials = self.inner.sweep(cols, reductions, compute if is_own else compute_without_positives)
             if pending_sums is not None:
                 for reduction, partial, before in zip(reductions, partials, pending_sums()):
                     reduction.combine(partial, before, out=partial)

@@ -63,7 +63,7 @@ class Objective:
         """The tensors of which the targets are computed, by their names in errors. The base class has none."""
         return {}
 
-    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
+    def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         """The loss by its formula, from all scores at once; `loss/reference.py` uses it.
 
         `scores`: (N, M), -inf where a pair is left out. `is_positive`: (N, M) bool. The first `paired` texts belong to
@@ -95,7 +95,7 @@ class Softmax(Objective):
     def can_mix_targets(self) -> bool:
         return self.is_symmetric
 
-    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
+    def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())
         image_weight, text_weight = self.weights
         directions = [
@@ -130,7 +130,7 @@ class Sigmoid(Objective):
     needs_bias: bool = True
     has_kernels: bool = True
 
-    def dense(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
+    def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         """`scores`: with the bias. A pair that is left out adds softplus(-inf) = 0."""
         return scores.where(~is_positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
 

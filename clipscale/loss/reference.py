@@ -40,4 +40,4 @@ def dense_contrastive_loss(
         logits = logits + logit_bias
     if keys is not None:
         logits = logits.masked_fill((keys[:, None] == keys.repeat_interleave(captions)) & ~is_positive, -torch.inf)
-    return OBJECTIVES[objective].dense(logits, is_positive, captions * n)
+    return OBJECTIVES[objective].dense_loss(logits, is_positive, captions * n)
