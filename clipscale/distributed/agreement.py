@@ -58,13 +58,13 @@ def sending_heartbeats(world: World) -> Iterator[None]:
     """Around work of rank 0: a thread sends None to the other ranks, at once and then every HEARTBEAT_S seconds."""
     has_ended = Event()
 
-    def say() -> None:
+    def send_heartbeats() -> None:
         with suppress(RuntimeError):  # another rank has ended; rank 0 learns of it when its work is done
             while not has_ended.is_set():
                 world.broadcast_object(None, world.rank0_group)
                 has_ended.wait(min(HEARTBEAT_S, world.timeout.total_seconds() / 4))
 
-    thread = Thread(target=say, daemon=True)
+    thread = Thread(target=send_heartbeats, daemon=True)
     thread.start()
     try:
         yield

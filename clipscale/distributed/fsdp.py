@@ -40,14 +40,14 @@ class ShardedTower(nn.Module):
         return self.module(*inputs, **named)
 
     @contextmanager
-    def gradient_sync(self, sync: bool) -> Iterator[None]:
+    def gradient_sync(self, is_last_backward: bool) -> Iterator[None]:
         """Around the pass of a chunk, as `GradCache` asks: decides whether its backward pass shards the weights again.
 
-        In ZeRO's stage 3 every chunk's backward pass does, in stage 2 the step's last one, for which `sync` is true. In
-        both stages every backward pass sums gradients.
+        In ZeRO's stage 3 every chunk's backward pass does, in stage 2 only the step's last one. In both stages every
+        backward pass sums gradients.
         """
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(sync or self.zero_stage == 3)
+        self.module.set_reshard_after_backward(is_last_backward or self.zero_stage == 3)
         yield
 
 

@@ -11,12 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 # Whether FSDP2 of this torch (2.15 or later) gathers each parameter in a type of its own.
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 # Autocast rounds the weights of these layers.
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
 def type_under_autocast(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
     """A function from a weight to the type in which autocast to `dtype` uses it."""
-    layers = [module for module in tower.modules() if isinstance(module, CAST)]
+    layers = [module for module in tower.modules() if isinstance(module, AUTOCAST_LAYERS)]
     cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
     return lambda p: dtype if id(p) in cast else p.dtype

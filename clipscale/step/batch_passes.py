@@ -84,7 +84,7 @@ class StepInputs:
         chunks.
         """
         texts: ChunkLoader | None = self.agreement.texts if self.agreement else None
-        texts = texts or self.own_texts(batch, chunk_size)
+        texts = texts or self.local_texts(batch, chunk_size)
         if isinstance(texts, SortedTexts):
             num_chunks = self.agreement.num_text_chunks if self.agreement else 0
             if not num_chunks:
@@ -92,7 +92,7 @@ class StepInputs:
             texts.split(num_chunks)
         return texts
 
-    def own_texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
+    def local_texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
         if not self.sort_captions:
@@ -126,7 +126,7 @@ class StepInputs:
         `upcoming`: the next batch, if it has arrived. `chunk_size`: texts of a chunk. `caption_labels`: of a
         captioner's next batch, 0 if it has not arrived; None without a captioner.
         """
-        texts = self.own_texts(upcoming, chunk_size) if upcoming else None
+        texts = self.local_texts(upcoming, chunk_size) if upcoming else None
         sorted_texts = texts if isinstance(texts, SortedTexts) else None
         text_chunks = sorted_texts.num_chunks if sorted_texts else 0
         labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)

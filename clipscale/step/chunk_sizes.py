@@ -123,10 +123,12 @@ def measured_chunk(
     def speed(size: int) -> float:
         return samples_per_second(tower, draw(size))
 
-    def norms() -> int:
+    def norm_rows_per_sample() -> int:
         return norm_rows(tower, draw(1))
 
-    size = run_on_all_ranks(world, lambda: find_chunk(speed, norms, rows, world.device, keeps_graphs=keeps_graphs))
+    size = run_on_all_ranks(
+        world, lambda: find_chunk(speed, norm_rows_per_sample, rows, world.device, keeps_graphs=keeps_graphs)
+    )
     return min(world.all_gather_object(size))
 
 
@@ -148,7 +150,7 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
 
 def find_chunk(
     speed: Callable[[int], float],
-    rows_of_sample: Callable[[], int],
+    norm_rows_per_sample: Callable[[], int],
     local_batch: int,
     device: torch.device,
     *,
@@ -164,7 +166,7 @@ def find_chunk(
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 
-    `speed(n)`: samples per second in chunks of n. `rows_of_sample()`: rows of a layer norm, see `norm_rows`.
+    `speed(n)`: samples per second in chunks of n. `norm_rows_per_sample()`: rows of a layer norm, see `norm_rows`.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -179,7 +181,7 @@ def find_chunk(
             if size in (local_batch, MAX_CHUNK) or speeds[size] < GOOD_ENOUGH * max(speeds.values()):
                 break
             size = min(2 * size, local_batch, MAX_CHUNK)
-        rows = rows_of_sample() if speeds else 0
+        rows = norm_rows_per_sample() if speeds else 0
     torch.cuda.empty_cache()
     if not speeds:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")

@@ -38,11 +38,11 @@ class ShardedPairEncoder(PairEncoder):
     """A `PairEncoder` whose towers and decoder are sharded one by one, because evaluation calls them one by one."""
 
     @contextmanager
-    def gradient_sync(self, sync: bool) -> Iterator[None]:
+    def gradient_sync(self, is_last_backward: bool) -> Iterator[None]:
         """Around the pass of a chunk, as `GradCache` asks: the contexts of both towers and of the decoder."""
         with ExitStack() as contexts:
             for module in self.captioner.children():
-                contexts.enter_context(sync_context(module, is_last_backward=sync))
+                contexts.enter_context(sync_context(module, is_last_backward=is_last_backward))
             yield
 
 

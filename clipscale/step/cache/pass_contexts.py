@@ -28,8 +28,9 @@ class GradientSync(Protocol):
     Its forward pass counts as a collective, unless it has an attribute `forward_is_collective = False`.
     """
 
-    def gradient_sync(self, sync: bool) -> AbstractContextManager[None]:
-        """Around each pass of a chunk. `sync`: whether the encoder's last backward pass of the step runs inside."""
+    def gradient_sync(self, is_last_backward: bool) -> AbstractContextManager[None]:
+        """Around each pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step runs
+        inside."""
 
 
 def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
@@ -47,10 +48,10 @@ class HasNoSync(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
-def sums_by_hooks(encoder: object) -> TypeGuard[HasNoSync]:
-    """Whether hooks on the encoder's gradients sum them over ranks, except for passes inside its `no_sync`.
+def offers_no_sync(encoder: object) -> TypeGuard[HasNoSync]:
+    """Whether the encoder has a `no_sync`.
 
-    True of DDP, and taken to be true of any other wrapper with that method.
+    Hooks on its gradients are then taken to sum them over ranks, except for passes inside `no_sync`, as DDP's do.
     """
     return hasattr(encoder, "no_sync")
 
@@ -60,7 +61,7 @@ def can_sum_after_kept_graph(encoder: object) -> bool:
 
     DDP can be armed again: see `rearm_ddp_sync`. Another wrapper may have decided in its forward pass not to sum.
     """
-    return is_ddp(encoder) or syncs_itself(encoder) or not sums_by_hooks(encoder)
+    return is_ddp(encoder) or syncs_itself(encoder) or not offers_no_sync(encoder)
 
 
 def is_collective(encoder: Callable[..., object]) -> bool:
@@ -95,7 +96,7 @@ def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> I
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif sums_by_hooks(encoder) and not is_last_backward:
+    elif offers_no_sync(encoder) and not is_last_backward:
         with encoder.no_sync():
             yield
     else:
@@ -195,7 +196,7 @@ class CastWeights:
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
-        self.has_sync_hooks = sums_by_hooks(encoder)
+        self.has_sync_hooks = offers_no_sync(encoder)
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)

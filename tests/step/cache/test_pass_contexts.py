@@ -19,8 +19,8 @@ class OwnSync(nn.Linear):
         self.seen: list[bool] = []
 
     @contextmanager
-    def gradient_sync(self, sync: bool) -> Iterator[None]:
-        self.seen.append(sync)
+    def gradient_sync(self, is_last_backward: bool) -> Iterator[None]:
+        self.seen.append(is_last_backward)
         yield
 
 
