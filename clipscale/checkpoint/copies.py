@@ -56,7 +56,7 @@ COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if re
 UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= continues without it"
 # A run that waits for its last copy prints that it does after this many seconds.
-SILENT_S = 1.0
+ANNOUNCE_AFTER_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
@@ -101,11 +101,11 @@ def open_store(address: str, *, announce: bool = True) -> DirFileSystem:
     return DirFileSystem(root, TimeLimited(system, subject, announce=announce))
 
 
-def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
+def checkpoints_in_store(store: DirFileSystem, end: str = "") -> list[Path]:
     """The checkpoints in the store, sorted by step. `end`: take only checkpoints that have this file."""
     names = store.find("checkpoints", withdirs=True)  # no glob: the address may hold its special characters
-    copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
-    return sorted(copies, key=step_of)
+    paths = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
+    return sorted(paths, key=step_of)
 
 
 def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
@@ -113,10 +113,10 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
     names = store.find("", maxdepth=1, withdirs=True)[1:]  # the first is the store itself
     if names and f"run={run.name}" not in names:
         raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
-    return copies_in(store, f"/{META}")
+    return checkpoints_in_store(store, f"/{META}")
 
 
-def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
+def complete_checkpoints_or_credentials_error(store: DirFileSystem, run: Path, address: str) -> list[Path]:
     """`complete_checkpoints`, but a store that needs credentials also raises UserError. `address`: for the message."""
     try:
         return complete_checkpoints(store, run)
@@ -129,7 +129,7 @@ def found_in_copy(store: DirFileSystem, run: Path, address: str) -> list[Path]:
 def check_copy(run: Path, address: str) -> None:
     """Raise UserError if the store cannot be read, or holds another run's copy or other files."""
     with to_user_error(UNREADABLE.format(address), WITHOUT_COPY):
-        found_in_copy(open_store(address), run, address)
+        complete_checkpoints_or_credentials_error(open_store(address), run, address)
 
 
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
@@ -146,7 +146,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
     with to_user_error(unreadable, WITHOUT_COPY):
         store = open_store(address)
         try:
-            in_store = found_in_copy(store, run, address)
+            in_store = complete_checkpoints_or_credentials_error(store, run, address)
         except Exception as error:
             if not newest_own or isinstance(error, UserError):
                 raise
@@ -243,8 +243,8 @@ def remove_set_aside(store: DirFileSystem, run: Path) -> None:
 
 def remove_parts(store: DirFileSystem) -> None:
     """Remove the remains of copies that failed or were killed: the next copy needs the space."""
-    complete = copies_in(store, f"/{META}")
-    for path in [path for path in copies_in(store) if path not in complete]:
+    complete = checkpoints_in_store(store, f"/{META}")
+    for path in [path for path in checkpoints_in_store(store) if path not in complete]:
         store.rm(str(path), recursive=True)
     if store.exists(COPYING):
         store.rm_file(COPYING)
@@ -287,7 +287,7 @@ class CheckpointUploader:
         self._tasks.put(True)
 
     def close(self, limit_s: float, result: RunResult | None = None) -> bool:
-        """Copy the present state and end. Waits at most SILENT_S + `limit_s` seconds.
+        """Copy the present state and end. Waits at most ANNOUNCE_AFTER_S + `limit_s` seconds.
 
         Returns whether the store has the state. A warning says if it lacks the state.
 
@@ -297,7 +297,7 @@ class CheckpointUploader:
         self.result = result
         self.request()
         self._tasks.put(False)
-        self.thread.join(SILENT_S)
+        self.thread.join(ANNOUNCE_AFTER_S)
         if self.thread.is_alive():
             log_line("copying the last checkpoint; if interrupted, the next start of this run finishes the copy")
             try:

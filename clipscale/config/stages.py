@@ -18,7 +18,7 @@ STAGE_SETTINGS = {
 }  # fmt: skip
 
 
-def in_stage(section: type[Section], name: str) -> Any:
+def stage_setting(section: type[Section], name: str) -> Any:
     """A setting of a stage. It accepts what the setting `name` of the section accepts."""
     return field(default=UNSET, metadata=section.__dataclass_fields__[name].metadata)
 
@@ -29,13 +29,13 @@ class StageConfig:
 
     samples: int | Unset | None = setting(UNSET, "Length of the stage in pairs.", least=1)
     batch: int | Unset = setting(UNSET, "Pairs per optimizer step, over all processes.", least=1)
-    image_size: int | Unset | None = in_stage(ModelConfig, "image_size")
-    context_length: int | Unset | None = in_stage(ModelConfig, "context_length")
-    patch_dropout: float | Unset = in_stage(ModelConfig, "patch_dropout")
-    lr: float | Unset = in_stage(sections.OptimConfig, "lr")
-    warmup: str | Unset = in_stage(sections.ScheduleConfig, "warmup")
-    final: float | Unset = in_stage(sections.ScheduleConfig, "final")
-    loss: str | Unset = in_stage(sections.LossConfig, "objective")
+    image_size: int | Unset | None = stage_setting(ModelConfig, "image_size")
+    context_length: int | Unset | None = stage_setting(ModelConfig, "context_length")
+    patch_dropout: float | Unset = stage_setting(ModelConfig, "patch_dropout")
+    lr: float | Unset = stage_setting(sections.OptimConfig, "lr")
+    warmup: str | Unset = stage_setting(sections.ScheduleConfig, "warmup")
+    final: float | Unset = stage_setting(sections.ScheduleConfig, "final")
+    loss: str | Unset = stage_setting(sections.LossConfig, "objective")
     optimizer: OptimizerPolicy | Unset = setting(
         UNSET,
         "What becomes of the optimizer's state: `continue` or `restart`.",
@@ -76,16 +76,16 @@ def stages_of(config: Run) -> list[Run]:
         for key, name in STAGE_SETTINGS.items():
             value = getattr(stage, key)
             if value is not UNSET:
-                settings = changed(settings, name, value)
+                settings = with_setting(settings, name, value)
         by_stage.append(settings)
     return by_stage or [config]
 
 
-def changed(config: Settings, name: str, value: object) -> Settings:
+def with_setting(config: Settings, name: str, value: object) -> Settings:
     """The settings with this value for the setting `name`."""
     head, _, rest = name.partition(".")
     if rest:
-        value = changed(getattr(config, head), rest, value)
+        value = with_setting(getattr(config, head), rest, value)
     return replace(config, **{head: value})
 
 

@@ -29,11 +29,11 @@ VOTE_S = 0.25
 # Calls of `poll` between two votes, at most.
 MAX_CALLS = 256
 # A rank that waits asks this often, in seconds, whether another rank has a signal.
-ASK_S = 0.5
+ASK_EVERY_S = 0.5
 # A start has this many seconds to run its signal handler in the main thread. Then another thread ends the process.
-HANDLER_S = 1.0
+HANDLER_WITHIN_S = 1.0
 # After the handler the main thread has this many seconds to leave its work.
-LEAVE_S = 15.0
+LEAVE_WITHIN_S = 15.0
 
 
 class SignalError(UserError):
@@ -161,7 +161,7 @@ class _FirstSignal:
 
     def end_if_stuck(self, number: int) -> None:
         """End the process if the main thread does not leave its work in time. A thread of its own runs it."""
-        if self._handler_ran.wait(HANDLER_S) and self.work_has_ended.wait(LEAVE_S):
+        if self._handler_ran.wait(HANDLER_WITHIN_S) and self.work_has_ended.wait(LEAVE_WITHIN_S):
             return
         self.number = self.number or effective_signal(number)
         if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
@@ -262,7 +262,7 @@ class SignalPoller:
         error and goes on to its calls of `poll`, one of which then raises on all ranks.
         """
         now = time.monotonic()
-        if not self.number and now - self._asked_at > ASK_S:
+        if not self.number and now - self._asked_at > ASK_EVERY_S:
             self._asked_at = now
             self.number = self._world.signals.latest()
         if self.number:

@@ -304,7 +304,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
     def fail(*given: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("clipscale.checkpoint.copies.found_in_copy", fail)
+    monkeypatch.setattr("clipscale.checkpoint.copies.complete_checkpoints_or_credentials_error", fail)
     with refused("cannot be read.*the disk is gone.*checkpoint.copy= continues without it"):
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))

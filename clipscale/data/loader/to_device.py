@@ -18,7 +18,7 @@ SMALL_BYTES = 8 << 20
 
 
 @cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
+def shared_copy_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for all copies: the allocator keeps freed memory per stream, so new streams would waste it."""
     return torch.cuda.Stream(device)
 
@@ -63,7 +63,7 @@ class ChunkLoader:
         self.device = device
         # The chunks that stay on the device; None if none does.
         self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
-        self.copy_stream = copy_stream(device) if device.type == "cuda" else None
+        self.copy_stream = shared_copy_stream(device) if device.type == "cuda" else None
         # One event for each chunk on the device. The compute stream records it before the chunk's copy begins. Once it
         # has completed, the kernels of all earlier chunks have run.
         self.events: deque[torch.cuda.Event] = deque()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from clipscale.config.stages import changed
+from clipscale.config.stages import with_setting
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -24,7 +24,7 @@ def possible_remedies(config: PlanConfig) -> list[Remedy]:
     for words, values in ASSUMED.remedies.items():
         changed_config = config
         for name, value in values.items():
-            changed_config = changed(changed_config, name, value)
+            changed_config = with_setting(changed_config, name, value)
         has_same_objective = changed_config.loss.objective == config.loss.objective
         if changed_config != config and has_same_objective:
             remedies.append(Remedy(words, changed_config, has_same_step(changed_config, config)))

@@ -45,7 +45,7 @@ def test_three_small_chunks_are_copied_ahead_and_one_large_one(
     """`waits`: at which chunk the host waits, and before which chunks' copies the events were recorded."""
     number, waited = 0, defaultdict(list)
     compute = Mock(record_event=lambda: Mock(synchronize=partial(lambda event: waited[number].append(event), number)))
-    monkeypatch.setattr(to_device, "copy_stream", Mock())
+    monkeypatch.setattr(to_device, "shared_copy_stream", Mock())
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: compute)
     monkeypatch.setattr("torch.cuda.stream", lambda _: nullcontext())
     rows = [Mock(**{"to.return_value.nbytes": size}) for size in sizes]
