@@ -108,17 +108,16 @@ def run(argv: list[str]) -> int:
         resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
-    function = load_main(name)
     with exit_on_signal() if name.startswith(WORK_HERE) else nullcontext():
-        status = function(*arguments)
+        status = load_main(name)(*arguments)
     return status if isinstance(status, int) else 0
 
 
 def load_main(name: str) -> Callable[..., object]:
     """The function of a verb. A signal during its imports has its line, as one during its work has."""
-    if name in IMPORT_TORCH:
-        announce_task("loading torch", error=True)
-    else:
-        show_task(f"loading clipscale {name}")
     with exit_on_signal():
+        if name in IMPORT_TORCH:
+            announce_task("loading torch", error=True)
+        else:
+            show_task(f"loading clipscale {name}")
         return cast(Callable[..., object], resolve_name(VERBS[name].main))

@@ -106,9 +106,6 @@ def _handling_signals(
     no handler runs. `listener(number)` runs at once, in a thread of its own.
     """
     before: dict[int, Any] = {}
-    for number in SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     outer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -121,6 +118,9 @@ def _handling_signals(
     thread = Thread(target=listen, name="signals", daemon=True)
     thread.start()
     try:
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
         if _interrupted.is_set():
             handler(signal.SIGINT, None)
         yield
@@ -140,6 +140,8 @@ class _FirstSignal:
         # 0: none has come.
         self.number = 0
         self.work_has_ended = Event()
+        # Outside the work, while handlers are set and restored, a signal is only recorded.
+        self._interrupts = False
         self._suffix = suffix
         self._came_at = 0.0
         self._handler_ran = Event()
@@ -147,6 +149,17 @@ class _FirstSignal:
     def line(self) -> str:
         """The line that tells the user of the signal."""
         return stop_message(self.number) + self._suffix
+
+    def begin_work(self) -> None:
+        """From here on, a signal interrupts the work. Raises KeyboardInterrupt if one has come."""
+        self._interrupts = True
+        if self.number:
+            raise KeyboardInterrupt
+
+    def end_work(self) -> None:
+        """From here on, a signal is only recorded."""
+        self._interrupts = False
+        self.work_has_ended.set()
 
     def interrupt_work(self, number: int, _: object) -> None:
         """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The main thread runs it."""
@@ -156,7 +169,8 @@ class _FirstSignal:
             self.number = effective_signal(number)
             self._came_at = now
         self._handler_ran.set()
-        if is_first or (number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S):
+        comes_again = number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
+        if self._interrupts and (is_first or comes_again):
             raise KeyboardInterrupt
 
     def end_if_stuck(self, number: int) -> None:
@@ -182,16 +196,20 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
     Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
     `suffix`: the end of the line about the signal.
     """
+    check_interrupted()
     first = _FirstSignal(suffix)
     with _handling_signals(first.interrupt_work, first.end_if_stuck):
         try:
+            first.begin_work()
             yield
         except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
             if not first.number:
                 raise
             raise stop_in_context(error) or StoppedError(first.line(), first.number) from None
         finally:
-            first.work_has_ended.set()
+            first.end_work()
+    if first.number:  # it came when the work had ended
+        raise StoppedError(first.line(), first.number)
 
 
 class Vote(NamedTuple):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import StoppedError
+from clipscale.common.signals import SIGNALS
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
@@ -92,6 +94,33 @@ def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> 
             later.poll()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("call", "works"), [(2, False), (len(SIGNALS) + 1, True)], ids=["set", "restored"])
+def test_a_signal_while_handlers_change_ends_the_work_by_its_line(
+    monkeypatch: pytest.MonkeyPatch, call: int, works: bool
+) -> None:
+    """It comes when the handler of SIGTERM has been set, or when that of SIGINT has been restored."""
+    before = [signal.signal(signal.SIGHUP, signal.SIG_DFL), *map(signal.getsignal, SIGNALS[:3])]
+    set_handler = signal.signal
+    calls = 0
+
+    def signalled(number: int, handler: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        earlier = set_handler(number, handler)
+        if calls == call:
+            signal.raise_signal(signal.SIGTERM)
+        return earlier
+
+    worked = False
+    monkeypatch.setattr(signal, "signal", signalled)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"), exit_on_signal():
+        worked = True
+    monkeypatch.undo()
+    signal.signal(signal.SIGHUP, before[0])
+    assert [*map(signal.getsignal, SIGNALS[:3])] == before[1:]
+    assert worked == works and "signals" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(
