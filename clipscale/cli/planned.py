@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -85,30 +85,28 @@ class PlanProcess:
         interrupt()
 
 
-def start_plan_process(config: TrainConfig, *, forked: bool) -> PlanProcess:
-    """Start the planner's process, and the thread that waits for its plan.
+def start_plan_process(config: TrainConfig, *, forked: bool = False) -> PlanProcess:
+    """Start the planner's process.
 
-    `forked`: whether the process is a fork of the data workers' server, which has imported torch. Otherwise the process
-    imports torch itself.
+    `forked`: whether the process is a fork of the data workers' server, which imports torch first; the fork waits for
+    that. Otherwise the process imports torch itself.
     """
     context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     connection, planner_end = context.Pipe(duplex=False)
     process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
-    with blocked():
+    with nullcontext() if forked else blocked():  # in the server they are blocked already
         process.start()
     planner_end.close()
-    plan_process = PlanProcess(process, connection)
-    plan_process.start()
-    return plan_process
+    return PlanProcess(process, connection)
 
 
 @contextmanager
-def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
-    """Around a run: plans it in another process, and prints the plan when it is ready.
+def planned(plan_process: PlanProcess) -> Iterator[None]:
+    """Around a run: prints its plan when it is ready, and ends the process at the run's end.
 
     If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """
-    plan_process = start_plan_process(config, forked=forked)
+    plan_process.start()
     try:
         with interruptible():
             try:

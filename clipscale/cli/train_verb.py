@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from clipscale.cli.planned import planned
+from clipscale.cli.planned import planned, start_plan_process
 from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import check_writable, unused_path
@@ -192,13 +192,15 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             )
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
-    announce_task("loading torch")
     workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
-    if workers_fork_here:
-        warm_up()  # beside the imports of training
+    plans = config.plan and no_launcher and not resumes_other_batch(config)
     try:
-        plans = config.plan and no_launcher and not resumes_other_batch(config)
-        with planned(config, forked=workers_fork_here) if plans else nullcontext():
+        with exit_on_signal(local.NOTHING_TO_SAVE):
+            announce_task("loading torch")
+            if workers_fork_here:
+                warm_up()  # beside the imports of training
+            plan_process = start_plan_process(config, forked=workers_fork_here) if plans else None
+        with planned(plan_process) if plan_process else nullcontext():
             with exit_on_signal(local.NOTHING_TO_SAVE):
                 from clipscale.lifecycle.run_lock import wait_until_free
 

@@ -1,5 +1,6 @@
 """The signals that end a run, and how they are kept away from helper processes. Their parents end them."""
 
+import ctypes
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,13 @@ from multiprocessing import resource_tracker
 # Ctrl-C, a closed terminal, and the signals that schedulers send to all processes of a job. Each ends a run. The ranks
 # handle them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# prctl's option number on Linux.
+PR_SET_PDEATHSIG = 1
+
+
+def set_signal_of_parents_end(number: int) -> None:
+    """Ask the kernel to send this process the signal when the thread that started it ends; 0: none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 Imports torch only when a run starts.
 """
 
-import ctypes
 import logging
 import os
 import pickle
@@ -24,7 +23,7 @@ from clipscale.common.errors import StoppedError, UnreachableError, UserError, o
 from clipscale.common.hardware import cores
 from clipscale.common.limits import as_user_error
 from clipscale.common.output import ignore_output_errors, prepare_output
-from clipscale.common.signals import SIGNALS, blocked
+from clipscale.common.signals import SIGNALS, blocked, set_signal_of_parents_end
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
@@ -69,8 +68,6 @@ HANDLED = (*SIGNALS, signal.SIGQUIT)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 # Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown.
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
-# prctl's option number on Linux.
-PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(Exception):
@@ -150,7 +147,7 @@ def run_under_torchrun(config: LaunchSettings, main: str) -> object:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_the_launcher()
+        set_signal_of_parents_end(signal.SIGKILL)
     try:
         result = record(imported_main(main, config))(config)
     except UserError as error:
@@ -228,14 +225,9 @@ def numa_options(device: str, count: int) -> "NumaOptions | None":
     return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
-def end_with_the_launcher() -> None:
-    """Ask the kernel to kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-
-
 def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
     """The main function of a process that `launch_workers` starts. It writes its failure to the folder."""
-    end_with_the_launcher()
+    set_signal_of_parents_end(signal.SIGKILL)
     prepare_output()
     ignore_output_errors()
     terminal.show_task("loading torch")

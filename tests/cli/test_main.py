@@ -4,7 +4,9 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import Mock
@@ -363,6 +365,72 @@ def test_a_command_says_that_it_loads_torch_and_a_signal_is_answered_there(
     first, line = (done.stdout + done.stderr).splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d loading torch \.\.\.", first) and line.startswith(stopped)
     assert bool(done.stdout) == (typed[0] == "train"), "what machines read stays as it is"
+
+
+STOPPED_AT_THE_LINE = """\
+import os, signal, sys
+from clipscale.__main__ import main
+class Output:
+    def __init__(self, stream):
+        self.stream = stream
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+    def write(self, text):
+        self.stream.write(text)
+        self.stream.flush()
+        if "loading torch" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
+sys.argv[1:] = {}
+sys.exit(main())
+"""
+
+
+def test_a_signal_at_the_line_that_says_that_torch_is_loaded() -> None:
+    done = interpreted(STOPPED_AT_THE_LINE.format(["plan", "model=vit-b32"]))
+    assert done.returncode == 143, done
+    assert "stopped by SIGTERM" in done.stderr.splitlines()[-1]
+
+
+# Each process that imports it leaves a file with its number. The import lasts a minute.
+SLOW_TORCH = """\
+import os, pathlib, time
+pathlib.Path(f"imports-{os.getpid()}").touch()
+time.sleep(60)
+"""
+
+
+def is_running(process: str) -> bool:
+    """Whether there is a process of this number that has not ended."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_start_hears_a_signal_while_the_server_of_its_workers_loads_torch(
+    shards: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    """With its plan and its data workers, as they are by default. No process outlives it."""
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    command = [sys.executable, "-m", "clipscale", "train", "run=a", f"data.train={shards}", "device=cpu"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (importing := [*tmp_path.glob("imports-*")]) and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.3)  # the start waits for the planner's process
+    process.send_signal(number)
+    try:
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    assert err.splitlines()[-1].startswith("stopped"), err
+    for file in importing:
+        until = time.monotonic() + 5
+        while is_running(file.name.removeprefix("imports-")):
+            assert time.monotonic() < until, "the server is still there"
+            time.sleep(0.05)
 
 
 def test_timm_finds_no_wandb_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

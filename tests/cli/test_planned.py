@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clipscale.checkpoint.format import meta_text, values_text
-from clipscale.cli.planned import PlanProcess, planned
+from clipscale.cli.planned import PlanProcess, planned, start_plan_process
 from clipscale.cli.planned import send_plan as planners
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
@@ -50,7 +50,7 @@ def test_a_planner_that_fails_costs_a_line(
 ) -> None:
     monkeypatch.setattr("clipscale.cli.planned.send_plan", work)
     said = ""
-    with planned(TrainConfig(device="cpu")):
+    with planned(start_plan_process(TrainConfig(device="cpu"))):
         while "no plan" not in said:
             time.sleep(0.05)
             said += capfd.readouterr().err
@@ -73,7 +73,7 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
     monkeypatch.setattr(PlanProcess, "_answer", answer)
     before = signal.signal(signal.SIGINT, loading)
     try:
-        with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
+        with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(start_plan_process(TrainConfig())):
             with suppress(KeyboardInterrupt):
                 time.sleep(2)
             with exit_on_signal():
@@ -89,11 +89,7 @@ def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
 ) -> None:
     planned_runs: list[TrainConfig] = []
 
-    def plan(config: TrainConfig, **_: object) -> AbstractContextManager[None]:
-        planned_runs.append(config)
-        return nullcontext()
-
-    monkeypatch.setattr("clipscale.cli.train_verb.planned", plan)
+    monkeypatch.setattr("clipscale.cli.train_verb.start_plan_process", lambda config, **_: planned_runs.append(config))
     monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
     path = path_of(tmp_path / "runs/a", 4)
     path.mkdir(parents=True)

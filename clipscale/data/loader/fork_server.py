@@ -9,8 +9,8 @@ from multiprocessing import forkserver
 
 from clipscale.common.signals import blocked
 
-# The server imports these once for all workers: torch for resizing, and open_clip's tokenizers.
-PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
+# What the server imports.
+PRELOADED = ["__main__", "clipscale.data.loader.server_imports"]
 # Most bytes of the temporary folder's path: a socket's path has at most 107, and multiprocessing's names take 32.
 MAX_FOLDER_BYTES = 75
 
