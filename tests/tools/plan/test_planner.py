@@ -47,6 +47,12 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "MIN_FLOPS", 0)
 
 
+@pytest.fixture
+def largest_batch_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the largest batch takes as long as the plan."""
+    monkeypatch.setattr(planner.Prediction, "largest_batch", lambda self: 4096)
+
+
 @pytest.mark.usefixtures("of_any_size")
 def test_a_large_batch_of_a_small_model_fits(capsys: Capture) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
@@ -62,6 +68,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Capture) -> None:
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
+@pytest.mark.usefixtures("largest_batch_known")
 def test_adapters_take_little_beside_their_frozen_weights(capsys: Capture) -> None:
     pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     words = [*TINIEST, "batch=256", "hardware=a100-80g", "optim=adamw", "cache.chunk=256", "model.lora=8"]
@@ -154,7 +161,7 @@ def test_a_remedy_that_does_not_go_with_the_run_is_passed_over(config: ModelConf
     assert (result["fits"], result["remedies"]) == (False, [])
 
 
-@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.usefixtures("of_any_size", "largest_batch_known")
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Capture) -> None:
     words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
@@ -163,6 +170,7 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Capture)
     assert out.startswith("yes: it fits the GPUs: ") and "of host memory, which is not checked" in out
 
 
+@pytest.mark.usefixtures("largest_batch_known")
 @pytest.mark.parametrize(
     ("memory", "status", "first"), [("64G", 0, "yes: it fits: "), ("1G", 1, "no: it does not fit: ")]
 )
@@ -219,6 +227,7 @@ def test_a_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
         on_machine(plan_settings(*TINIEST))
 
 
+@pytest.mark.usefixtures("largest_batch_known")
 def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "here", FULL)
     file = weighed(tmp_path / "w.parquet", WEIGHTS)
