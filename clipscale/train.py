@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from clipscale.checkpoint import CheckpointUploader, uploaded_if_failed
+from clipscale.checkpoint import CheckpointUploader, waiting_for_copy_if_start_fails
 from clipscale.common import files
 from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
@@ -36,7 +36,7 @@ from clipscale.step.train_step import StepResult
 # After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
 # kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal, so a copy has all of its time only if the save
 # takes less than 90 s. With torch 2.11 workers are killed after 30 s.
-COPY_S = 60.0
+COPY_WITHIN_S = 60.0
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -61,7 +61,7 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     """Train one stage after another; a run without stages has one. Returns the last one's result."""
     uploader = None
     while True:
-        with uploaded_if_failed(uploader, world, COPY_S):
+        with waiting_for_copy_if_start_fails(uploader, world, COPY_WITHIN_S):
             loop = TrainLoop(begin(config, world, uploader), world, lock)
         result = loop.run()
         uploader = loop.saver.uploader
@@ -93,7 +93,7 @@ class TrainLoop:
         self.records = started.records
         self.saver = started.saver
         self.checkpoint_template = started.checkpoint_template
-        self.log_end = started.log_end
+        self.print_summary = started.print_summary
         # Completed steps, now and at this start; and the loss of the last one.
         self.step = self.step_at_start = started.step
         self.loss = started.loss
@@ -119,14 +119,14 @@ class TrainLoop:
                 is_best = False
                 if self.intervals.evaluates_after(self.step) and not is_last:
                     results = self.evaluate()
-                    is_best = self.saver.announce_if_best(self.step)
+                    is_best = self.saver.is_best_so_far(self.step)
                 if is_best or is_last or step_result.wants_save or self.intervals.saves_after(self.step):
                     self.save(wait=is_last)
             if self.evaluation.sets:
                 results = self.evaluate()
         result: RunResult = {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0 and self.stage.is_last:
-            self.log_end(result)
+            self.print_summary(result)
         return result
 
     def run_step(self) -> StepResult:
@@ -173,7 +173,7 @@ class TrainLoop:
         def before_chunk() -> None:
             self.signal_poller.poll()
             self.records.log_if_ready()
-            total = self.train_step.cache.num_passes(local_batch)
+            total = self.train_step.cache.num_chunk_passes(local_batch)
             self.records.show_progress(f"step {self.step + 1}", next(passes), total)
 
         return before_chunk
@@ -210,10 +210,10 @@ class TrainLoop:
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:
-        """Save the completed steps. A collective. Waits until the checkpoint is complete, then COPY_S for its copy."""
+        """Save the completed steps. A collective. Waits for the whole checkpoint, then COPY_WITHIN_S for its copy."""
         if self.step != self.saver.last_begun_step:
             self.save(wait=True)
-        self.saver.wait_for_copy(COPY_S)
+        self.saver.wait_for_copy(COPY_WITHIN_S)
 
     @property
     def is_updating(self) -> bool:

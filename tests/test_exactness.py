@@ -203,7 +203,7 @@ def cut_up(case: Case, rank: int) -> Answer:
         model.zero_grad()
     torch.manual_seed(7 + rank)
     value = cache.step(rows_of(pixels, case), texts)
-    kept = 2 * sum(cache.num_kept_graphs) / cache.num_passes(len(pixels))
+    kept = 2 * sum(cache.num_kept_graphs) / cache.num_chunk_passes(len(pixels))
     sum_gradients(world, [model.logit_scale, model.logit_bias])
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kept
 

@@ -10,7 +10,7 @@ It holds a nested dictionary; `state.py` lists its entries. A tensor is stored u
 model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import CheckpointUploader, check_copy, uploaded_if_failed
+from clipscale.checkpoint.copies import CheckpointUploader, check_copy, waiting_for_copy_if_start_fails
 from clipscale.checkpoint.loading import load, read_description
 from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.retention import Retention
@@ -27,5 +27,5 @@ __all__ = [
     "load",
     "prepare_checkpoint",
     "read_description",
-    "uploaded_if_failed",
+    "waiting_for_copy_if_start_fails",
 ]  # fmt: skip

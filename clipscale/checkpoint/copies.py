@@ -364,7 +364,9 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
 
 
 @contextmanager
-def uploaded_if_failed(uploader: CheckpointUploader | None, world: World, limit_s: float) -> Iterator[None]:
+def waiting_for_copy_if_start_fails(
+    uploader: CheckpointUploader | None, world: World, limit_s: float
+) -> Iterator[None]:
     """Around the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
     try:
         yield

@@ -68,9 +68,8 @@ class Saver:
         self.world = world
         self.retention = retention
         self.uploader = uploader
-        # The newest step of which a checkpoint has been begun; it is not saved again, even if its write fails. 0 for a
-        # new run, whose initial state is never saved. None if the state comes from another folder: then the step at
-        # which it starts counts as unsaved.
+        # The newest step that needs no save, because its checkpoint has been begun, even if the write fails. 0 for a
+        # new run: its initial state is not saved. None if the state comes from another folder, so that it needs a save.
         self.last_begun_step = last_begun_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -148,8 +147,10 @@ class Saver:
         if self.uploader:
             run_on_rank0(self.world, partial(self.uploader.close, limit_s))
 
-    def announce_if_best(self, step: int) -> bool:
-        """Whether the evaluation of `step` beats those of all checkpoints. Rank 0 prints a line. A collective.
+    def is_best_so_far(self, step: int) -> bool:
+        """Whether the evaluation of `step` beats those of all checkpoints. A collective.
+
+        Rank 0 prints that, or a warning if the step has no such result.
 
         The start, step 0, has no checkpoint and is not compared.
         """

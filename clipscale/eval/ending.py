@@ -12,7 +12,7 @@ from clipscale.run_folder.chosen_checkpoint import Best
 from clipscale.run_folder.names import checkpoints_of, step_of
 
 
-def log_end(result: RunResult, *, precision: str, expected: Expected, best: Best | None) -> None:
+def print_summary(result: RunResult, *, precision: str, expected: Expected, best: Best | None) -> None:
     """Print the last lines. `precision`: the one of the run's evaluations. `best`: see `checkpoint.Retention`."""
     folder = Path(result["run"])
     step = result["step"]

@@ -34,10 +34,10 @@ class Savable(Protocol):
 
 
 def can_save_after(error: UserError | OSError, run: Savable) -> bool:
-    """Whether the completed steps can be saved after an error in the run's loop. Then all of this is true:
+    """Whether the completed steps can be saved after an error in the run's loop: only if all of these hold.
 
     - Every rank raises it at the same place, because a save is a collective.
-    - It has ended no update, which may leave some weights updated and others not.
+    - It did not interrupt an update: after half an update some weights are new and others old.
     - The folder is still this run's.
 
     A save also needs every rank's position in the data, and finds out itself whether it is known: `save_at_once` raises
@@ -50,7 +50,8 @@ def can_save_after(error: UserError | OSError, run: Savable) -> bool:
 
 @contextmanager
 def saving_completed_steps(run: Savable) -> Iterator[None]:
-    """Around a run's loop: saves the completed steps after a signal, and after an error if `can_save_after` it.
+    """Around a run's loop: saves the completed steps after a signal, and after an error for which `can_save_after` is
+    true.
 
     After a signal, raises StoppedError, or what the save raises, such as UnwritableError. After an error, raises that
     error; a save that fails is then only a warning.

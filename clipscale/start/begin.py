@@ -16,7 +16,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.eval.ending import log_end
+from clipscale.eval.ending import print_summary
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
@@ -53,7 +53,7 @@ class StartedRun:
     # What the descriptions of all checkpoints have in common: batch, model and optimizer.
     checkpoint_template: checkpoint.CheckpointDescription
     # Prints the last lines of the run.
-    log_end: Callable[[RunResult], None]
+    print_summary: Callable[[RunResult], None]
 
 
 def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUploader | None = None) -> StartedRun:
@@ -124,7 +124,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         checkpoint_template=checkpoint.CheckpointDescription(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
-        log_end=partial(log_end, precision=config.precision, expected=expected, best=retention.best),
+        print_summary=partial(print_summary, precision=config.precision, expected=expected, best=retention.best),
     )
 
 

@@ -282,10 +282,10 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     retention = checkpoint.Retention(best=Best(tmp_path, Goal.parse("checkpoint.best", "birds/top1")))
     saver = saver_of(tmp_path, retention)
     saver.save(checkpoint.CheckpointState(1, **some_state()))
-    assert not saver.announce_if_best(2)
+    assert not saver.is_best_so_far(2)
     may_fail.set()
     deadline = time.monotonic() + 60
-    while not (is_best := saver.announce_if_best(2)) and time.monotonic() < deadline:
+    while not (is_best := saver.is_best_so_far(2)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_best, "step 1 has no checkpoint, so step 2 is the best"
     saver.close()

@@ -70,7 +70,7 @@ def test_how_many_chunks_are_left_is_known_from_the_first_on(n: int, chunks: lis
     cache = GradCache([model["image"], model["text"]], model["head"], chunks=chunks, keep_bytes=keep)
     for step in range(2):
         left: list[int] = []
-        before_chunk = lambda: left.append(cache.num_passes(n) - len(left))  # noqa: B023, E731
+        before_chunk = lambda: left.append(cache.num_chunk_passes(n) - len(left))  # noqa: B023, E731
         cache.backward(cache.loss(*cache.encode(*batch(n), before_chunk=before_chunk)))
         cache.replay(before_chunk)
         assert left == list(range(len(left), 0, -1)), f"step {step}"
