@@ -34,7 +34,7 @@ from clipscale.run_folder.names import (
     META,
     RESULT,
     check_own,
-    checkpoints_of,
+    checkpoint_to_resume,
     path_of,
     path_or_run,
     read_result,
@@ -153,12 +153,12 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def resumes_other_batch(config: TrainConfig) -> bool:
-    """Whether the newest checkpoint is of another batch, so that the start is refused whatever its plan says."""
-    folder = run_to_resume(config.run, config.resume)
-    if config.stages or not folder:
+    """Whether the checkpoint is of another batch, so that the start is refused whatever its plan says."""
+    checkpoint = checkpoint_to_resume(config.run, config.resume, own_first=ranks.is_restarted())
+    if config.stages or not checkpoint:
         return False
     try:
-        meta = files.read_json(checkpoints_of(folder)[-1] / META)["meta"]
+        meta = files.read_json(checkpoint / META)["meta"]
         return bool(meta["values"]["batch"] != config.batch)
     except files.DAMAGED_OR_FOREIGN:
         return False

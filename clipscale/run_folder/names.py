@@ -67,17 +67,23 @@ def existing_run(run: str) -> Path:
 # ---- checkpoints ----
 
 
-def run_to_resume(run: str, resume: str, *, own_first: bool = True) -> Path | None:
-    """The folder of the run whose checkpoints a start may resume: its own, or that of `resume=PATH`.
+def checkpoint_to_resume(run: str, resume: str, *, own_first: bool) -> Path | None:
+    """The checkpoint that a start resumes if it is undamaged: the run's own newest one, or that of `resume=PATH`.
 
     None if there is none. `run`: its name, or empty. `own_first`: its own if both have some.
     """
     if resume == "none":
         return None
-    own = [run_folder(run)] if run else []
-    named = [] if resume == "auto" else [path.parent.parent for path in named_checkpoints(resume)[-1:]]
-    folders = own + named if own_first else named + own
-    return next((folder for folder in folders if checkpoints_of(folder)), None)
+    own = checkpoints_of(run_folder(run)) if run else []
+    named = [] if resume == "auto" else named_checkpoints(resume)
+    checkpoints = (own or named) if own_first else (named or own)
+    return checkpoints[-1] if checkpoints else None
+
+
+def run_to_resume(run: str, resume: str, *, own_first: bool = True) -> Path | None:
+    """The folder of the run of `checkpoint_to_resume`."""
+    checkpoint = checkpoint_to_resume(run, resume, own_first=own_first)
+    return checkpoint.parent.parent if checkpoint else None
 
 
 def named_checkpoints(resume: str) -> list[Path]:

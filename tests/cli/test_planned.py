@@ -83,16 +83,27 @@ def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_sig
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("batch", "plans"), [(16, 1), (32, 0)])
+@pytest.mark.parametrize(
+    ("resume", "batch", "plans"),
+    [
+        ("auto", 16, 1),
+        ("auto", 32, 0),
+        ("{path}", 16, 0),
+        ("{path}", 32, 1),  # its own checkpoint, and a later one beside the path, are of other batches
+    ],
+)
 def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
-    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: int, plans: int
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str, batch: int, plans: int
 ) -> None:
     planned_runs: list[TrainConfig] = []
 
     monkeypatch.setattr("clipscale.cli.train_verb.start_plan_process", lambda config, **_: planned_runs.append(config))
     monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
-    path = path_of(tmp_path / "runs/a", 4)
-    path.mkdir(parents=True)
-    (path / META).write_text(meta_text(values_text({"batch": batch}), {}))
-    assert cli(*tiny(f"data.train={shards}", "run=a", "batch=16", "plan=true"))[0] == 0
+    for run, step, written in (("a", 4, 16), ("b", 2, 32), ("b", 9, 64)):
+        path = path_of(tmp_path / "runs" / run, step)
+        path.mkdir(parents=True)
+        (path / META).write_text(meta_text(values_text({"batch": written}), {}))
+    resume = resume.format(path=path_of(Path("runs/b"), 2))
+    words = tiny(f"data.train={shards}", "run=a", "plan=true", f"batch={batch}", f"resume={resume}")
+    assert cli(*words)[0] == 0
     assert len(planned_runs) == plans
