@@ -104,8 +104,9 @@ def run(argv: list[str]) -> int:
     if hasattr(settings, "model"):
         train_verb.check_weights(settings, checks_connection=name in FETCH and not line.cfg)
     if line.check and verb.check_work:
-        announce_task("loading torch")
-        resolve_name(verb.check_work)(settings)
+        with exit_on_signal():
+            announce_task("loading torch", error=True)
+            resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
     with exit_on_signal() if name.startswith(WORK_HERE) else nullcontext():

@@ -16,9 +16,10 @@ from clipscale.cli import compose, train_verb
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import unused_path
-from clipscale.common.terminal import print_failure, print_line
+from clipscale.common.terminal import announce_task, print_failure, print_line
 from clipscale.config.train_config import TrainConfig, to_yaml
 from clipscale.launch import local
+from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.run_folder.names import checkpoints_of, run_folder
 
 
@@ -71,10 +72,13 @@ def check_runs(configs: Sequence[TrainConfig], line: Namespace) -> None:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
         train_verb.check_without_torch(config)
         train_verb.check_weights(config, checks_connection=not line.cfg)
-        if line.check:
-            from clipscale.tools import check_start  # imports torch
+    if line.check:
+        with exit_on_signal():
+            announce_task("loading torch", error=True)
+            from clipscale.tools import check_start
 
-            check_start.main(config)
+            for config in configs:
+                check_start.main(config)
 
 
 def warn_of_metric(config: TrainConfig) -> None:

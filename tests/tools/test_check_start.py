@@ -1,10 +1,12 @@
 """`train --check`: what a start would refuse is said, and nothing is started."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from clipscale.tools import check_start
 from tests.cli.conftest import Cli, tiny
 from tests.cli.conftest import cli as cli
 from tests.data.files import write_tar
@@ -26,6 +28,17 @@ def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tm
     status, out, err = cli(*tiny(f"data.train={shards}", "run=a", sets, "batch=1k", "samples=2k"), "--check")
     assert status == 0 and "batch=1024 is larger than the" in err, err
     assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=1,2")], ids=["a run", "a sweep"])
+def test_a_check_says_that_it_loads_torch_and_hears_signals(
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, sweep: tuple[str, ...]
+) -> None:
+    heard: list[bool] = []
+    monkeypatch.setattr(check_start, "main", lambda _: heard.append(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL))
+    status, out, err = cli(*tiny(f"data.train={shards}"), *sweep, "--check")
+    assert (status, out) == (0, "") and err.endswith("loading torch ...\n") and err.count("\n") == 1, err
+    assert heard == [True] * (2 if sweep else 1)
 
 
 def test_weights_of_a_repository_bring_their_model(
