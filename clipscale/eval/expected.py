@@ -26,7 +26,9 @@ class Expected:
             for label in result_labels(name):
                 if metric in results.get(label, {}):
                     value = round(100 * results[label][metric], 1)
-                    parts.append(f"{label} {metric} {value:.1f} %, {place(value, low, high)} {low:g} to {high:g}")
+                    parts.append(
+                        f"{label} {metric} {value:.1f} %, {side_of_band(value, low, high)} {low:g} to {high:g}"
+                    )
         source = f" ({self.source})" if self.source else ""
         return f"published: {'; '.join(parts)}{source}" if parts else ""
 
@@ -38,7 +40,7 @@ def result_labels(name: str) -> list[str]:
     return sorted(labels | {f"{label} (ema)" for label in labels})
 
 
-def place(value: float, low: float, high: float) -> str:
+def side_of_band(value: float, low: float, high: float) -> str:
     """Where a value lies beside a band, ends included."""
     if value < low:
         return "below"

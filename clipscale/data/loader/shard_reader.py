@@ -97,7 +97,7 @@ class WindowCursor:
         return sample - self.start in self._needed
 
     @property
-    def is_part(self) -> bool:
+    def is_partly_in_segment(self) -> bool:
         """Whether only a part of the window's samples belongs to the segment. False for a shard of unknown count."""
         return self.segment.count is not None and 0 < len(self.sample_order) < self.size
 
@@ -273,7 +273,7 @@ class ShardReader:
         while True:
             raws = yield from self._read_samples(cursor)
             end = WindowEnd.of(cursor, raws)
-            needs_others = end is WindowEnd.CUT and cursor.is_part
+            needs_others = end is WindowEnd.CUT and cursor.is_partly_in_segment
             if end is not WindowEnd.FULL:
                 cursor.resize(len(raws))
             if not needs_others:
