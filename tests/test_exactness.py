@@ -235,11 +235,22 @@ def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:
     return [cut_up(Case(**case), rank) for case in cases]
 
 
+def acting(case: Case) -> set[tuple[object, ...]]:
+    """Values together with what they need to act: an exchange moves columns both ways for a symmetric loss, and sorted
+    captions and kept graphs differ from others where a tower has several chunks."""
+    is_chunked = case.chunks != (12, 24)
+    return {
+        ("exchange", case.exchange, case.loss == "softmax"),
+        ("captions", case.captions, is_chunked),
+        ("parallel", case.parallel, is_chunked and case.keep > 0),
+    }
+
+
 def every_value(chosen: list[Case]) -> list[Case]:
-    """Few of these cases that have all values of all dimensions that any of them has. Each adds the most that are still
-    missing, the first of equals."""
-    values_of = [{(name, getattr(case, name)) for name in DIMENSIONS} for case in chosen]
-    missing = set[tuple[str, object]]().union(*values_of)
+    """Few of these cases that have all values of all dimensions that any of them has, where the values act. Each adds
+    the most that are still missing, the first of equals."""
+    values_of = [{(name, getattr(case, name)) for name in DIMENSIONS} | acting(case) for case in chosen]
+    missing = set[tuple[object, ...]]().union(*values_of)
     few = []
     while missing:
         best = max(range(len(chosen)), key=lambda i: len(values_of[i] & missing))
