@@ -160,6 +160,7 @@ class TrainStep:
             random.restore()
             restore_statistics()
             stream.discard_last_batch()
+            self.passes.inputs.agreement = None  # it was on the batch that is discarded, or on the one after it
             reshard(self.model)  # the error may have left FSDP2's weights gathered
             raise
 

@@ -1,7 +1,8 @@
 """What the ranks of a step agree on before they know each other's next batch, and when a step updates the weights."""
 
 import math
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def test_captions_that_have_arrived_early_are_sorted_once() -> None:
         run_step(step, batches[0], upcoming=batches[1])
         run_step(step, batches[1])
     assert made.call_count == 2
+
+
+def test_a_step_that_is_thrown_away_leaves_nothing_of_the_batch_after_it() -> None:
+    step, batches = small_step(), [small_batch(seed=seed) for seed in (1, 2, 3)]
+    stream: Any = Mock()
+    with pytest.raises(DataError), step.rollback_on_error(stream):
+        run_step(step, batches[0], upcoming=batches[1], failure=DataError("gone"))
+    stream.discard_last_batch.assert_called_once()
+    assert run_step(step, batches[2]).numbers == run_step(small_step(), batches[2]).numbers
 
 
 def second_step_with_a_late_rank(rank: int, world_size: int) -> tuple[float, int]:
