@@ -183,18 +183,20 @@ class TrainLoop:
         train_step = self.train_step
         self.records.flush()
         ema = train_step.ema if self.evaluation.uses_ema else None
-        with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.is_compiled):
-            results = evaluate(
-                train_step.model,
-                self.evaluation,
-                self.world,
-                autocast=train_step.precision.autocast,
-                file=ResultsFile(self.folder, self.step, self.evaluation.facts),
-                poll=partial(self.signal_poller.poll, every_call=True),
-                poll_while_waiting=self.signal_poller.poll_while_waiting,
-                progress=self.records.show_progress,
-            )
-        reshard(train_step.model)
+        try:
+            with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.is_compiled):
+                results = evaluate(
+                    train_step.model,
+                    self.evaluation,
+                    self.world,
+                    autocast=train_step.precision.autocast,
+                    file=ResultsFile(self.folder, self.step, self.evaluation.facts),
+                    poll=partial(self.signal_poller.poll, every_call=True),
+                    poll_while_waiting=self.signal_poller.poll_while_waiting,
+                    progress=self.records.show_progress,
+                )
+        finally:
+            reshard(train_step.model)
         self.records.log_evaluation(self.step, results)
         return results
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.terminal import is_main_rank, log_warning
-from clipscale.distributed.agreement import is_raised_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
@@ -89,9 +89,11 @@ def ending_if_removed(
     yield
     if removed:
         wait_for_save()
-        raise UserError(
-            f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
-            f"{step}: continue with resume=auto"
+        raise_on_all_ranks(
+            UserError(
+                f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
+                f"{step}: continue with resume=auto"
+            )
         )
 
 

@@ -1,6 +1,6 @@
 """How a run starts, on one page: resolve, build, announce, open the log. See `train.py` for what follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,13 +19,15 @@ from clipscale.distributed.world import World
 from clipscale.eval.ending import print_summary
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import Evaluation, sized_sets
+from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
+from clipscale.log.metrics import MetricLog
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
-from clipscale.start.build import build
+from clipscale.start.build import BuiltRun, build
 from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume
 from clipscale.start.resolve import ResolvedRun, Stage, resolve
 from clipscale.step.optim import Schedule
@@ -64,11 +66,8 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     If it raises UserError, it has ended the data workers that it had started.
     """
     # Load the evaluation sets first, so that a mistyped path ends the start in its first minute.
-    evaluation = make_evaluation(config, world)
-    for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
-        if goal:
-            labels = [[each.label for each in sized_sets(one, evaluation.sizes)] for one in evaluation.sets]
-            check_goal(key, goal, [whole for whole, *_ in labels], [label for _, *sized in labels for label in sized])
+    sets = load_sets(config, world)
+    check_goals(config, sets)
 
     expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
 
@@ -76,6 +75,15 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
+    # A stage is evaluated by its own objective.
+    evaluation = Evaluation(
+        sets=sets,
+        batch_size=config.eval.batch,
+        objective=config.loss.objective,
+        sizes=tuple(config.loss.sizes),
+        uses_ema=config.eval.weights == "ema",
+        facts={"precision": config.precision},
+    )
     # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
     save_steps, save_seconds = config.checkpoint.interval
     intervals = Intervals(
@@ -91,11 +99,7 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         undo.callback(built.stream.close)
 
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
-        log = None
-        if world.is_rank0:
-            set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
-            announce(resolved, built)
-            log = open_run_log(resolved, built.schedule, world)
+        log = run_on_all_ranks(world, lambda: begin_log(resolved, built, world) if world.is_rank0 else None)
         records = StepRecords(log, world.size, built.flops, built.stream)
         undo.callback(records.close)
 
@@ -128,18 +132,19 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     )
 
 
-def make_evaluation(config: TrainConfig, world: World) -> Evaluation:
+def load_sets(config: TrainConfig, world: World) -> list[EvalSet]:
     """Find what a run is evaluated on. A collective. If one rank finds a mistake, raises UserError on all."""
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
-    return Evaluation(
-        sets=run_on_all_ranks(world, lambda: load_chosen_sets(config.eval)),
-        batch_size=config.eval.batch,
-        objective=config.loss.objective,
-        sizes=tuple(config.loss.sizes),
-        uses_ema=config.eval.weights == "ema",
-        facts={"precision": config.precision},
-    )
+    return run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
+
+
+def check_goals(config: TrainConfig, sets: Sequence[EvalSet]) -> None:
+    """Raise UserError for a `checkpoint.best` or `sweep.metric` that the evaluation of these sets does not have."""
+    labels = [[each.label for each in sized_sets(one, config.loss.sizes)] for one in sets]
+    for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
+        if goal:
+            check_goal(key, goal, [whole for whole, *_ in labels], [label for _, *sized in labels for label in sized])
 
 
 def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None = None) -> None:
@@ -153,6 +158,22 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         what = "several such sets are" if found else "no such set is"
         names = ", ".join(found or [*labels, *(sized or [])])
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
+
+
+def begin_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
+    """Set aside what the run does not use in its folder, print what the user should know, and open the log.
+
+    Raises UserError if a file of the folder cannot be written.
+    """
+    try:
+        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
+        announce(resolved, built)
+        return open_run_log(resolved, built.schedule, world)
+    except OSError as error:
+        raise UserError(
+            f"run={resolved.folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
+            "repair that, and give the command again"
+        ) from error
 
 
 def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:

@@ -1,4 +1,7 @@
-"""How a run starts: what it changes in the run's folder. `begin` calls these functions in this order."""
+"""How a run starts: what it changes in the run's folder.
+
+`begin` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` last.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,9 @@
 """After which errors a run saves, and what the end of its loop closes."""
 
 import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.distributed.agreement import raise_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.lifecycle.early_end import can_save_after, closing_all, saving_completed_steps
+from clipscale.lifecycle.early_end import can_save_after, closing_all, ending_if_removed, saving_completed_steps
 from clipscale.lifecycle.run_lock import FolderInUseError
 from clipscale.lifecycle.stopping import SignalError
+from tests.support.user_errors import refused
 
 
 class Part:
@@ -83,6 +87,15 @@ def test_a_run_saves_after_an_error_of_all_ranks_between_updates(
     error: UserError | OSError, run: Run, can_save: bool
 ) -> None:
     assert can_save_after(error, run) == can_save
+
+
+def test_the_end_of_a_removed_folder_is_on_all_ranks(tmp_path: Path) -> None:
+    """Each of them then waits for the checkpoint's copy."""
+    lock: Any = SimpleNamespace(folder=tmp_path, renew=lambda: True)
+    run = Run()
+    with refused("its folder was removed") as ended, ending_if_removed(lock, run.world, lambda: None, run.step):
+        pass
+    assert can_save_after(ended.value, Run(2))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,21 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.cli import compose
+from clipscale.cli.main import main
 from clipscale.cli.train_verb import with_defaults
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
-from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    EvalConfig,
+    LaunchConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig, to_yaml
 from clipscale.data.loader.stream import DataConfig
@@ -31,6 +39,7 @@ from clipscale.loss.runtime import current_runtime
 from clipscale.run_folder.names import checkpoints_of, path_of, step_of
 from clipscale.start.begin import begin
 from clipscale.train import train
+from tests.eval.sets import pair_set
 from tests.support import runs
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
@@ -222,6 +231,17 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
     run_ranks(runs.train_on_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
     # Adam divides by the size of small gradients: rounding grew to 0.3 % on one kind of processor.
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-2)
+
+
+def test_a_stage_is_evaluated_by_its_own_loss(shards: str, tmp_path: Path) -> None:
+    """The value is that of `clipscale eval` afterwards."""
+    run, pairs = tmp_path / "run", pair_set(tmp_path / "pairs")
+    stages: list[dict] = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6, "loss": "softmax_image"}]
+    result = train(staged(shards, run, stages, ema=0.0, eval=EvalConfig(sets=[str(pairs)])))
+    (metrics,) = result["eval"].values()
+    assert main(["eval", f"run={run}", f"eval.sets=[{pairs}]", "device=cpu"]) == 0
+    (again,) = files.read_json(run / "eval/step_00000004.json")["results"].values()
+    assert metrics["loss"] == pytest.approx(again["loss"], rel=1e-5)
 
 
 def test_losses_of_a_run_wait_as_long_as_its_other_collectives(shards: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How a run begins: refused with one line, resumed, taken back, or alike on every rank."""
 
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -334,6 +335,16 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}
     assert sum(path.read_bytes().endswith(damage) for path in run.rglob("*.damaged")) == len(records)
     assert sum("is damaged" in message and "continues" in message for message in caplog.messages) == len(records)
+
+
+def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run/env.json"))
+    with (
+        mock.patch("clipscale.start.begin.open_run_log", side_effect=full),
+        refused(r"run=.*env\.json cannot be written \(No space left on device\)") as ended,
+    ):
+        train(four_step_config(shards, tmp_path / "run"))
+    assert ended.value.is_on_all_ranks
 
 
 def test_a_goal_means_one_evaluated_set() -> None:
