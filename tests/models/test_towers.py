@@ -70,8 +70,8 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
     [
         ("vision_cfg", {"head_width": 3}, "divisible by num_heads"),
         ("vision_cfg", {"patch_size": 24}, "image tower cannot be used"),
-        ("vision_cfg", {"output_tokens": True}, "image tower cannot be used .*no row of features"),
-        ("text_cfg", {"pool_type": "none"}, "text tower cannot be used .*no row of features"),
+        ("vision_cfg", {"output_tokens": True}, "image tower cannot be used .*not a row of features"),
+        ("text_cfg", {"pool_type": "none"}, "text tower cannot be used .*not a row of features"),
         ("text_cfg", {"heads": 5}, "divisible by num_heads"),
     ],
 )
