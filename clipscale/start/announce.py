@@ -47,7 +47,7 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
         changed = ""
         if changes:
             changed = "; changed: " + ", ".join(changes)
-        state = ": resumed after"
+        state = ": its next stage begins after" if resolved.is_stage_start else ": resumed after"
         if step >= schedule.end:
             state = " is complete at"
         log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")

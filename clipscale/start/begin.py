@@ -12,6 +12,7 @@ from clipscale.common.goal import Goal
 from clipscale.common.record import RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
+from clipscale.config.stages import stages_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_all_ranks
@@ -68,6 +69,15 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     # Load the evaluation sets first, so that a mistyped path ends the start in its first minute.
     sets = load_sets(config, world)
     check_goals(config, sets)
+    # All stages are evaluated by the last one's objective, as by `clipscale eval`: their steps can be compared.
+    evaluation = Evaluation(
+        sets=sets,
+        batch_size=config.eval.batch,
+        objective=stages_of(config)[-1].loss.objective,
+        sizes=tuple(config.loss.sizes),
+        uses_ema=config.eval.weights == "ema",
+        facts={"precision": config.precision},
+    )
 
     expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
 
@@ -75,15 +85,6 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
-    # A stage is evaluated by its own objective.
-    evaluation = Evaluation(
-        sets=sets,
-        batch_size=config.eval.batch,
-        objective=config.loss.objective,
-        sizes=tuple(config.loss.sizes),
-        uses_ema=config.eval.weights == "ema",
-        facts={"precision": config.precision},
-    )
     # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
     save_steps, save_seconds = config.checkpoint.interval
     intervals = Intervals(
