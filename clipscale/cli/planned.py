@@ -1,4 +1,4 @@
-"""Plans a run in a process of its own, while the run starts.
+"""Plans a run in a process of its own, while the run's process imports what it needs.
 
 If the planner fails, for example because torch has moved its private modules, the run prints one line and goes on.
 """
@@ -21,13 +21,9 @@ from clipscale.common.terminal import log_line
 from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import interrupt, interruptible
 
-# Niceness of the planner's process, so that it does not slow the start of the run.
-NICENESS = 10
-
 
 def send_plan(connection: Connection, config: TrainConfig) -> None:
     """Send the plan and an empty text, or an empty plan and why there is none. Runs in the planner's process."""
-    os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
     try:
         from clipscale.tools.plan.start import start_plan
@@ -40,34 +36,59 @@ def send_plan(connection: Connection, config: TrainConfig) -> None:
 
 
 class PlanProcess:
-    """The process that plans a run, and a thread that prints its plan. `start_plan_process` starts both."""
+    """The process that plans a run, and a thread that starts it and prints its plan."""
 
-    def __init__(self, process: BaseProcess, connection: Connection) -> None:
-        """`connection`: the one to the process."""
-        self.process = process
-        self._connection = connection
+    def __init__(self, config: TrainConfig, *, forked: bool) -> None:
+        """`forked`: whether the process is a fork of the data workers' server. Otherwise it imports torch itself."""
         # Why the run cannot fit.
         self.refusal = ""
+        self._config = config
+        self._forked = forked
+        # None until it has started.
+        self._process: BaseProcess | None = None
         self._closed = Event()
         self._thread = Thread(target=self._report, daemon=True)
 
     def start(self) -> None:
-        """Begin to wait for the plan, and print it."""
+        """Begin to plan. Returns at once: a fork starts when its server has imported torch, and this process imports
+        meanwhile."""
         self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the plan is printed, or the refusal has interrupted the main thread."""
+        self._thread.join()
 
     def close(self) -> None:
         """End the process. No plan is printed after this."""
         self._closed.set()
-        self.process.kill()
-        self._thread.join()
+        if self._process:
+            self._process.kill()
+            self._thread.join()
 
     def _answer(self) -> tuple[Record, str]:
-        """Wait for the plan. Returns the plan, and the reason why there is none; one of them is empty."""
+        """Start the process and wait for its plan. Returns the plan, and the reason why there is none; one is empty."""
         try:
-            return self._connection.recv()
+            process, connection = self._start_process()
+        except (EOFError, OSError) as error:  # the server has ended
+            return {}, f"its process does not start: {type(error).__name__} {one_line(error)}".rstrip()
+        try:
+            return connection.recv()
         except EOFError:
-            self.process.join()
-            return {}, f"its process ended with status {self.process.exitcode}"
+            process.join()
+            return {}, f"its process ended with status {process.exitcode}"
+
+    def _start_process(self) -> tuple[BaseProcess, Connection]:
+        """Start the process. Returns it, and this process's end of the pipe to it."""
+        context: Any = multiprocessing.get_context("forkserver" if self._forked else "spawn")
+        connection, planner_end = context.Pipe(duplex=False)
+        process = context.Process(target=send_plan, args=(planner_end, self._config), daemon=True)
+        with nullcontext() if self._forked else blocked():  # in the server they are blocked already
+            process.start()
+        planner_end.close()
+        self._process = process
+        if self._closed.is_set():
+            process.kill()
+        return process, connection
 
     def _report(self) -> None:
         """Print the plan. If the run cannot fit, interrupt its main thread, which raises the refusal."""
@@ -85,24 +106,9 @@ class PlanProcess:
         interrupt()
 
 
-def start_plan_process(config: TrainConfig, *, forked: bool = False) -> PlanProcess:
-    """Start the planner's process.
-
-    `forked`: whether the process is a fork of the data workers' server, which imports torch first; the fork waits for
-    that. Otherwise the process imports torch itself.
-    """
-    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-    connection, planner_end = context.Pipe(duplex=False)
-    process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
-    with nullcontext() if forked else blocked():  # in the server they are blocked already
-        process.start()
-    planner_end.close()
-    return PlanProcess(process, connection)
-
-
 @contextmanager
 def planned(plan_process: PlanProcess) -> Iterator[None]:
-    """Around a run: prints its plan when it is ready, and ends the process at the run's end.
+    """Around a run: prints its plan when it is ready, and ends the planner's process at the run's end.
 
     If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """

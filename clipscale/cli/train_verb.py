@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from clipscale.cli.planned import planned, start_plan_process
+from clipscale.cli.planned import PlanProcess, planned
 from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import check_writable, unused_path
@@ -194,19 +194,20 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             return result
     workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
     plans = config.plan and no_launcher and not resumes_other_batch(config)
+    plan_process = PlanProcess(config, forked=workers_fork_here) if plans else None
     try:
         with exit_on_signal(local.NOTHING_TO_SAVE):
             announce_task("loading torch")
             if workers_fork_here:
                 warm_up()  # beside the imports of training
-            plan_process = start_plan_process(config, forked=workers_fork_here) if plans else None
         with planned(plan_process) if plan_process else nullcontext():
             with exit_on_signal(local.NOTHING_TO_SAVE):
                 from clipscale.lifecycle.run_lock import wait_until_free
 
                 if no_launcher:
                     wait_until_free(Path(config.run))
-            return cast(RunResult, local.launch(config, isolated=isolated))
+            wait = plan_process.wait if plan_process else None
+            return cast(RunResult, local.launch(config, isolated=isolated, before_run=wait))
     except StoppedError as stopped:
         if not (advice or has_checkpoint(config)):
             raise

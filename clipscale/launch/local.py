@@ -105,8 +105,16 @@ def check_train(config: TrainConfig) -> None:
         terminal.print_line(f"warning: {warning}", error=True)
 
 
-def launch(config: LaunchSettings, main: str = TRAIN_FUNCTION, *, isolated: bool = False) -> object:
+def launch(
+    config: LaunchSettings,
+    main: str = TRAIN_FUNCTION,
+    *,
+    isolated: bool = False,
+    before_run: Callable[[], None] | None = None,
+) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
+
+    `before_run` is called before a call here, when everything is imported; workers start without it.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
@@ -118,7 +126,10 @@ def launch(config: LaunchSettings, main: str = TRAIN_FUNCTION, *, isolated: bool
         terminal.show_task("loading torch")
         count = num_workers(config)
         if count == 1 and not isolated:
-            return imported_main(main, config)(config)
+            run = imported_main(main, config)
+            if before_run:
+                before_run()
+            return run(config)
     return launch_workers(config, main, count)  # torch has handlers of its own
 
 
