@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# TORCH=cpu: without CUDA's libraries, which are most of it, by uv, which knows where torch's builds are (also TORCH=cu126 and so on).
+# TORCH=cpu: without CUDA's libraries, which are most of it (also TORCH=cu126 and so on).
 # CPU_WHEELS=ADDRESS: an index of your own with the CPU builds of torch and torchvision that constraints.txt pins.
 TORCH ?=
 CPU_WHEELS ?=
@@ -205,13 +205,17 @@ wheels:
 
 install: $(INSTALLED)
 
+# uv installs several times as fast as pip. It does not read pip's settings, such as a mirror's address: where it fails, pip installs.
+QUIET_PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PACKAGES := --constraint constraints.txt --editable '.[dev,bench,sweeps]'
+BY_UV = $(QUIET_PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(TORCH),--torch-backend $(TORCH)) $(PACKAGES)
+BY_PIP = $(QUIET_PIP) $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)') $(PACKAGES)
+
 # Editable, with the versions that constraints.txt pins; done again when either file changes.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
-	$(if $(TORCH),$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH),$(BIN)/python -m pip install --quiet \
-	    --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)')) --constraint constraints.txt --editable '.[dev,bench,sweeps]'
+	$(if $(CPU_WHEELS),$(BY_PIP),$(BY_UV) $(if $(TORCH),,|| $(BY_PIP)))
 	@touch $@
 
 # Keeps runs/ and the demo set.
