@@ -24,7 +24,7 @@ from words import counts
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir
 from clipscale.models.towers import build_model
-from clipscale.step.cache.pass_contexts import CastWeights, layers_to_cast
+from clipscale.step.cache.cast_weights import CastWeights, layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
 

@@ -25,7 +25,7 @@ from traffic import CPU, Counter
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir
 from clipscale.models.towers import build_model
-from clipscale.step.cache.pass_contexts import CastWeights
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast
 

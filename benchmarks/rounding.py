@@ -26,7 +26,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir
 from clipscale.models.linear import CastLinear
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.step.cache.pass_contexts import CastWeights
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.chunk_sizes import random_captions, random_pixels
 from clipscale.step.precision import Precision
 

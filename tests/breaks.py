@@ -75,7 +75,7 @@ BREAKS = [
     ),
     Break(
         "Tensor._base",
-        "clipscale/step/cache/grad_cache.py",
+        "clipscale/step/cache/checks.py",
         {'    factor = getattr(loss.grad_fn, "_saved_other", None)\n': "    factor = None\n"},
         "tests/step/cache/test_mistakes.py::test_a_loss_that_is_scaled_already_is_refused",
     ),
@@ -87,7 +87,7 @@ BREAKS = [
     ),
     Break(
         "Tensor._base",
-        "clipscale/step/cache/pass_contexts.py",
+        "clipscale/step/cache/cast_weights.py",
         {"return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)": "return False"},
         "tests/step/cache/test_cast_weights.py::test_a_hook_sees_every_gradient_of_its_weight",
     ),
@@ -111,7 +111,7 @@ BREAKS = [
     ),
     Break(
         "DistributedDataParallel.module",
-        "clipscale/step/cache/pass_contexts.py",
+        "clipscale/step/cache/gradient_sync.py",
         {"        return encoder(out)\n": "        return out\n"},
         "tests/test_exactness.py::test_the_step_is_that_of_one_graph",
     ),

@@ -29,8 +29,8 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.run_folder.names import checkpoints_of
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.pass_contexts import CastWeights
 from clipscale.step.compiled import compile_towers
 from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import TrainLoop, train

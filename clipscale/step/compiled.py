@@ -12,7 +12,8 @@ from clipscale.common.modules import nested_blocks
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
-from clipscale.step.cache.pass_contexts import CastWeights, batch_norm_preserved
+from clipscale.step.cache.batch_norm import batch_norm_preserved
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.chunk_sizes import both_passes, random_captions, random_pixels
 from clipscale.step.precision import Precision
 

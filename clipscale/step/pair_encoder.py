@@ -14,7 +14,7 @@ from clipscale.distributed.world import World
 from clipscale.models.captioner import Captioner
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.encoder_io import ChunkOutput
-from clipscale.step.cache.pass_contexts import sync_context
+from clipscale.step.cache.gradient_sync import sync_context
 
 
 class PairEncoder(nn.Module):

@@ -23,8 +23,8 @@ from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement
+from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.pass_contexts import snapshot_batch_norm
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, begin_statistics
 from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes

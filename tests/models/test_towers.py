@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.towers import build_model
-from clipscale.step.cache.pass_contexts import batch_norms
+from clipscale.step.cache.batch_norm import batch_norms
 from tests.support.towers import architecture, small_model
 
 SMALL = architecture()

@@ -1,41 +1,29 @@
 """The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): a batch's exact gradient, chunk by chunk.
 
-A contrastive loss couples samples only through their representations, so three passes suffice:
-1. Encode every chunk without a graph.
-2. Compute the loss of all representations and its gradient with respect to them.
-3. Encode every chunk again, with a graph and the same random numbers, and backpropagate its rows of that gradient.
-By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
-
-The calls of one step of a run with two towers, from the loop to the tower (a caller of `step` enters at GradCache):
-
-    TrainLoop.run_step                               train.py: rate, batch, rollback, record
-    └ TrainStep.run                                  step/train_step.py: the step on one page, and the update
-      ├ TwoTowerPasses.encode                        step/batch_passes.py: which input goes to which tower
-      │ └ GradCache.encode_tower                     1. here
-      │   ├ GraphBudget.plan                         kept_graphs.py: how many graphs are kept
-      │   └ TowerPasses.encode                       tower_passes.py: the loop over chunks
-      │     └ TowerPasses.encode_chunk               what becomes of the graph: kept_graphs.py decides
-      │       └ TowerPasses.forward_chunk            calls the encoder; pass_contexts.py has what is around it
-      ├ GradCache.loss, GradCache.backward           2. step/batch_loss.py, and then `loss/`
-      ├ TwoTowerPasses.begin_agreement               the ranks' message about the next batch
-      └ TwoTowerPasses.replay
-        └ GradCache.replay                           3. here
-          └ TowerPasses.replay                       the loop over chunks, backward pass included
-            └ TowerPasses.forward_chunk              unless the chunk's graph is kept
+`GradCache.step` is the method. docs/step.md tells it in words, and why the gradient is exact. The calls of a whole
+training step are a tree in docs/contributing/architecture.md.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipscale.batch.chunks import equal_spans
-from clipscale.common.modules import trains
 from clipscale.common.poll import Poll, no_poll
+from clipscale.step.cache.checks import (
+    Representation,
+    check_autocast,
+    check_loss,
+    check_scaler,
+    checked_chunks,
+    checked_keep_bytes,
+    checked_representations,
+    refuse_scaled,
+)
 from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, short_memory_policy
-from clipscale.step.cache.tower_passes import Representation, TowerPasses
+from clipscale.step.cache.tower_passes import TowerPasses
 
 
 class GradCache:
@@ -93,18 +81,12 @@ class GradCache:
     ) -> None:
         # May be changed between steps. `encode` checks the new value; `encode_tower` does not.
         self.chunks = checked_chunks(chunks, len(encoders))
-        is_context = isinstance(autocast, AbstractContextManager)  # one context cannot serve all chunks
-        if is_context or not callable(autocast):
-            raise ValueError(
-                f"autocast={autocast!r}: give a function that makes a new context at each call, such as "
-                'lambda: torch.autocast("cuda", torch.bfloat16)'
-            )
-        if scaler is not None and not hasattr(scaler, "scale"):
-            raise ValueError(f"scaler={scaler!r}: give a gradient scaler, torch.amp.GradScaler(), or None")
+        check_autocast(autocast)
+        check_scaler(scaler)
         self.encoders = encoders
         self.loss = loss
         self.scaler = scaler
-        functions = _one_for_each(representation, len(encoders))
+        functions = checked_representations(representation, len(encoders))
         self.towers = [
             TowerPasses(encoder, function, autocast, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
@@ -119,10 +101,10 @@ class GradCache:
         `loss_options`: keywords of the loss, over the whole batch. The chunks' own losses are added to it. Raises as
         `encode`, `backward` and `replay` do.
         """
-        representations = self.encode(*inputs)
+        representations = self.encode(*inputs)  # chunk by chunk, without a graph
         value = self.loss(*representations, **loss_options)
-        self.backward(value)
-        self.replay()
+        self.backward(value)  # to the representations
+        self.replay()  # chunk by chunk, with a graph: from their gradients to those of the parameters
         return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
     def encode(self, *inputs: object, before_chunk: Poll = no_poll) -> list[Tensor]:
@@ -176,9 +158,8 @@ class GradCache:
         use the representations of an encoder that trains, or ends in `scaler.scale(...)` of the same scaler. Any other
         scale looks like a part of the loss.
         """
-        if problem := _no_loss(value):
-            raise ValueError(f"the loss is {problem}: give one number with a graph to the representations")
-        self._refuse_scaled(value)
+        check_loss(value)
+        refuse_scaled(value, self.scaler)
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:
@@ -197,7 +178,7 @@ class GradCache:
         self.graph_budget.give_up_if_short(self.towers[0].representations.device)
 
         def loss_gradient(loss: Tensor) -> Tensor:
-            self._refuse_scaled(loss)
+            refuse_scaled(loss, self.scaler)
             weight = torch.full_like(loss, chunk_loss_weight)
             return self.scaler.scale(weight) if self.scaler else weight
 
@@ -206,13 +187,6 @@ class GradCache:
             losses += tower.replay(before_chunk, loss_gradient)
             tower.end_step()
         self.chunk_loss = _sum(losses) if losses else None
-
-    def _refuse_scaled(self, loss: Tensor) -> None:
-        """Raise ValueError for a loss that the scaler has scaled already: its gradients would carry the scale twice."""
-        if self.scaler and _is_scaled(loss, self.scaler):
-            raise ValueError(
-                "the loss ends in scaler.scale(...), and with scaler= GradCache scales it: return it as it is"
-            )
 
     @property
     def keep_bytes(self) -> float | None:
@@ -245,56 +219,7 @@ class GradCache:
         return total
 
 
-def _no_loss(value: object) -> str:
-    """Why a value is not a loss, in words; empty for a loss."""
-    if not isinstance(value, Tensor):
-        return str(value)
-    if value.numel() != 1:
-        return f"of shape {tuple(value.shape)}"
-    return "" if value.requires_grad else "detached (or computed under torch.no_grad)"
-
-
-def _is_scaled(loss: Tensor, scaler: "torch.amp.GradScaler") -> bool:
-    """Whether the last operation of a loss is a product with the scaler's own tensor, as `scaler.scale` makes it."""
-    factor = getattr(loss.grad_fn, "_saved_other", None)
-    if not isinstance(factor, Tensor):
-        return False
-    probe = scaler.scale(torch.ones((), device=loss.device, requires_grad=True))
-    scale = getattr(probe.grad_fn, "_saved_other", None)
-    return isinstance(scale, Tensor) and scale.data_ptr() == factor.data_ptr()
-
-
 def _sum(losses: list[Tensor]) -> Tensor:
     """The sum of the losses, in at least float32."""
     stacked = torch.stack(losses)
     return stacked.sum(dtype=torch.promote_types(stacked.dtype, torch.float32))
-
-
-def checked_chunks(chunks: int | Sequence[int], num_encoders: int) -> list[int]:
-    """The argument `chunks` of `GradCache` as a size for each encoder. Raises ValueError."""
-    sizes = [*chunks] if isinstance(chunks, Sequence) else [chunks] * num_encoders
-    if len(sizes) != num_encoders or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {num_encoders} encoders")
-    return sizes
-
-
-def checked_keep_bytes(keep_bytes: float | None) -> float | None:
-    """The argument `keep_bytes` of `GradCache` as it is. Raises ValueError."""
-    if keep_bytes is not None and (not isinstance(keep_bytes, Real) or not keep_bytes >= 0):
-        raise ValueError(f"keep_bytes={keep_bytes!r}: give a number of bytes, such as 8 * 2**30, math.inf or None")
-    return keep_bytes
-
-
-def _one_for_each(
-    representation: Representation | Sequence[Representation | None] | None, encoders: int
-) -> list[Representation | None]:
-    """The argument `representation` of `GradCache` as one entry for each encoder."""
-    if representation is None or callable(representation):
-        functions = [representation] * encoders
-    else:
-        functions = [*representation]
-    if len(functions) != encoders:
-        raise ValueError(f"representation= has {len(functions)} functions for {encoders} encoders: one, or one each")
-    if any(isinstance(function, nn.Module) and trains(function) for function in functions):
-        raise ValueError("representation= has trainable parameters: put them into the encoder, which has two passes")
-    return functions

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clipscale.step.cache.batch_norm import batch_norms
 from clipscale.step.cache.encoder_io import ChunkOutput
-from clipscale.step.cache.pass_contexts import batch_norms, is_collective
+from clipscale.step.cache.gradient_sync import is_collective
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def short_memory_policy(encoder: Callable[..., object]) -> ShortMemoryPolicy:
 
 
 class GraphPolicy(Enum):
-    """What a chunk's first pass does with its graph."""
+    """What a pass of a chunk does with its graph."""
 
     # The graph is kept: the chunk needs no second pass.
     KEEP = "keep"
@@ -69,11 +70,16 @@ class GraphPolicy(Enum):
     DISCARD = "discard"
     # No graph is built.
     NO_GRAPH = "no graph"
+    # A graph is an error: the encoder has no trainable parameters, and so no second pass. Its first chunk runs with
+    # gradients enabled. A graph then comes from a parameter that the module does not list, or from an input.
+    REFUSE = "refuse"
+    # A second pass: the graph is built, or kept from the first pass, and backpropagated at once.
+    BACKPROPAGATE = "backpropagate"
 
     @property
     def builds_whole_graph(self) -> bool:
         """Whether the graph is built with all that its backward pass needs."""
-        return self in (GraphPolicy.KEEP, GraphPolicy.MEASURE)
+        return self in (GraphPolicy.KEEP, GraphPolicy.MEASURE, GraphPolicy.BACKPROPAGATE)
 
 
 @dataclass
@@ -127,9 +133,9 @@ class KeptGraphs:
 
     @contextmanager
     def building(self, policy: GraphPolicy) -> Iterator[None]:
-        """Around a first pass: builds, measures or discards its graph."""
+        """Around a pass: builds, measures or discards its graph."""
         match policy:
-            case GraphPolicy.KEEP:
+            case GraphPolicy.KEEP | GraphPolicy.REFUSE | GraphPolicy.BACKPROPAGATE:
                 yield
             case GraphPolicy.MEASURE:
                 with measured_graph(self.on_gpu) as size:

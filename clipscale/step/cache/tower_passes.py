@@ -1,33 +1,29 @@
 """One encoder's two passes over its chunks: the first one without a graph, the second one with a graph and the same
 random numbers."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipscale.batch.chunks import Span, equal_spans
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
-from clipscale.step.cache.encoder_io import ChunkOutput, LazyInput, ReorderedInput, lazy_input
-from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, ShortMemoryPolicy
-from clipscale.step.cache.pass_contexts import (
-    CastWeights,
-    batch_norm_preserved,
-    batch_norms,
-    can_sum_after_kept_graph,
-    is_ddp,
-    rearm_ddp_sync,
-    sync_context,
+from clipscale.step.cache.batch_norm import batch_norm_preserved
+from clipscale.step.cache.cast_weights import CastWeights
+from clipscale.step.cache.checks import (
+    Representation,
+    check_output,
+    refuse_batch_norm,
+    refuse_graph,
+    refuse_static_graph,
 )
-
-# Maps an encoder's output to its tensor.
-Representation = Callable[[Any], Tensor]
+from clipscale.step.cache.encoder_io import ChunkOutput, LazyInput, ReorderedInput, lazy_input
+from clipscale.step.cache.gradient_sync import can_sum_after_kept_graph, rearm_ddp_sync, sync_context
+from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, ShortMemoryPolicy
 
 
 @dataclass
@@ -53,7 +49,7 @@ class TowerPasses:
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    # Whether a frozen encoder's output has been checked to require no gradient; see `forward_with_policy`.
+    # Whether a frozen encoder's output has been checked to require no gradient; see `GraphPolicy.REFUSE`.
     frozen_output_checked: bool = False
 
     @property
@@ -106,36 +102,24 @@ class TowerPasses:
     def encode_chunk(self, i: int) -> Tensor:
         """The first pass of chunk i; `KeptGraphs` decides what becomes of its graph. Its representations, detached."""
         policy = self.graphs.choose_policy(i)
-        with (
-            # DDP is not armed here: a kept graph is armed before its backward pass (`rearm_ddp_sync`). But cast weights
-            # need to know of that pass.
-            sync_context(self.encoder, is_last_backward=False),
-            self.cast_weights.in_pass(
-                builds_graph=policy.builds_whole_graph, is_last_backward=self.has_last_backward(i)
-            ),
-        ):
-            try:
-                return self.forward_with_policy(policy, i)
-            except torch.OutOfMemoryError:
-                if policy is not GraphPolicy.KEEP or self.graphs.short_memory is not ShortMemoryPolicy.RETRY:
-                    raise
-            # After the handler, because until it ends the error holds the tensors of the failed pass.
-            self.graphs.give_up()
-            self.random_states[i].restore()
-            return self.forward_with_policy(self.graphs.planned_policy(i), i)
+        try:
+            return self.first_pass(i, policy)
+        except torch.OutOfMemoryError:
+            if policy is not GraphPolicy.KEEP or self.graphs.short_memory is not ShortMemoryPolicy.RETRY:
+                raise
+        # After the handler, because until it ends the error holds the tensors of the failed pass.
+        self.graphs.give_up()
+        self.random_states[i].restore()
+        return self.first_pass(i, self.graphs.planned_policy(i))
 
-    def forward_with_policy(self, policy: GraphPolicy, i: int) -> Tensor:
-        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached.
-
-        An encoder without trainable parameters has no second pass. Its first chunk runs with gradients enabled,
-        as a check: a graph can then come only from a parameter that the module does not list, or from an input that
-        requires a gradient. Raises ValueError for these.
-        """
-        checks_frozen_output = torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked
-        with nullcontext() if checks_frozen_output else self.graphs.building(policy):
+    def first_pass(self, i: int, policy: GraphPolicy) -> Tensor:
+        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached."""
+        if torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked:
+            policy = GraphPolicy.REFUSE
+        with self.around_pass(i, policy):
             out = self.forward_chunk(i)
-        if checks_frozen_output:
-            refuse_gradient(out)
+        if policy is GraphPolicy.REFUSE:
+            refuse_graph(out)
             self.frozen_output_checked = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
@@ -157,26 +141,19 @@ class TowerPasses:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for i in range(len(self.spans)):
                 before_chunk()
-                is_last_backward = self.has_last_backward(i)
-                with (
-                    sync_context(self.encoder, is_last_backward=is_last_backward),
-                    self.cast_weights.in_pass(builds_graph=True, is_last_backward=is_last_backward),
-                ):
-                    out = self.output_with_graph(i, is_last_backward=is_last_backward)
+                with self.around_pass(i, GraphPolicy.BACKPROPAGATE):
+                    out = self.output_with_graph(i)
                     backward_chunk(out, gradient[self.rows(i)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
 
-    def output_with_graph(self, i: int, *, is_last_backward: bool) -> ChunkOutput:
+    def output_with_graph(self, i: int) -> ChunkOutput:
         """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass with the
-        random numbers of its first one.
-
-        `is_last_backward`: whether its backward pass is the encoder's last one in the step.
-        """
+        random numbers of its first one."""
         if self.graphs.outputs:
             out = self.graphs.outputs.pop(0)
-            return rearm_ddp_sync(self.encoder, out) if is_last_backward else out
+            return rearm_ddp_sync(self.encoder, out) if self.has_last_backward(i) else out
         self.random_states[i].restore()
         return self.forward_chunk(i)
 
@@ -186,7 +163,22 @@ class TowerPasses:
         self.inputs = None
         self.cast_weights.end_step()
 
-    # ---- one chunk ----
+    # ---- one chunk, in both passes ----
+
+    @contextmanager
+    def around_pass(self, i: int, policy: GraphPolicy) -> Iterator[None]:
+        """Around a pass of chunk i, with its backward pass if that follows at once.
+
+        Inside, ranks do or do not sum gradients, layers use cast weights, and a graph is built or not.
+        """
+        is_last = self.has_last_backward(i)
+        with (
+            # A kept graph's backward pass comes later. DDP is armed before it, by `rearm_ddp_sync`.
+            sync_context(self.encoder, is_last_backward=is_last and policy is GraphPolicy.BACKPROPAGATE),
+            self.cast_weights.in_pass(builds_graph=policy.builds_whole_graph, is_last_backward=is_last),
+            self.graphs.building(policy),
+        ):
+            yield
 
     def forward_chunk(self, i: int) -> ChunkOutput:
         """One forward pass over chunk i, checked. Raises ValueError."""
@@ -198,20 +190,11 @@ class TowerPasses:
                 out = self.encoder(**arguments)
             else:
                 out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-            out, loss = out if isinstance(out, ChunkOutput) else (out, None)
+            rows, loss = out if isinstance(out, ChunkOutput) else (out, None)
             if self.representation is not None:
-                out = self.representation(out)
-        if not isinstance(out, Tensor):
-            source = "an encoder" if self.representation is None else "representation="
-            raise ValueError(
-                f"{source} returned a {type(out).__name__}, not a tensor; representation= takes a function that maps "
-                "an encoder's output to its tensor, one row for each sample"
-            )
-        if out.shape[0] != stop - start:
-            raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
-        if loss is not None and loss.shape != ():
-            raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
-        return ChunkOutput(out, loss)
+                rows = self.representation(rows)
+        check_output(rows, loss, stop - start, is_mapped=self.representation is not None)
+        return ChunkOutput(rows, loss)
 
     def rows(self, i: int) -> slice | Tensor:
         """The rows of the batch in chunk i, as an index."""
@@ -239,37 +222,3 @@ def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[
             "out its .detach() or torch.no_grad(), or give a module that is frozen (.requires_grad_(False))"
         )
     torch.autograd.backward([root for root, _ in trained], [value for _, value in trained])
-
-
-def refuse_gradient(out: ChunkOutput) -> None:
-    """Raise ValueError if the output of an encoder without trainable parameters has a graph: it would be lost."""
-    if out.representations.requires_grad or (out.loss is not None and out.loss.requires_grad):
-        raise ValueError(
-            "a module without trainable parameters returned a tensor that requires a gradient: of an input, or of a "
-            "parameter that the module uses but does not list; give a function that calls it, which has two passes"
-        )
-
-
-def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
-    """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    for name, module in batch_norms(encoder).items():
-        problem = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
-        if num_chunks > 1:
-            raise ValueError(
-                f"{problem}: {num_chunks} chunks would be another function; freeze it (.eval()) or use one chunk"
-            )
-        if world_size > 1 and not isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{problem}: over {world_size} ranks it would see only a part of them; synchronise it "
-                "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
-            )
-
-
-def refuse_static_graph(encoder: Callable[..., object]) -> None:
-    """Raise ValueError for DDP with static_graph=True, a promise that all passes are alike."""
-    if is_ddp(encoder) and encoder.static_graph:
-        raise ValueError(
-            "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
-            "has none; leave static_graph out"
-        )

@@ -28,8 +28,8 @@ from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.start.build import build_loss, build_step, samples_repeat
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.encoder_io import ChunkOutput
-from clipscale.step.cache.pass_contexts import CastWeights
 from clipscale.step.pair_encoder import PairEncoder, pair_encoder
 from clipscale.step.precision import AUTOCAST_DTYPES, Precision
 from clipscale.step.train_step import TrainStep

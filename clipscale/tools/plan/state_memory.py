@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clipscale.common.modules import nested_blocks, trains
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.weight_types import PER_PARAMETER, cast_product_weights_, type_under_autocast
-from clipscale.step.cache.pass_contexts import layers_to_cast
+from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.memory_tracker import MemoryTracker, rounded

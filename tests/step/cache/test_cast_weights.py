@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.linear import CastLayer, CastLinear, replace_linear_layers
 from clipscale.models.towers import ClipModel
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.cache.pass_contexts import CastWeights
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model

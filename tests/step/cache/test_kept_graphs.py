@@ -150,7 +150,7 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
     assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1
 
 
-KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
+KEEP, MEASURE, DISCARD, NO_GRAPH, *_ = GraphPolicy
 CHECK_FIRST, RETRY, RAISE = ShortMemoryPolicy
 
 
