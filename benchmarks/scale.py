@@ -50,7 +50,6 @@ from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
-from clipscale.train import TrainLoop
 
 DEFAULTS = {
     "shards": "1k,41k,232k,500k",
@@ -245,7 +244,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     try:
         with patch("clipscale.distributed.parallel._sum", summed):
             world = FakeWorld(0, ranks, torch.device("cpu"))
-            run = TrainLoop(begin(config, world), world)
+            run = begin(config, world)
             with Sent() as sent:
                 run.run_step()
     finally:

@@ -24,7 +24,8 @@ from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.step.train_step import StepResult
-from clipscale.train import TrainLoop, train
+from clipscale.train import train
+from clipscale.train_loop import TrainLoop
 from clipscale.trained_model import load_model
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving

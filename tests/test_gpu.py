@@ -33,7 +33,8 @@ from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers
 from clipscale.tools.data.demo_folder import train_shards
-from clipscale.train import TrainLoop, train
+from clipscale.train import train
+from clipscale.train_loop import TrainLoop
 from tests.step.cache.encoders import batch, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.gradients import assert_same, gradients

@@ -13,7 +13,8 @@ import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
 from clipscale.step.train_step import StepResult
-from clipscale.train import TrainLoop, train
+from clipscale.train import train
+from clipscale.train_loop import TrainLoop
 from tests.support.runs import ARCHITECTURE, four_step_config
 
 PACKAGE = str(Path(clipscale.__file__).parent)

@@ -53,6 +53,25 @@ class StageConfig:
         return OptimizerPolicy.TAKE_FITTING if self.optimizer is UNSET else self.optimizer
 
 
+@dataclass(frozen=True)
+class Stage:
+    """The place of a stage in its run. A run without stages has one."""
+
+    # Pairs per step.
+    global_batch: int
+    # The stage's first step, counted from 0 in the run.
+    first_step: int
+    # Samples of the stages before it.
+    first_sample: int
+    is_last: bool
+    # What the stage's first step does with the optimizer's state.
+    optimizer_policy: OptimizerPolicy
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the run has trained on when it has completed `step` steps."""
+        return self.first_sample + (step - self.first_step) * self.global_batch
+
+
 class Staged(Section, Protocol):
     """The settings of a run that may have stages."""
 

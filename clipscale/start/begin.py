@@ -1,20 +1,17 @@
-"""How a run starts, on one page: resolve, build, announce, open the log. See `train.py` for what follows."""
+"""How a run starts, on one page: resolve, build, announce, open the log. `train_loop.py` has what follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.goal import Goal
-from clipscale.common.record import RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
 from clipscale.config.stages import stages_of
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval.ending import print_summary
@@ -23,6 +20,7 @@ from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
+from clipscale.lifecycle.run_lock import RunLock
 from clipscale.log.metrics import MetricLog
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best
@@ -30,39 +28,20 @@ from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
 from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume
-from clipscale.start.resolve import ResolvedRun, Stage, resolve
-from clipscale.step.optim import Schedule
-from clipscale.step.train_step import TrainStep
+from clipscale.start.resolve import ResolvedRun, resolve
+from clipscale.train_loop import TrainLoop
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedRun:
-    """A run, or one stage of it, as its start leaves it to the loop."""
+def begin(
+    config: TrainConfig,
+    world: World,
+    lock: RunLock | None = None,
+    uploader: checkpoint.CheckpointUploader | None = None,
+) -> TrainLoop:
+    """Begin or resume the run, or begin its next stage. Returns its loop, before the next step. A collective.
 
-    folder: Path
-    stage: Stage
-    # Completed steps, and the loss of the last one; see ResolvedRun.
-    step: int
-    loss: float
-    train_step: TrainStep
-    stream: TrainStream
-    schedule: Schedule
-    # Whether the towers run compiled code.
-    is_compiled: bool
-    intervals: Intervals
-    evaluation: Evaluation
-    records: StepRecords
-    saver: checkpoint.Saver
-    # What the descriptions of all checkpoints have in common: batch, model and optimizer.
-    checkpoint_template: checkpoint.CheckpointDescription
-    # Prints the last lines of the run.
-    print_summary: Callable[[RunResult], None]
-
-
-def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUploader | None = None) -> StartedRun:
-    """Begin or resume the run, or begin its next stage. A collective.
-
-    `uploader`: has copied the checkpoints of earlier stages; None in this process's first stage, and without a copy.
+    `lock`: of the run's folder; None if nobody else uses it. `uploader`: has copied the checkpoints of earlier stages;
+    None in this process's first stage, and without a copy.
 
     If it raises UserError, it has ended the data workers that it had started.
     """
@@ -113,7 +92,9 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         saver = checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
         undo.pop_all()
 
-    return StartedRun(
+    return TrainLoop(
+        world=world,
+        lock=lock,
         folder=resolved.folder,
         stage=resolved.stage,
         step=resolved.step,
@@ -121,7 +102,6 @@ def begin(config: TrainConfig, world: World, uploader: checkpoint.CheckpointUplo
         train_step=built.train_step,
         stream=built.stream,
         schedule=built.schedule,
-        is_compiled=built.is_compiled,
         intervals=intervals,
         evaluation=evaluation,
         records=records,

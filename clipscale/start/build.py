@@ -58,10 +58,6 @@ class BuiltRun:
     stream: TrainStream
     schedule: Schedule
     flops: Flops
-    # Whether the captions of a batch are sorted by length; see `StepInputs`.
-    sorts_captions: bool
-    # Whether the towers run compiled code.
-    is_compiled: bool
 
 
 def build(resolved: ResolvedRun, world: World) -> BuiltRun:
@@ -129,11 +125,11 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
 
         flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         steps = schedule.end - resolved.step
-        is_compiled = compile_if_worthwhile(
+        train_step.is_compiled = compile_if_worthwhile(
             train_step, config, flops, steps, share.local_batch, world, lengths_vary=sorts_captions
         )
         undo.pop_all()
-    return BuiltRun(train_step, stream, schedule, flops, sorts_captions, is_compiled)
+    return BuiltRun(train_step, stream, schedule, flops)
 
 
 def choose_chunk_sizes(

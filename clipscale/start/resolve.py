@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cpu_has_bf16
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import Stage, stages_of
 from clipscale.config.train_config import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0
@@ -20,25 +20,6 @@ from clipscale.models.towers import architecture
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.names import checkpoints_of
 from clipscale.step.chunk_sizes import check_sizes
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a run. A run without stages has one."""
-
-    # Pairs per step.
-    global_batch: int
-    # The stage's first step, counted from 0 in the run.
-    first_step: int
-    # Samples of the stages before it.
-    first_sample: int
-    is_last: bool
-    # What the stage's first step does with the optimizer's state.
-    optimizer_policy: OptimizerPolicy
-
-    def samples_before(self, step: int) -> int:
-        """Samples that the run has trained on when it has completed `step` steps."""
-        return self.first_sample + (step - self.first_step) * self.global_batch
 
 
 @dataclass(frozen=True)

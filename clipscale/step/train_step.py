@@ -103,6 +103,8 @@ class TrainStep:
     clip_norm: float | None
     # The kind of device on which the cache's chunk sizes were measured.
     chunk_device: str
+    # Whether the towers run compiled code.
+    is_compiled: bool = False
     # Whether an update has begun and not ended. If an error ends it, some weights may be updated and others not.
     is_updating: bool = False
 

@@ -72,10 +72,10 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_stage_that_does_not_start_waits_for_the_copy_of_the_one_before(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begin_first(config: TrainConfig, world: World, uploader: Any) -> Any:
+    def begin_first(config: TrainConfig, world: World, lock: Any, uploader: Any) -> Any:
         if uploader:
             raise UserError("the second stage's set is gone")
-        return begin(config, world, uploader)
+        return begin(config, world, lock, uploader)
 
     def copy_slowly(*of: Any) -> None:
         time.sleep(0.5)

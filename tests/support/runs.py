@@ -15,7 +15,8 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.start.begin import begin
 from clipscale.tools.data.demo_folder import train_shards
-from clipscale.train import TrainLoop, train
+from clipscale.train import train
+from clipscale.train_loop import TrainLoop
 
 ARCHITECTURE = {
     "embed_dim": 32,
@@ -53,7 +54,7 @@ def ten_step_config(demo: Path, run: Path, **changes: Any) -> TrainConfig:
 
 def train_loop(config: TrainConfig, world: World) -> TrainLoop:
     """A run before its next step. The caller closes its stream."""
-    return TrainLoop(begin(config, world), world)
+    return begin(config, world)
 
 
 def loop_with_batches(config: TrainConfig, world: World, batches: int) -> TrainLoop:

@@ -52,19 +52,23 @@ def checked_representations(
     return functions
 
 
-def check_autocast(autocast: object) -> None:
-    """The argument `autocast` makes contexts. One context cannot serve all chunks."""
+def checked_autocast(
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Callable[[], AbstractContextManager[object]]:
+    """The argument `autocast`, which makes contexts: a single context cannot serve all chunks."""
     if isinstance(autocast, AbstractContextManager) or not callable(autocast):
         raise ValueError(
             f"autocast={autocast!r}: give a function that makes a new context at each call, such as "
             'lambda: torch.autocast("cuda", torch.bfloat16)'
         )
+    return autocast
 
 
-def check_scaler(scaler: object) -> None:
-    """The argument `scaler` is a gradient scaler or None."""
+def checked_scaler(scaler: "torch.amp.GradScaler | None") -> "torch.amp.GradScaler | None":
+    """The argument `scaler`, a gradient scaler or None."""
     if scaler is not None and not hasattr(scaler, "scale"):
         raise ValueError(f"scaler={scaler!r}: give a gradient scaler, torch.amp.GradScaler(), or None")
+    return scaler
 
 
 # ---- encoders ----

@@ -14,12 +14,12 @@ from clipscale.batch.chunks import equal_spans
 from clipscale.common.poll import Poll, no_poll
 from clipscale.step.cache.checks import (
     Representation,
-    check_autocast,
     check_loss,
-    check_scaler,
+    checked_autocast,
     checked_chunks,
     checked_keep_bytes,
     checked_representations,
+    checked_scaler,
     refuse_scaled,
 )
 from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, short_memory_policy
@@ -81,14 +81,13 @@ class GradCache:
     ) -> None:
         # May be changed between steps. `encode` checks the new value; `encode_tower` does not.
         self.chunks = checked_chunks(chunks, len(encoders))
-        check_autocast(autocast)
-        check_scaler(scaler)
         self.encoders = encoders
         self.loss = loss
-        self.scaler = scaler
+        self.scaler = checked_scaler(scaler)
         functions = checked_representations(representation, len(encoders))
+        make_context = checked_autocast(autocast)
         self.towers = [
-            TowerPasses(encoder, function, autocast, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
+            TowerPasses(encoder, function, make_context, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes), [tower.graphs for tower in self.towers])

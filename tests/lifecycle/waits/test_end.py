@@ -21,7 +21,7 @@ from clipscale.launch import local
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.log.sinks import Sinks
 from clipscale.step.train_step import StepResult
-from clipscale.train import TrainLoop
+from clipscale.train_loop import TrainLoop
 from tests.lifecycle.waits.signals import HEARD_S
 from tests.support.checkpoints import steps
 from tests.support.runs import curve, four_step_config

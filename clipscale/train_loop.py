@@ -1,0 +1,193 @@
+"""The loop of a run: step after step, evaluate, save.
+
+`train.py` has what is around it, and `start/begin.py` how a run starts.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from clipscale.checkpoint import CheckpointDescription, Saver
+from clipscale.common.poll import Poll
+from clipscale.common.record import Results, RunResult
+from clipscale.common.terminal import show_task
+from clipscale.config.stages import Stage
+from clipscale.data.loader.stream import TrainStream
+from clipscale.distributed.fsdp import reshard
+from clipscale.distributed.world import World
+from clipscale.eval.run import Evaluation, ResultsFile, evaluate
+from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
+from clipscale.lifecycle.intervals import Intervals
+from clipscale.lifecycle.run_lock import RunLock
+from clipscale.lifecycle.stopping import SignalPoller
+from clipscale.log.records import StepRecord
+from clipscale.log.step_records import StepRecords
+from clipscale.step.checkpoint_state import gather_checkpoint_state
+from clipscale.step.compiled import eager_for_new_shapes
+from clipscale.step.optim import Schedule
+from clipscale.step.train_step import StepResult, TrainStep
+
+# After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
+# kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal, so a copy has all of its time only if the save
+# takes less than 90 s. With torch 2.11 workers are killed after 30 s.
+COPY_WITHIN_S = 60.0
+
+
+@dataclass
+class TrainLoop:
+    """The loop of a run, or of one stage, on one rank. `begin` makes it."""
+
+    world: World
+    # The lock of the run's folder, which rank 0 holds; None if nobody else uses the folder.
+    lock: RunLock | None
+    folder: Path
+    stage: Stage
+    # Completed steps, and the loss of the last one. A resumed run has them from its checkpoint, a new one 0 and NaN.
+    step: int
+    loss: float
+
+    # What is trained, on which data, and how its rate changes.
+    train_step: TrainStep
+    stream: TrainStream
+    schedule: Schedule
+
+    # When it is evaluated and saved, on which sets, and where that is written.
+    intervals: Intervals
+    evaluation: Evaluation
+    records: StepRecords
+    saver: Saver
+    # What the descriptions of all checkpoints have in common: batch, model and optimizer.
+    checkpoint_template: CheckpointDescription
+    # Prints the last lines of the run.
+    print_summary: Callable[[RunResult], None]
+
+    def __post_init__(self) -> None:
+        self.step_at_start = self.step
+        self.saved_at = time.monotonic()
+        self.signal_poller = SignalPoller(self.world)
+
+    def run(self) -> RunResult:
+        """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
+        results: Results = {}
+        end = self.schedule.end  # the step with which the run, or the stage, ends
+        self.stream.set_poll(self.signal_poller.poll_while_waiting)
+        with (
+            closing_all(self.records),
+            self.signal_poller,
+            closing_all(self.stream, self.saver),
+            saving_completed_steps(self),
+        ):
+            if self.step == 0 < end and self.intervals.evaluates_at_start:
+                self.evaluate()
+            while self.step < end:
+                step_result = self.run_step()
+                is_last = self.step == end
+                is_best = False
+                if self.intervals.evaluates_after(self.step) and not is_last:
+                    results = self.evaluate()
+                    is_best = self.saver.is_best_so_far(self.step)
+                if is_best or is_last or step_result.wants_save or self.intervals.saves_after(self.step):
+                    self.save(wait=is_last)
+            if self.evaluation.sets:
+                results = self.evaluate()
+        result: RunResult = {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
+        if self.world.is_rank0 and self.stage.is_last:
+            self.print_summary(result)
+        return result
+
+    def run_step(self) -> StepResult:
+        """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
+        step = self.step + 1
+        train_step = self.train_step
+        lr = self.schedule.apply(train_step.optimizer, self.step)
+        with train_step.rollback_on_error(self.stream):
+            batch = self.stream.next_batch()  # its samples may still be arriving
+            if self.world.is_rank0 and self.step == 0:
+                show_task("waiting for the first samples")
+                batch.tokens(0, 16)  # waits here, so that the first step does not seem slow
+            if self.step == self.step_at_start:
+                show_task(f"step {step}, the first of this start")
+            is_overdue = self.world.is_rank0 and self.intervals.is_overdue(time.monotonic() - self.saved_at)
+            result = train_step.run(
+                batch,
+                self.stream,
+                step,
+                wants_save=is_overdue,
+                before_chunk=self.make_before_chunk(len(batch)),
+            )
+        self.step = step  # the step is complete: an error from here on does not roll it back
+        self.loss = result.numbers.loss
+        record: StepRecord = {
+            "step": step,
+            "samples": self.stage.samples_before(step),
+            "batch": self.stage.global_batch,
+            "lr": lr,
+        }
+        self.records.add(record, result, train_step.model.logit_scale.exp())
+        if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
+            train_step.set_keep_bytes_if_unknown(result.timer)
+        return result
+
+    def make_before_chunk(self, local_batch: int) -> Poll:
+        """The function that a step calls before each chunk. It never waits for the device.
+
+        It ends the step at a signal (a collective; see `SignalPoller.poll`), shows progress, and logs the previous
+        step as soon as the device has finished it.
+        """
+        passes = count()
+
+        def before_chunk() -> None:
+            self.signal_poller.poll()
+            self.records.log_if_ready()
+            total = self.train_step.cache.num_chunk_passes(local_batch)
+            self.records.show_progress(f"step {self.step + 1}", next(passes), total)
+
+        return before_chunk
+
+    def evaluate(self) -> Results:
+        """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
+        train_step = self.train_step
+        self.records.flush()
+        ema = train_step.ema if self.evaluation.uses_ema else None
+        try:
+            with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(train_step.is_compiled):
+                results = evaluate(
+                    train_step.model,
+                    self.evaluation,
+                    self.world,
+                    autocast=train_step.precision.autocast,
+                    file=ResultsFile(self.folder, self.step, self.evaluation.facts),
+                    poll=partial(self.signal_poller.poll, every_call=True),
+                    poll_while_waiting=self.signal_poller.poll_while_waiting,
+                    progress=self.records.show_progress,
+                )
+        finally:
+            reshard(train_step.model)
+        self.records.log_evaluation(self.step, results)
+        return results
+
+    def save(self, *, wait: bool) -> None:
+        """Begin to write a checkpoint; see `checkpoint.Saver`. A collective. `wait`: wait until it is complete."""
+        self.records.flush()
+        if wait:
+            show_task(f"saving step {self.step}")
+        samples = self.stage.samples_before(self.step)
+        description = replace(self.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
+        with ending_if_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
+            self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
+        self.saved_at = time.monotonic()
+
+    def save_at_once(self) -> None:
+        """Save the completed steps. A collective. Waits for the whole checkpoint, then COPY_WITHIN_S for its copy."""
+        if self.step != self.saver.last_begun_step:
+            self.save(wait=True)
+        self.saver.wait_for_copy(COPY_WITHIN_S)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights has begun and not ended."""
+        return self.train_step.is_updating
