@@ -1,6 +1,7 @@
 """The wheel holds all that `clipscale train` needs, and the architecture page names what exists."""
 
 import ast
+import pickle
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.log.records import StepRecord
 from tests.conftest import TINY
 from tests.support.ranks import run_ranks
+from tests.support.runs import four_step_config
 
 CHECKOUT = PACKAGE.parent
 PAGES = [
@@ -313,6 +315,64 @@ def test_no_two_folders_import_each_other() -> None:
     assert shown == actual
     for i, (name, *_) in enumerate(rows):
         assert not shown[name] & {above for above, *_ in rows[: i + 1]}, f"{name} imports a row above it"
+
+
+def rows_of_the_parts() -> list[list[str]]:
+    """The table of the core and what is around it: part, folders and files, lines, and which tools use it."""
+    table = PAGES[0].read_text().partition("## The core, and what is around it")[2].partition("|--:|---|\n")[2]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.partition("\n\n")[0].splitlines()]
+
+
+def files_of(place: str) -> list[Path]:
+    """The Python files of a folder of clipscale/, or the file itself."""
+    return [PACKAGE / place] if place.endswith(".py") else [*(PACKAGE / place).rglob("*.py")]
+
+
+def test_every_file_is_of_one_part_and_the_parts_have_their_lines() -> None:
+    counted: list[Path] = []
+    for part, places, lines, _ in rows_of_the_parts():
+        files = [path for place in re.findall(r"`([\w./]+)`", places) for path in files_of(place)]
+        actual = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        assert actual == pytest.approx(int(lines.replace(",", "")), rel=0.1), f"{part}: {actual} lines"
+        counted += files
+    assert sorted(counted) == sorted(
+        {*PACKAGE.rglob("*.py")} - {PACKAGE / "__init__.py", PACKAGE / "tools/__init__.py"}
+    )
+
+
+def test_the_tools_that_other_tools_use_are_those_of_the_table() -> None:
+    """Any other tool can be deleted with its entry of the command line."""
+    used_by: dict[str, set[str]] = {}
+    for path in (PACKAGE / "tools").rglob("*.py"):
+        tool = path.relative_to(PACKAGE / "tools").parts[0].removesuffix(".py")
+        for used in re.findall(r"clipscale\.tools(?:\.| import )(\w+)", path.read_text(encoding="utf-8")):
+            if used != tool:
+                used_by.setdefault(used, set()).add(tool)
+    shown = {
+        places.strip("`").removeprefix("tools/"): {*re.findall(r"\w+", users)}
+        for _, places, _, users in rows_of_the_parts()
+        if users
+    }
+    assert used_by == shown
+
+
+def trained_by_the_core_alone(rank: int, ranks: int, config: bytes) -> tuple[int, set[str]]:
+    """The steps of a run where the parts around the core cannot be imported, and the parts that it has loaded."""
+    forget_the_package()
+    around = {f"clipscale.{part}" for part in ("cli", "launch", "tools", "trained_model")}
+    sys.modules.update(dict.fromkeys(around))  # an import of these then fails
+    train = resolve_name("clipscale.train:train")
+    result = train(pickle.loads(config))
+    for name in around:
+        del sys.modules[name]
+    return result["step"], loaded_parts()
+
+
+def test_the_core_trains_alone(shards: str, tmp_path: Path) -> None:
+    config = four_step_config(shards, tmp_path / "run")
+    ((steps, parts),) = run_ranks(trained_by_the_core_alone, 1, pickle.dumps(config))
+    core = {name for part, places, *_ in rows_of_the_parts() if "core" in part for name in re.findall(r"\w+", places)}
+    assert steps == 4 and parts == core - {"py"}
 
 
 def test_the_settings_know_the_objectives_of_the_loss_alone() -> None:
