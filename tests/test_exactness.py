@@ -7,7 +7,6 @@ ordinary suite has few of them, with each value on one rank and on two.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -80,22 +79,25 @@ class Case:
 def cases() -> list[Case]:
     """The cover. Greedy: always the possible case that covers most pairs of values that are not covered yet, the first
     of equals."""
-    every = (dict(zip(DIMENSIONS, values)) for values in product(*DIMENSIONS.values()))
-    possible = [case for case in every if is_possible(**case)]
     values = [(name, value) for name, several in DIMENSIONS.items() for value in several]
-    has = np.array([[case[name] == value for name, value in values] for case in possible], np.float32)
+    every = np.indices([len(several) for several in DIMENSIONS.values()]).reshape(len(DIMENSIONS), -1)
+    # A row for each case, with 1 in the columns of its values.
+    has = np.hstack([np.eye(1 + i.max(), dtype=np.float32)[i] for i in every])
+    has = has[is_possible({value: column > 0 for value, column in zip(values, has.T)})]
     left = np.triu(has.T @ has, 1) > 0
     chosen = []
     while left.any():
-        best = int(((has @ left) * has).sum(1).argmax())
-        chosen.append(Case(**possible[best]))
-        left &= np.outer(has[best], has[best]) == 0
+        best = has[((has @ left) * has).sum(1).argmax()]
+        chosen.append(Case(**dict(value for value, its in zip(values, best) if its)))
+        left &= np.outer(best, best) == 0
     return chosen
 
 
-def is_possible(ranks: int, parallel: str, exchange: str, captions: str, lean: bool, **rest: object) -> bool:
+def is_possible(has: dict[tuple[str, object], np.ndarray]) -> np.ndarray:
     """One process is not parallel, and exchanges nothing; captions that are cut need the lean towers."""
-    return (ranks == 1) == (parallel == "none") == (exchange == "auto") and (lean or captions != "sorted")
+    alone = has["ranks", 1]
+    is_lean = has["lean", True] | has["captions", "as they come"]
+    return (has["parallel", "none"] == alone) & (has["exchange", "auto"] == alone) & is_lean
 
 
 def partly_frozen() -> list[Case]:
