@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import clipscale
+from tests.support.syntax import tree_of
 
 PACKAGE = Path(clipscale.__file__).parent
 Trees = dict[str, ast.Module]
@@ -39,10 +40,7 @@ PURE = {
 
 def package_trees() -> Trees:
     paths = {path.relative_to(PACKAGE.parent): path for path in PACKAGE.rglob("*.py")}
-    return {
-        ".".join(name.with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
-        for name, path in paths.items()
-    }
+    return {".".join(name.with_suffix("").parts): tree_of(path) for name, path in paths.items()}
 
 
 def constructors_of(trees: Trees) -> Iterator[tuple[str, ast.ClassDef, Function]]:

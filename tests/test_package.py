@@ -26,6 +26,7 @@ from clipscale.log.records import StepRecord
 from tests.conftest import TINY
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config
+from tests.support.syntax import tree_of
 
 CHECKOUT = PACKAGE.parent
 PAGES = [
@@ -102,15 +103,15 @@ def test_the_container_has_every_extra_that_a_user_needs(name: str) -> None:
 
 def test_every_file_opens_with_a_sentence() -> None:
     for path in PACKAGE.rglob("*.py"):
-        if text := path.read_text(encoding="utf-8").strip():
-            opening = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+        if tree_of(path).body:
+            opening = (ast.get_docstring(tree_of(path)) or "").partition("\n\n")[0]
             assert len(opening.split()) > 2, f"{path} does not say what it is for"
             assert opening.endswith((".", ":")), f"{path} opens with half a sentence: {opening}"
 
 
 def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path() -> None:
     for path in PACKAGE.rglob("*.py"):
-        opening = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        opening = ast.get_docstring(tree_of(path)) or ""
         for name in re.findall(r"[\w./]*\w\.py\b", opening):
             assert any((folder / name).exists() for folder in (path.parent, PACKAGE, PACKAGE.parent)), f"{path}: {name}"
 
@@ -135,7 +136,7 @@ READS_SETTINGS = {
 def test_the_settings_end_where_a_run_begins() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             readers = READS_SETTINGS.get(getattr(node, "module", None) or "")
             if readers is not None:
                 assert any(name.match(pattern) or pattern[:-1] == f"{name.parts[0]}/" for pattern in readers), (
@@ -169,7 +170,7 @@ TYPE_OF_WORD = {
 def test_a_word_of_the_main_path_names_one_type() -> None:
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             match node:
                 case ast.arg(arg=word, annotation=ast.expr() as annotation):
                     found.setdefault(word, set()).add(ast.unparse(annotation))
@@ -182,7 +183,7 @@ def test_a_word_of_the_main_path_names_one_type() -> None:
 def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
     """Pages of docs/, and files by their place in the repository: who installed a wheel has neither."""
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         bodies = [
             node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
         ]
@@ -199,7 +200,7 @@ def definitions() -> set[str]:
     """Classes, functions, constants, methods and attributes as `Class.name`, of all modules and of this one."""
     names = set()
     for path in (*PACKAGE.rglob("*.py"), Path(__file__)):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             if isinstance(node, ast.ClassDef):
@@ -260,7 +261,7 @@ def test_everything_of_the_package_that_a_file_imports_exists(folder: str) -> No
     """Imports inside functions count, too. mypy does not see them all: of docs/ and tests/ it sees none."""
     missing = []
     for path in (CHECKOUT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             names: list[str] = []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -294,7 +295,7 @@ def part_of(path: Path) -> str:
 def imported_parts(path: Path) -> set[str]:
     """The parts of the package that a file imports, inside functions too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules = [f"clipscale.{x.name}" for x in node.names] if node.module == "clipscale" else [node.module]
             found |= {module.split(".")[1] for module in modules if module.startswith("clipscale.")}
@@ -378,7 +379,7 @@ def test_the_core_trains_alone(shards: str, tmp_path: Path) -> None:
 def test_the_settings_know_the_objectives_of_the_loss_alone() -> None:
     modules = set()
     for path in (PACKAGE / "config").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipscale.loss"):
                 modules.add(node.module)
     assert modules == {"clipscale.loss.objective"}
@@ -401,7 +402,7 @@ def test_a_docstring_is_whole_sentences(folder: str) -> None:
     halves = []
     count = 0
     for path in (CHECKOUT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             match node:  # a docstring, or a text below what it explains
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     count += 1

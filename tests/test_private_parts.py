@@ -13,6 +13,7 @@ import pytest
 
 from clipscale.config.presets import PACKAGE
 from tests.breaks import BREAKS
+from tests.support.syntax import tree_of
 
 CHECKOUT = PACKAGE.parent
 TABLE = CHECKOUT / "docs/contributing/private-parts.md"
@@ -161,7 +162,7 @@ def rows() -> Iterator[Row]:
 
 
 def package() -> list[ast.Module]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
+    return [tree_of(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def test_every_private_part_of_another_package_has_a_row() -> None:
@@ -182,7 +183,7 @@ def test_every_row_names_its_files_and_its_tests_and_each_has_a_break() -> None:
         assert files and all((CHECKOUT / file).is_file() for file in files), row
         for test in re.findall("`(.+?)`", row.tests):
             file, _, function = test.partition("::")
-            defined = {node.name for node in ast.parse((CHECKOUT / file).read_text()).body if hasattr(node, "name")}
+            defined = {node.name for node in tree_of(CHECKOUT / file).body if hasattr(node, "name")}
             assert function in defined, test
             named |= {(row.part, file, test) for file in files}
     assert {(part, test) for part, _, test in named} == {(each.part, each.test) for each in BREAKS}
