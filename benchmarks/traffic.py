@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import yaml
-from inductor import Fused, block_calls, fused_blocks
 from measure import Row, main
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,10 +92,12 @@ def counted(tower: nn.Module, inputs: Tensor, precision: str) -> Counter:
 def compiled(clip: ClipModel, precision: str) -> Row:
     """Counts for one sample: MB of each tower in its blocks, eager and fused, by pass; kernels of a chunk's blocks; and
     MB of the kernels of one block of the image tower. `clip` has no values; call it inside of its FakeTensorMode."""
+    from inductor import block_calls, fused_blocks  # it loads torch's compiler, and chunks.py compiles nothing
+
     towers: Row = {}
     kernels = 0
     for name, tower in (("image", clip.image), ("text", clip.text)):
-        fused: list[Fused] = []
+        fused = []
         for size in COMPILED_CHUNKS:
             calls = block_calls(tower, tower.encoder, random_inputs(clip, size)[name], precision)
             fused.append(fused_blocks(calls, precision))
