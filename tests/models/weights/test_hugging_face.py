@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -34,6 +36,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
 SIDE = 32
 TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def shallow_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """open_clip builds a SigLIP's trunk as its name says, and a small one takes its place: the first has one block."""
+    monkeypatch.setattr("open_clip.timm_model.timm.create_model", partial(timm.create_model, depth=1))
 
 
 def reference(kind: str, act: str, eos: int = 49407) -> Any:
