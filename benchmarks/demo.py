@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from measure import Row, counts, main
+from words import Row, counts
 
 from clipscale.cli import compose
 from clipscale.tools.data.demo_folder import user_folder
@@ -109,4 +109,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].startswith("beside="):
         print(beside(Path(sys.argv[1].removeprefix("beside="))))
     else:
+        from measure import main  # loads torch
+
         main(DEFAULTS, plan, measure, COLUMNS, compare)
