@@ -15,6 +15,7 @@ from clipscale.common.record import RunResult
 from clipscale.common.terminal import announce_task, is_main_rank, log_line, log_warning
 from clipscale.common.text import did_you_mean
 from clipscale.config.eval import AnyModel
+from clipscale.config.libraries import needs_transformers
 from clipscale.config.parse import ALIASES
 from clipscale.config.stages import stages_of
 from clipscale.config.train_config import (
@@ -194,7 +195,9 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             return result
     workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
     plans = config.plan and no_launcher and not resumes_other_batch(config)
-    plan_process = PlanProcess(config, forked=workers_fork_here) if plans else None
+    # The server of the workers has open_clip without transformers.
+    forked = workers_fork_here and not needs_transformers(config.model.description)
+    plan_process = PlanProcess(config, forked=forked) if plans else None
     try:
         with exit_on_signal(local.NOTHING_TO_SAVE):
             announce_task("loading torch")

@@ -50,16 +50,19 @@ def hidden_packages(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+def needs_transformers(description: Record) -> bool:
+    """Whether a model may have a text tower of transformers: its description says so, or is not known."""
+    return not description or "hf_model_name" in str(description)
+
+
 def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
     """Packages that open_clip and timm import if they find them, for seconds, and that this model does not need.
 
-    Empty if the model's description is not known, or if open_clip is imported already. `fetches`: its weights may be
-    fetched.
+    Empty if open_clip is imported already. `fetches`: its weights may be fetched.
     """
-    needed = not description or "hf_model_name" in str(description) or "open_clip" in sys.modules
-    if needed:
+    if needs_transformers(description) or "open_clip" in sys.modules:
         return []
-    return ["transformers"] if fetches else ["transformers", "huggingface_hub"]
+    return ["transformers", "wandb"] if fetches else ["transformers", "wandb", "huggingface_hub"]
 
 
 @cache

@@ -1,5 +1,6 @@
 """The names in the libraries' files are the libraries' own."""
 
+import subprocess
 import sys
 from importlib import import_module
 
@@ -37,12 +38,19 @@ def test_a_package_that_a_model_does_not_need_is_hidden_while_open_clip_is_impor
 ) -> None:
     """Importing it takes seconds. Afterwards any import finds it."""
     assert libraries.unneeded_packages(architecture(), fetches=False) == [], "open_clip is here already"
-    packages = "open_clip", "timm", "transformers", "huggingface_hub"
+    packages = "open_clip", "timm", "transformers", "wandb", "huggingface_hub"
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)  # until the test ends
     for known in ({}, {"text_cfg": {"hf_model_name": "roberta-base"}}):
         assert libraries.unneeded_packages(known, fetches=False) == []
-    assert libraries.unneeded_packages(architecture(), fetches=True) == ["transformers"], "weights come from a hub"
+    assert libraries.unneeded_packages(architecture(), fetches=True) == ["transformers", "wandb"], (
+        "weights come from a hub"
+    )
     with libraries.hidden_packages(*libraries.unneeded_packages(architecture(), fetches=False)):
         assert import_module("open_clip.hf_model").transformers is None
-    assert not {"transformers", "huggingface_hub"} & sys.modules.keys()
+    assert not {"transformers", "wandb", "huggingface_hub"} & sys.modules.keys()
+
+
+def test_the_server_of_data_workers_imports_no_package_that_no_worker_needs() -> None:
+    code = "import sys, clipscale.data.loader.server_imports; print({'transformers', 'wandb'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
