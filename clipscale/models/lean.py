@@ -8,6 +8,7 @@
 - On a GPU, patches are embedded by a matrix product: cuDNN has no fast convolution for three channels.
 - Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32
   copies of both.
+- A text tower of transformers computes no copy of its tokens beside the feature.
 
 N: samples, T: tokens, W: width, H: heads.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from open_clip.hf_model import HFTextEncoder
 from open_clip.transformer import (
     LayerNorm,
     MultimodalTransformer,
@@ -48,6 +50,8 @@ AttentionMask = bool | Tensor
 
 def lean_encoder(encoder: nn.Module) -> nn.Module:
     """The encoder with the shorter forward pass, over the same parameters. Any other encoder is returned as it is."""
+    if type(encoder) is HFTextEncoder and not encoder.output_tokens:
+        return LeanHuggingFace(encoder)
     lean_class = lean_class_for(encoder)
     if lean_class is None:
         return encoder
@@ -278,6 +282,18 @@ class LeanCaptions(Replacement, TextTransformer):
         keys = torch.cat([is_token, shown] if self.correct_cls_mask else [shown, is_token], dim=1)
         earlier = keys.new_ones(keys.shape[1], keys.shape[1]).tril()
         return keys[:, None, None] & earlier
+
+
+class LeanHuggingFace(Replacement, HFTextEncoder):
+    """A text tower of transformers: tokens (N, T) -> features (N, D).
+
+    open_clip's forward pass also chooses all tokens but the first by a mask of booleans, for which a GPU is waited for.
+    A dry run cannot know how many that are.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x != self.config.pad_token_id).long()
+        return self.proj(self.pooler(self.transformer(input_ids=x, attention_mask=mask), mask))
 
 
 class LeanDecoder(Replacement, MultimodalTransformer):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
 
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
@@ -11,6 +12,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.flops import text_flops, trained_names
 from clipscale.models.towers import build_model
 from clipscale.step.chunk_sizes import random_captions
+from clipscale.tools.plan.planner import plan
 from tests.support.bert import save_bert
 
 pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
@@ -56,6 +58,19 @@ def test_captions_have_the_tokens_of_the_context_and_not_all_of_berts_positions(
     assert text_flops(shorter) == text_flops(config, length=16)
     with pytest.raises(UserError, match=r"text_cfg.context_length is 600, and its text tower has 512 positions"):
         build_model(bert_config(f"model.text.weights={tmp_path}", "model.context_length=600"))
+
+
+def test_a_run_with_bert_is_planned_and_its_features_are_open_clips(tmp_path: Path) -> None:
+    """open_clip's forward pass chooses tokens by a mask, which a dry run cannot follow."""
+    save_bert(tmp_path)
+    words = [*PRESET, "data.train=x.tar", f"model.text.weights={tmp_path}", "hardware=cpu", "batch=8", "samples=16"]
+    config = compose.settings("plan", compose.overrides("plan", words)[1])
+    assert plan(config)["fits"]
+    model = build_model(config.model).eval()
+    tokens = model.tokenizer(["a red ring", "blue"])
+    with torch.no_grad():
+        ours, theirs = model.text.encoder(tokens), HFTextEncoder.forward(model.text.encoder, tokens)
+    assert torch.equal(ours, theirs)
 
 
 def test_a_tower_that_open_clip_does_not_build_is_refused_in_one_line(tmp_path: Path) -> None:
