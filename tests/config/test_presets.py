@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from clipscale.cli import compose
 from clipscale.cli.train_verb import with_defaults
 from clipscale.cli.verbs import VERBS
+from clipscale.common import files
 from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
-from clipscale.config.presets import group_options, preset_title
+from clipscale.config.presets import conf_dir, group_options, preset_title
 from clipscale.config.setting import flat
 from clipscale.config.train_config import TrainConfig, check_across_sections, plain_fields
 from clipscale.models.towers import ClipModel, build_model
@@ -46,7 +46,7 @@ def built(config: ModelConfig) -> ClipModel:
     return MODELS[key]
 
 
-RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+RECIPES = files.read_yaml(Path(__file__).with_name("recipes.yaml"))
 # They have no source, and name no score.
 OWN = {"demo", "demo-coca", "finetune", "finetune-lora", "finetune-head"}
 # Where the source gives a range; else the band is a point around the published score.
@@ -75,17 +75,25 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     assert {key: values[key] for key in recipe} == recipe
 
 
-GROUPS = [group for group in OPTIONS if group != "experiment"]
+def models_of_experiments() -> set[str]:
+    """The presets of models that experiments choose: they are built above."""
+    experiments = [files.read_yaml(conf_dir() / "experiment" / f"{name}.yaml") for name in OPTIONS["experiment"]]
+    choices = [choice for preset in experiments for choice in preset.get("defaults", []) if isinstance(choice, dict)]
+    return {choice["override /model"] for choice in choices if "override /model" in choice}
 
 
-@pytest.mark.parametrize("names", [*zip_longest(*(OPTIONS[group] for group in GROUPS))], ids=str)
+GROUPS = {group: names for group, names in OPTIONS.items() if group != "experiment"}
+GROUPS["model"] = ["tiny", *(name for name in GROUPS["model"] if name not in models_of_experiments())]
+
+
+@pytest.mark.parametrize("names", [*zip_longest(*GROUPS.values())], ids=str)
 def test_presets_of_all_groups_compose_their_model_builds_and_their_optimizer_takes_a_step(names: list[str]) -> None:
     chosen = {group: name for group, name in zip(GROUPS, names) if name}
     config = composed(*map("=".join, chosen.items()))
     with torch.device("meta"):
         built = build_model(config.model)
     assert built.logit_scale.is_meta
-    assert built.image_size == (30 if chosen["model"].endswith("tiny") else 224)
+    assert built.image_size == (30 if chosen.get("model") == "tiny" else 224)
     model = small_model()
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
