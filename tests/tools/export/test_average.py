@@ -18,7 +18,7 @@ from clipscale.tools.export.verb import main
 from tests.support.checkpoints import save, save_model
 from tests.support.towers import RESNET, architecture
 
-ARCHITECTURE = architecture(32, 8, 12) | {"vision_cfg": RESNET}
+ARCHITECTURE = architecture(32, 8, 12, layers=1) | {"vision_cfg": RESNET}
 
 
 def saved(run: Path, seed: int, words: dict[str, Any] = ARCHITECTURE, **settings: Any) -> Path:
@@ -72,7 +72,7 @@ def test_the_average_of_another_run_is_taken_where_it_is_chosen(tmp_path: Path) 
 
 def test_a_start_of_another_resolution_and_context_is_resized_as_the_run_was(tmp_path: Path) -> None:
     """The run has also a logit bias, which its start lacks."""
-    words = architecture(32, 8, 12)
+    words = architecture(32, 8, 12, layers=1)
     folder = main(ExportSettings(run=str(saved(tmp_path / "start", 1, words))))
     sizes: dict[str, Any] = {"image_size": 48, "context_length": 16}
     for start, bias in ((str(folder), {"init_bias": -10.0}), (f"run:{tmp_path}/start", {})):
