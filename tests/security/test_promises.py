@@ -7,6 +7,8 @@ import re
 import resource
 import tarfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,14 +79,16 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Capt
 def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path, packed: bool, expected: str) -> None:
     """256 MiB of zeros as a picture, and as many as a caption; packed into two megabytes."""
     shard = tmp_path / "a.tar"
-    with gzip.open(shard, "wb", compresslevel=1) if packed else shard.open("wb") as file:
+    pack: Callable[[bytes], bytes] = partial(gzip.compress, compresslevel=1) if packed else bytes
+    zeros = pack(bytes(1 << 24))
+    with shard.open("wb") as file:
         for name in ("a.png", "b.txt"):
             header = tarfile.TarInfo(name)
             header.size = 1 << 28
-            file.write(header.tobuf())
+            file.write(pack(header.tobuf()))
             for _ in range(1 << 4):
-                file.write(bytes(1 << 24))
-        file.write(bytes(1024))
+                file.write(zeros)
+        file.write(pack(bytes(1024)))
     code = f"""
 import resource
 from clipscale.config.data import DataConfig
