@@ -196,8 +196,16 @@ def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     (place / "empty").mkdir()
     *light, tag, other = (["train", "data=demo", *words.split()] for words in WRONG)
-    code = f"import sys; from clipscale.cli.main import main; [main(words) for words in {light}]"
-    done = interpreted(f"{code}; assert 'torch' not in sys.modules")
+    code = f"""
+import sys
+from clipscale.cli import compose, main
+from tests.support.composing import compose_once
+compose.compose_config = compose_once
+for words in {light}:
+    main.main(words)
+assert "torch" not in sys.modules
+"""
+    done = interpreted(code)
     assert (done.returncode, main(tag), main(other)) == (0, 2, 2), done.stderr
     lines = re.findall("error: .*", done.stderr + capsys.readouterr().err)
     assert len(lines) == len(WRONG), lines
