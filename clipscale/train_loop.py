@@ -23,7 +23,7 @@ from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
-from clipscale.lifecycle.stopping import SignalPoller
+from clipscale.lifecycle.signal_poller import SignalPoller
 from clipscale.log.records import StepRecord
 from clipscale.log.step_records import StepRecords
 from clipscale.step.checkpoint_state import gather_checkpoint_state

@@ -7,15 +7,16 @@ A checkpoint is a folder. `saving.py` writes it, `loading.py` reads it, and `for
     step_00001000/meta.json           everything else; and the size and the CRC-32 of each file above
 
 It holds a nested dictionary; `state.py` lists its entries. A tensor is stored under its path, such as
-model/logit_scale.
+model/logit_scale. `upload.py` copies checkpoints to a store, `restore.py` fetches them from there.
 """
 
-from clipscale.checkpoint.copies import CheckpointUploader, check_copy, waiting_for_copy_if_start_fails
 from clipscale.checkpoint.loading import load, read_description
+from clipscale.checkpoint.restore import check_copy
 from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
+from clipscale.checkpoint.upload import CheckpointUploader, waiting_for_copy_if_start_fails
 
 __all__ = [
     "CheckpointDescription",

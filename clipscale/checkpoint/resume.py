@@ -7,8 +7,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
+from clipscale.checkpoint.restore import restore_from_copy
 from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from clipscale.checkpoint.copies import CheckpointUploader
 from clipscale.checkpoint.format import (
     ignore_warning_of_one_process,
     meta_text,
@@ -25,6 +24,7 @@ from clipscale.checkpoint.format import (
 )
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.state import CheckpointState
+from clipscale.checkpoint.upload import CheckpointUploader
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import sync, wait_until_visible
 from clipscale.common.ranks import local_rank

@@ -75,7 +75,7 @@ def check_without_torch(config: TrainConfig) -> None:
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import count_if_quick
     from clipscale.data.shards.listing import local_shards
-    from clipscale.data.shards.reader import why_unusable
+    from clipscale.data.shards.unusable import why_unusable
 
     shards = local_shards(config.data)
     epoch_samples = count_if_quick(config.data, shards)

@@ -3,7 +3,6 @@
 The parts get plain values, or their own section of the settings. None of them knows a whole `TrainConfig`.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from clipscale import checkpoint
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.memory import free_memory
-from clipscale.common.modules import is_frozen
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
@@ -23,11 +21,8 @@ from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
-from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
-from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
-from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops, unbuilt_encoders
 from clipscale.models.tokenizer import Tokenizer
@@ -35,17 +30,13 @@ from clipscale.models.towers import ClipModel, build_model, image_size_and_token
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.disk import check_room
+from clipscale.start.build_step import build_loss, build_step, samples_repeat
 from clipscale.start.resolve import ResolvedRun
-from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.batch_passes import BatchPasses, StepInputs, TwoTowerPasses
-from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, should_compile, try_compiled
-from clipscale.step.ema import WeightEma
-from clipscale.step.optim import STATE_ENTRIES, Schedule, build_optimizer
-from clipscale.step.pair_encoder import pair_encoder, wrapped_pair_encoder
+from clipscale.step.optim import STATE_ENTRIES, Schedule
+from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 
@@ -150,108 +141,6 @@ def choose_chunk_sizes(
         )
 
 
-def build_loss(
-    config: TrainConfig,
-    model: ClipModel,
-    precision: Precision,
-    teachers: Sequence[TeacherFeatures] = (),
-    *,
-    repeats: bool = False,
-) -> BatchLoss:
-    """The loss of the run's batches.
-
-    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples,
-    and for a model without the bias that the objective needs.
-    """
-    if repeats and config.loss.backend == "triton":
-        raise UserError(
-            f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
-            f"data.sample_weights={config.data.sample_weights} asks for; take loss.backend=auto"
-        )
-    if OBJECTIVES[config.loss.objective].needs_bias and model.logit_bias is None:
-        raise UserError(
-            f"loss.objective={config.loss.objective}: the model of these weights has no logit bias; give "
-            "model.init_bias=-10, or take loss=clip"
-        )
-    return BatchLoss(
-        model,
-        autocast=precision.autocast,
-        objective=config.loss.objective,
-        exchange=config.loss.exchange,
-        backend=config.loss.backend,
-        feature_sizes=tuple(config.loss.sizes),
-        captions_per_image=config.data.text_layout.captions,
-        uses_sameness_keys=config.data.same is not None or repeats,
-        teacher_scales=tuple(teacher.scale for teacher in teachers),
-        distill_weights=config.distill.weights,
-    )
-
-
-def build_step(
-    config: TrainConfig,
-    world: World,
-    model: ClipModel,
-    precision: Precision,
-    chunk_sizes: ChunkSizes,
-    loss: BatchLoss,
-    *,
-    sort_captions: bool,
-) -> TrainStep:
-    """Build the step of a model with its initial weights: passes, optimizer, average. A collective.
-
-    `sort_captions`: see StepInputs. Raises UserError.
-    """
-    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sort_captions=sort_captions)
-    # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
-    is_sharded = config.launch.parallel != "ddp"
-    optimizer = build_optimizer(model, config.optim, is_sharded=is_sharded, scales=model.rate_factors(config.model))
-    return TrainStep(
-        world=world,
-        model=model,
-        passes=passes,
-        precision=precision,
-        optimizer=optimizer,
-        ema=WeightEma(config.ema, model) if config.ema else None,
-        clip_norm=config.optim.clip_norm,
-        chunk_device=chunk_sizes.device,
-    )
-
-
-def build_passes(
-    config: TrainConfig,
-    world: World,
-    model: ClipModel,
-    precision: Precision,
-    chunk_sizes: ChunkSizes,
-    loss: BatchLoss,
-    *,
-    sort_captions: bool,
-) -> BatchPasses:
-    """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
-    parallel = config.launch.parallel
-    make_cache = partial(
-        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
-    )
-    inputs = StepInputs(world, config.offload == "none", sort_captions, has_equal_chunks=config.trains_captioner)
-    if config.trains_captioner:
-        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
-        return CaptionerPasses(
-            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            inputs=inputs,
-            caption_weight=config.caption.weight,
-            frozen_images=model.image if is_frozen(model.image) else None,
-            autocast=precision.autocast,
-        )
-    towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
-    if model.decoder is not None:
-        model.decoder.requires_grad_(False)
-    return TwoTowerPasses(
-        cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-        inputs=inputs,
-        text_layout=config.data.text_layout,
-    )
-
-
 def open_data(
     resolved: ResolvedRun,
     share: BatchShare,
@@ -284,12 +173,6 @@ def open_data(
         gpu=world.device.type == "cuda",
         free=free,
     )
-
-
-def samples_repeat(config: TrainConfig) -> bool:
-    """Whether sample weights may put a sample into an epoch twice, and so into a batch."""
-    subset = subset_of(config.data)
-    return subset is not None and subset.table.max_copies > 1
 
 
 def least_saved_bytes(config: TrainConfig) -> int:

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
-from clipscale.checkpoint import copies
-from clipscale.checkpoint.copies import TimeLimited, copy_checkpoint, restore_from_copy
+from clipscale.checkpoint import copy_store
+from clipscale.checkpoint.copy_store import TimeLimited
+from clipscale.checkpoint.restore import restore_from_copy
+from clipscale.checkpoint.upload import copy_checkpoint
 from clipscale.cli.train_verb import result_if_complete
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
@@ -304,7 +306,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
     def fail(*given: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("clipscale.checkpoint.copies.complete_checkpoints_or_credentials_error", fail)
+    monkeypatch.setattr("clipscale.checkpoint.restore.complete_checkpoints_or_credentials_error", fail)
     with refused("cannot be read.*the disk is gone.*checkpoint.copy= continues without it"):
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
@@ -324,7 +326,7 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
             time.sleep(0.5)
             copy_checkpoint(*given)
 
-    monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", slow)
+    monkeypatch.setattr("clipscale.checkpoint.upload.copy_checkpoint", slow)
     config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig())
     train(replace(config, samples=None, stages=[StageConfig(samples=24), StageConfig(samples=24, lr=1e-4)]))
     assert len(overlaps) > 1 and not any(overlaps)
@@ -428,7 +430,7 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     assert ("not complete" if hangs else "No space left") in lines[-1]
     assert result_if_complete(config) is None, "the same command copies again"
     monkeypatch.setattr(LocalFileSystem, "find", put)
-    monkeypatch.setattr(copies, "ANSWER_S", 0.5)
+    monkeypatch.setattr(copy_store, "ANSWER_S", 0.5)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
     train(replace(config, samples=72))
     output = capsys.readouterr().out
@@ -456,7 +458,7 @@ class Slow:
 
 def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says what is waited for."""
-    monkeypatch.setattr(copies, "ANSWER_S", 1.0)
+    monkeypatch.setattr(copy_store, "ANSWER_S", 1.0)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
     monkeypatch.setattr(remote, "ANNOUNCE_S", 0.3)
     TimeLimited(Slow(15), "it", announce=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]

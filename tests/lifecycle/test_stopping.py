@@ -20,8 +20,9 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig,
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import local
-from clipscale.lifecycle import stopping
-from clipscale.lifecycle.stopping import SignalError, SignalPoller, exit_on_signal, interrupt, interruptible
+from clipscale.lifecycle import signal_poller
+from clipscale.lifecycle.signal_poller import SignalPoller
+from clipscale.lifecycle.stopping import SignalError, exit_on_signal, interrupt, interruptible
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps
@@ -52,7 +53,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         poll(poller, **options)
 
-    with patch.object(SignalPoller, "poll", signalled), patch.object(stopping, "VOTE_S", 0.0):
+    with patch.object(SignalPoller, "poll", signalled), patch.object(signal_poller, "VOTE_S", 0.0):
         try:
             work()
         except StoppedError as stopped:
@@ -70,7 +71,7 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
         assert capfd.readouterr().err.count("Ctrl-C again") == 1
         with pytest.raises(SignalError):
             poller.poll()
-        monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
+        monkeypatch.setattr(signal_poller, "SAME_CTRL_C_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -130,7 +131,7 @@ def test_a_signal_while_handlers_change_ends_the_work_by_its_line(
 def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
     monkeypatch: pytest.MonkeyPatch, first: str, second: str, number: int
 ) -> None:
-    monkeypatch.setattr(stopping, "SAME_CTRL_C_S", -1.0)
+    monkeypatch.setattr(signal_poller, "SAME_CTRL_C_S", -1.0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     poller = SignalPoller(ONE_RANK)
     with poller:
@@ -265,5 +266,5 @@ def test_ranks_vote_a_few_times_a_second_and_still_stop_together() -> None:
     """There are 200 short chunks in a second. Once each of them sent a message."""
     (votes, call, seconds), (*other, _) = run_ranks(votes_of, 2, 200, 0.004)
     assert other == [votes, call]
-    assert 2 <= votes <= 6 + seconds / stopping.VOTE_S
+    assert 2 <= votes <= 6 + seconds / signal_poller.VOTE_S
     assert 200 < call <= 400

@@ -14,7 +14,7 @@ import yaml
 from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
-from clipscale.checkpoint.copies import copy_checkpoint
+from clipscale.checkpoint.upload import copy_checkpoint
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.cli.train_verb import with_defaults
@@ -82,7 +82,7 @@ def test_a_stage_that_does_not_start_waits_for_the_copy_of_the_one_before(
         copy_checkpoint(*of)
 
     monkeypatch.setattr("clipscale.train.begin", begin_first)
-    monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", copy_slowly)
+    monkeypatch.setattr("clipscale.checkpoint.upload.copy_checkpoint", copy_slowly)
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
     with refused("set is gone"):
         train(staged(shards, tmp_path / "run", checkpoint=copied))

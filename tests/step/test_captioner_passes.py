@@ -32,7 +32,7 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.start.build import build_loss, build_step
+from clipscale.start.build_step import build_loss, build_step
 from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.grad_cache import GradCache

@@ -22,9 +22,9 @@ from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, image_bytes, size_limits_of
 from clipscale.data.sentences import draw_part
-from clipscale.data.shards.reader import json_remedy, why_unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import Subset
+from clipscale.data.shards.unusable import json_remedy, why_unusable
 from clipscale.data.train_transform import TrainTransform
 
 # Takes a phrase for messages: which shard or sample is being read.

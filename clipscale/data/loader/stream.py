@@ -20,8 +20,7 @@ from clipscale.common.poll import Poll, no_poll
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
-from clipscale.data.loader.batch_memory import check_memory
-from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, create_arena
+from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, check_memory, create_arena
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, ends_with_pad, open_filler

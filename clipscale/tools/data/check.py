@@ -18,8 +18,9 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
 from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
 from clipscale.data.shards import index
-from clipscale.data.shards.reader import RULE, ReadFailure, json_remedy, read_shard, why_unusable
+from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.subset import subset_of
+from clipscale.data.shards.unusable import RULE, json_remedy, why_unusable
 from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
 from clipscale.tools.data.settings import CheckSettings

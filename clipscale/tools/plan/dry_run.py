@@ -27,7 +27,7 @@ from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_f
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
-from clipscale.start.build import build_loss, build_step, samples_repeat
+from clipscale.start.build_step import build_loss, build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.pair_encoder import PairEncoder, pair_encoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.data.loader import batch_memory
+from clipscale.data.loader import host_batch
 from clipscale.data.loader.host_batch import Layout, create_arena
 from tests.data.files import sample, write_tar
 from tests.data.streams import open_stream
@@ -25,7 +25,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_does_not_fit_is_refused_with_what_to_do(
     shard: Path, monkeypatch: pytest.MonkeyPatch, workers: int, take: str
 ) -> None:
-    monkeypatch.setattr(batch_memory, "free_memory", lambda: 100_000)
+    monkeypatch.setattr(host_batch, "free_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     slots = 1 + workers
     with pytest.raises(

@@ -26,8 +26,8 @@ from clipscale.data.sample import IMAGE_TYPES, RawSample, size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.reader import why_unusable
 from clipscale.data.shards.subset import SampleTable
+from clipscale.data.shards.unusable import why_unusable
 from clipscale.eval.sets.shards import load_pairs
 from clipscale.tools.data.check import check_shard
 from tests.conftest import Capture

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from fsspec.config import conf
 
-from clipscale.checkpoint.copies import open_store
+from clipscale.checkpoint.copy_store import open_store
 from clipscale.common.errors import LoaderError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, requests, store

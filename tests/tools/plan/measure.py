@@ -13,7 +13,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build import build_loss, build_step
+from clipscale.start.build_step import build_loss, build_step
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision

@@ -1,0 +1,131 @@
+"""Fetches a run's checkpoints and records from its copy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsspec.implementations.dirfs import DirFileSystem
+
+from clipscale.checkpoint.copy_store import LOCAL, complete_checkpoints, copy_records, open_store
+from clipscale.checkpoint.loading import verify
+from clipscale.common.errors import UserError, one_line, to_user_error
+from clipscale.common.goal import Goal
+from clipscale.common.remote import NO_CREDENTIALS, no_credentials
+from clipscale.common.terminal import log_line, log_warning
+from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.disk import TEMPORARY, discard
+from clipscale.run_folder.names import METRICS, checkpoints_of, settings_of_run, step_of
+from clipscale.run_folder.set_aside import set_aside_records
+
+# Beginning and end of messages about a store.
+UNREADABLE = "checkpoint.copy={} cannot be read"
+WITHOUT_COPY = "; checkpoint.copy= continues without it"
+
+
+def complete_checkpoints_or_credentials_error(store: DirFileSystem, run: Path, address: str) -> list[Path]:
+    """`complete_checkpoints`, but a store that needs credentials also raises UserError. `address`: for the message."""
+    try:
+        return complete_checkpoints(store, run)
+    except Exception as error:
+        if type(error).__name__ in NO_CREDENTIALS:
+            raise no_credentials(f"checkpoint.copy={address}", error) from error
+        raise
+
+
+def check_copy(run: Path, address: str) -> None:
+    """Raise UserError if the store cannot be read, or holds another run's copy or other files."""
+    with to_user_error(UNREADABLE.format(address), WITHOUT_COPY):
+        complete_checkpoints_or_credentials_error(open_store(address), run, address)
+
+
+def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
+    """Fetch the store's newest complete checkpoint, with its records. Returns whether it fetched a checkpoint.
+
+    If it fetches none and the run's folder has no records, it fetches the records alone. With `auto` it also fetches
+    the best checkpoint if the folder has not got it. Raises UserError.
+
+    `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
+    store; with `resume=PATH` it may be another run's. Only a checkpoint of a later step is fetched. If `newest_own` is
+    given, a store that cannot be read is a warning, not an error.
+    """
+    unreadable = UNREADABLE.format(address)
+    with to_user_error(unreadable, WITHOUT_COPY):
+        store = open_store(address)
+        try:
+            in_store = complete_checkpoints_or_credentials_error(store, run, address)
+        except Exception as error:
+            if not newest_own or isinstance(error, UserError):
+                raise
+            log_warning(f"{unreadable} ({one_line(error)}); the run continues from {newest_own.name}")
+            return False
+        newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
+        if newer and resume != "auto":
+            raise UserError(
+                f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
+                "resume=auto to resume from it"
+            )
+        is_fetched = restore_newest(store, newer, run, address, has_own=newest_own is not None)
+        if resume == "auto":
+            if not is_fetched and not (run / METRICS).exists():  # the start will drop lines of later steps
+                copy_records(store, DirFileSystem(str(run), LOCAL))
+            restore_best(store, in_store, run)  # in every start: the one that fetched the newest may have been killed
+    return is_fetched
+
+
+def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: str, *, has_own: bool) -> bool:
+    """Fetch the last of the checkpoints that is not damaged, with its records. Returns whether there was one.
+
+    `has_own`: whether the run's own folder has a checkpoint. If not, and all of these are damaged, raises UserError.
+    """
+    for path in reversed(newer):
+        try:
+            restore(store, path, run)
+            return True
+        except UserError as error:
+            if path is newer[0] and not has_own:
+                raise UserError(
+                    f"checkpoint.copy={address} holds no intact checkpoint ({error}); give another address"
+                ) from error
+            log_warning(f"checkpoint.copy: {error}")
+    return False
+
+
+def restore(store: DirFileSystem, path: Path, run: Path) -> None:
+    """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
+    with fetched_checkpoint(store, path, run) as temporary:
+        log_line(f"{path.name} is restored from checkpoint.copy: the run's folder has no intact checkpoint that recent")
+        set_aside_records(run, "continues from its copy")
+        copy_records(store, DirFileSystem(str(run), LOCAL))
+        discard(run / path)
+        temporary.replace(run / path)
+
+
+def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
+    """Fetch the run's best checkpoint, if its folder has not got it. Where it cannot be fetched, a line says so."""
+    name = "the best checkpoint"
+    try:
+        goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
+        own = checkpoints_of(run)
+        earlier = [path for path in in_store if own and step_of(path) <= step_of(own[-1])]
+        best = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, [*own, *earlier])) if goal else None
+        for path in earlier:
+            if step_of(path) == best and not (run / path).exists():
+                name = f"the best checkpoint, {path.name},"
+                with fetched_checkpoint(store, path, run) as temporary:
+                    temporary.replace(run / path)
+                log_line(f"{path.name}, the best by checkpoint.best={goal}, is restored from checkpoint.copy, too")
+    except Exception as error:  # each library behind fsspec has its own
+        log_warning(f"checkpoint.copy: {name} could not be fetched and remains only there ({one_line(error)})")
+
+
+@contextmanager
+def fetched_checkpoint(store: DirFileSystem, path: Path, run: Path) -> Iterator[Path]:
+    """A checkpoint of the store, in a temporary folder of the run. Raises UserError if it is damaged."""
+    temporary = (run / path).with_suffix(TEMPORARY)
+    names = store.ls(str(path), detail=False)
+    try:
+        store.get(names, [str(temporary / Path(name).name) for name in names])
+        verify(temporary)
+        yield temporary
+    finally:
+        discard(temporary)

@@ -1,0 +1,130 @@
+"""Hears a signal between two chunks of a step, or where a run waits, on all ranks at the same place."""
+
+import math
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from clipscale.distributed.world import AsyncReduction, World
+from clipscale.lifecycle.stopping import SAME_CTRL_C_S, SignalError, effective_signal, handling_signals
+
+# Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
+VOTE_S = 0.25
+# Calls of `poll` between two votes, at most.
+MAX_CALLS = 256
+# A rank that waits asks this often, in seconds, whether another rank has a signal.
+ASK_EVERY_S = 0.5
+
+
+class Vote(NamedTuple):
+    """A rank's message to the others, or the outcome for all ranks."""
+
+    # The last signal; 0: none has come. The outcome is the highest number.
+    signal: int
+    # The calls of `poll` from this vote to the next. The outcome is the lowest number.
+    interval: int
+
+
+def next_interval(elapsed: float, calls: int) -> int:
+    """How many calls of `poll` take VOTE_S, given that `calls` of them took `elapsed` seconds; 1 to MAX_CALLS."""
+    calls_per_vote = math.ceil(VOTE_S * calls / max(elapsed, 1e-6))
+    return min(max(1, calls_per_vote), MAX_CALLS)
+
+
+class SignalPoller:
+    """Records a scheduler's warning or Ctrl-C. A later call of `poll` raises SignalError, on all ranks at the same
+    call, so that the run can save. With one process it is the next call.
+
+    Warnings are SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends, unless the run was started to ignore it.
+    A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    """
+
+    def __init__(self, world: World) -> None:
+        # The last signal; 0: none has come.
+        self.number = 0
+        self._world = world
+        self._came_at = 0.0
+        # The vote that was begun last, if any, and the time when it began.
+        self._vote: AsyncReduction | None = None
+        self._voted_at = time.monotonic()
+        # Calls of `poll` from the last vote to the next, and how many of them are left.
+        self._interval = 1
+        self._calls_left = 1
+        self._asked_at = self._voted_at
+
+    def __enter__(self) -> None:
+        self._handling = handling_signals(
+            self._record, lambda number: self._world.signals.publish(effective_signal(number))
+        )
+        self._handling.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._handling.__exit__(None, None, None)
+
+    def poll(self, *, every_call: bool = False) -> None:
+        """Raise SignalError on all ranks at once, if a signal has come to any. All ranks call it equally often.
+
+        The ranks vote a few times a second. No rank waits for the slowest, because a vote is read one vote later:
+        - call k: begin vote A, an all-reduce of signals and intervals;
+        - the `interval` - 1 calls after it: only count;
+        - call k + interval: read vote A, raise if it has a signal, and begin vote B. A's outcome is the new interval.
+
+        `every_call`: vote at each call, for calls that are far apart, such as between batches of an evaluation.
+        """
+        number = self.number
+        if self._world.size > 1:
+            number = self._poll_ranks(every_call)
+        if number:
+            raise SignalError(number)
+
+    def poll_while_waiting(self) -> None:
+        """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
+
+        A rank that waits outside collectives calls it a few times a second. With several ranks the caller catches the
+        error and goes on to its calls of `poll`, one of which then raises on all ranks.
+        """
+        now = time.monotonic()
+        if not self.number and now - self._asked_at > ASK_EVERY_S:
+            self._asked_at = now
+            self.number = self._world.signals.latest()
+        if self.number:
+            raise SignalError(self.number)
+
+    def _poll_ranks(self, every_call: bool) -> int:
+        """The signal of the last vote, if it is due; otherwise 0."""
+        self._calls_left -= 1
+        if self._calls_left > 0 and not every_call:
+            return 0
+        now = time.monotonic()
+        proposed = 1 if every_call else next_interval(now - self._voted_at, self._interval)
+        outcome = self._read_vote()
+        self._begin_vote(Vote(self.number, proposed))
+        self._voted_at = now
+        self._interval = 1 if every_call else outcome.interval
+        self._calls_left = self._interval
+        return outcome.signal
+
+    def _begin_vote(self, vote: Vote) -> None:
+        """Begin the all-reduce of a vote. It is a maximum, so the interval is sent with the opposite sign."""
+        self._vote = self._world.all_reduce_max_async(vote.signal, -vote.interval)
+
+    def _read_vote(self) -> Vote:
+        """Wait for the outcome of the vote that was begun last."""
+        if not self._vote:
+            return Vote(0, 1)
+        number, opposite = self._vote.values()
+        return Vote(number, -opposite)
+
+    def _record(self, number: int, _: object) -> None:
+        """Record a signal. At a first Ctrl-C rank 0 prints what it does."""
+        now = time.monotonic()
+        if number == signal.SIGINT and self.number and now - self._came_at > SAME_CTRL_C_S:
+            raise KeyboardInterrupt
+        if not self.number:
+            self._came_at = now
+            if self._world.is_rank0 and number == signal.SIGINT:
+                with suppress(OSError):
+                    os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
+        self.number = effective_signal(number)

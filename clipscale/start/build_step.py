@@ -1,0 +1,132 @@
+"""Builds the step of a run: loss, passes, optimizer, average. `clipscale plan` builds the same for its dry run."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.errors import UserError
+from clipscale.common.modules import is_frozen
+from clipscale.config.train_config import TrainConfig
+from clipscale.data.shards.features import TeacherFeatures
+from clipscale.data.shards.subset import subset_of
+from clipscale.distributed.parallel import wrap
+from clipscale.distributed.world import World
+from clipscale.loss.objective import OBJECTIVES
+from clipscale.models.towers import ClipModel
+from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.batch_passes import BatchPasses, StepInputs, TwoTowerPasses
+from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.captioner_passes import CaptionerPasses
+from clipscale.step.ema import WeightEma
+from clipscale.step.optim import build_optimizer
+from clipscale.step.pair_encoder import wrapped_pair_encoder
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
+
+
+def build_loss(
+    config: TrainConfig,
+    model: ClipModel,
+    precision: Precision,
+    teachers: Sequence[TeacherFeatures] = (),
+    *,
+    repeats: bool = False,
+) -> BatchLoss:
+    """The loss of the run's batches.
+
+    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples,
+    and for a model without the bias that the objective needs.
+    """
+    if repeats and config.loss.backend == "triton":
+        raise UserError(
+            f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
+            f"data.sample_weights={config.data.sample_weights} asks for; take loss.backend=auto"
+        )
+    if OBJECTIVES[config.loss.objective].needs_bias and model.logit_bias is None:
+        raise UserError(
+            f"loss.objective={config.loss.objective}: the model of these weights has no logit bias; give "
+            "model.init_bias=-10, or take loss=clip"
+        )
+    return BatchLoss(
+        model,
+        autocast=precision.autocast,
+        objective=config.loss.objective,
+        exchange=config.loss.exchange,
+        backend=config.loss.backend,
+        feature_sizes=tuple(config.loss.sizes),
+        captions_per_image=config.data.text_layout.captions,
+        uses_sameness_keys=config.data.same is not None or repeats,
+        teacher_scales=tuple(teacher.scale for teacher in teachers),
+        distill_weights=config.distill.weights,
+    )
+
+
+def build_step(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    chunk_sizes: ChunkSizes,
+    loss: BatchLoss,
+    *,
+    sort_captions: bool,
+) -> TrainStep:
+    """Build the step of a model with its initial weights: passes, optimizer, average. A collective.
+
+    `sort_captions`: see StepInputs. Raises UserError.
+    """
+    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sort_captions=sort_captions)
+    # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
+    is_sharded = config.launch.parallel != "ddp"
+    optimizer = build_optimizer(model, config.optim, is_sharded=is_sharded, scales=model.rate_factors(config.model))
+    return TrainStep(
+        world=world,
+        model=model,
+        passes=passes,
+        precision=precision,
+        optimizer=optimizer,
+        ema=WeightEma(config.ema, model) if config.ema else None,
+        clip_norm=config.optim.clip_norm,
+        chunk_device=chunk_sizes.device,
+    )
+
+
+def build_passes(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    chunk_sizes: ChunkSizes,
+    loss: BatchLoss,
+    *,
+    sort_captions: bool,
+) -> BatchPasses:
+    """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
+    parallel = config.launch.parallel
+    make_cache = partial(
+        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
+    )
+    inputs = StepInputs(world, config.offload == "none", sort_captions, has_equal_chunks=config.trains_captioner)
+    if config.trains_captioner:
+        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
+        return CaptionerPasses(
+            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
+            inputs=inputs,
+            caption_weight=config.caption.weight,
+            frozen_images=model.image if is_frozen(model.image) else None,
+            autocast=precision.autocast,
+        )
+    towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+    if model.decoder is not None:
+        model.decoder.requires_grad_(False)
+    return TwoTowerPasses(
+        cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
+        inputs=inputs,
+        text_layout=config.data.text_layout,
+    )
+
+
+def samples_repeat(config: TrainConfig) -> bool:
+    """Whether sample weights may put a sample into an epoch twice, and so into a batch."""
+    subset = subset_of(config.data)
+    return subset is not None and subset.table.max_copies > 1
