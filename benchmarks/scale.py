@@ -49,7 +49,7 @@ from clipscale.data.loader.stream import order_shards, start_positions
 from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World
-from clipscale.start.begin import begin
+from clipscale.start.start_run import start_run
 
 DEFAULTS = {
     "shards": "1k,41k,232k,500k",
@@ -244,7 +244,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     try:
         with patch("clipscale.distributed.parallel._sum", summed):
             world = FakeWorld(0, ranks, torch.device("cpu"))
-            run = begin(config, world)
+            run = start_run(config, world)
             with Sent() as sent:
                 run.run_step()
     finally:

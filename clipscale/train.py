@@ -1,7 +1,7 @@
 """A run: find the other ranks, lock the folder, and train one stage after another.
 
-This is one process's part; the command line starts the processes. `start/begin.py` has the start of a run on one page,
-`train_loop.py` its steps.
+This is one process's part; the command line starts the processes. `start/start_run.py` has the start of a run on one
+page, `train_loop.py` its steps.
 """
 
 from dataclasses import replace
@@ -18,8 +18,8 @@ from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.run_folder.names import RESULT
-from clipscale.start.begin import begin
 from clipscale.start.shared_storage import check_shared
+from clipscale.start.start_run import start_run
 from clipscale.train_loop import COPY_WITHIN_S
 
 
@@ -46,7 +46,7 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     uploader = None
     while True:
         with waiting_for_copy_if_start_fails(uploader, world, COPY_WITHIN_S):
-            loop = begin(config, world, lock, uploader)
+            loop = start_run(config, world, lock, uploader)
         result = loop.run()
         uploader = loop.saver.uploader
         if loop.stage.is_last:

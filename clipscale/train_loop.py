@@ -1,6 +1,6 @@
 """The loop of a run: step after step, evaluate, save.
 
-`train.py` has what is around it, and `start/begin.py` how a run starts.
+`train.py` has what is around it, and `start/start_run.py` how a run starts.
 """
 
 import time
@@ -20,7 +20,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
-from clipscale.lifecycle.early_end import closing_all, ending_if_removed, saving_completed_steps
+from clipscale.lifecycle.early_end import closing_all, ending_run_if_folder_was_removed, saving_on_early_end
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.signal_poller import SignalPoller
@@ -32,14 +32,14 @@ from clipscale.step.optim import Schedule
 from clipscale.step.train_step import StepResult, TrainStep
 
 # After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
-# kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal, so a copy has all of its time only if the save
-# takes less than 90 s. With torch 2.11 workers are killed after 30 s.
+# kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal. So a save has 90 s before it takes from the
+# copy's time. With torch 2.11 workers are killed after 30 s.
 COPY_WITHIN_S = 60.0
 
 
 @dataclass
 class TrainLoop:
-    """The loop of a run, or of one stage, on one rank. `begin` makes it."""
+    """The loop of a run, or of one stage, on one rank. `start_run` makes it."""
 
     world: World
     # The lock of the run's folder, which rank 0 holds; None if nobody else uses the folder.
@@ -79,7 +79,7 @@ class TrainLoop:
             closing_all(self.records),
             self.signal_poller,
             closing_all(self.stream, self.saver),
-            saving_completed_steps(self),
+            saving_on_early_end(self),
         ):
             if self.step == 0 < end and self.intervals.evaluates_at_start:
                 self.evaluate()
@@ -123,7 +123,7 @@ class TrainLoop:
         self.loss = result.numbers.loss
         record: StepRecord = {
             "step": step,
-            "samples": self.stage.samples_before(step),
+            "samples": self.stage.samples_after(step),
             "batch": self.stage.global_batch,
             "lr": lr,
         }
@@ -175,9 +175,9 @@ class TrainLoop:
         self.records.flush()
         if wait:
             show_task(f"saving step {self.step}")
-        samples = self.stage.samples_before(self.step)
+        samples = self.stage.samples_after(self.step)
         description = replace(self.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
-        with ending_if_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
+        with ending_run_if_folder_was_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
             self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 

@@ -67,7 +67,7 @@ class Stage:
     # What the stage's first step does with the optimizer's state.
     optimizer_policy: OptimizerPolicy
 
-    def samples_before(self, step: int) -> int:
+    def samples_after(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
         return self.first_sample + (step - self.first_step) * self.global_batch
 

@@ -49,7 +49,7 @@ def can_save_after(error: UserError | OSError, run: Savable) -> bool:
 
 
 @contextmanager
-def saving_completed_steps(run: Savable) -> Iterator[None]:
+def saving_on_early_end(run: Savable) -> Iterator[None]:
     """Around a run's loop: saves the completed steps after a signal, and after an error for which `can_save_after` is
     true.
 
@@ -72,7 +72,7 @@ def saving_completed_steps(run: Savable) -> Iterator[None]:
 
 
 @contextmanager
-def ending_if_removed(
+def ending_run_if_folder_was_removed(
     lock: RunLock | None, world: World, wait_for_save: Callable[[], None], step: int
 ) -> Iterator[None]:
     """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.

@@ -29,7 +29,7 @@ class StepRecord(TypedDict, total=False):
     grad_norm: float | None
     skipped: bool
     logit_scale: float
-    # Statistics of the features, in some steps; see `begin_statistics`.
+    # Statistics of the features, in some steps; see `start_statistics`.
     modality_gap: float
     uniformity_image: float
     uniformity_text: float

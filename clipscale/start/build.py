@@ -102,7 +102,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
             precision,
             chunk_sizes,
             build_loss(config, model, precision, teachers, repeats=samples_repeat(config)),
-            sort_captions=sorts_captions,
+            sorts_captions=sorts_captions,
         )
         if resolved.checkpoint_path:
             state = checkpoint.load(resolved.checkpoint_path, is_verified=True, like=dict(model.named_parameters()))

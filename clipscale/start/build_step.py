@@ -69,13 +69,13 @@ def build_step(
     chunk_sizes: ChunkSizes,
     loss: BatchLoss,
     *,
-    sort_captions: bool,
+    sorts_captions: bool,
 ) -> TrainStep:
     """Build the step of a model with its initial weights: passes, optimizer, average. A collective.
 
-    `sort_captions`: see StepInputs. Raises UserError.
+    `sorts_captions`: see StepInputs. Raises UserError.
     """
-    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sort_captions=sort_captions)
+    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
     # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
     is_sharded = config.launch.parallel != "ddp"
     optimizer = build_optimizer(model, config.optim, is_sharded=is_sharded, scales=model.rate_factors(config.model))
@@ -99,14 +99,14 @@ def build_passes(
     chunk_sizes: ChunkSizes,
     loss: BatchLoss,
     *,
-    sort_captions: bool,
+    sorts_captions: bool,
 ) -> BatchPasses:
     """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
     parallel = config.launch.parallel
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
     )
-    inputs = StepInputs(world, config.offload == "none", sort_captions, has_equal_chunks=config.trains_captioner)
+    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
     if config.trains_captioner:
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         return CaptionerPasses(

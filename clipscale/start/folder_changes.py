@@ -1,6 +1,6 @@
 """How a run starts: what it changes in the run's folder.
 
-`begin` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` last.
+`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` last.
 """
 
 from pathlib import Path

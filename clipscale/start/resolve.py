@@ -127,7 +127,7 @@ def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -
         if config.stages:
             architecture(settings.model)  # raises UserError for one that cannot be built
             step += samples_of(settings, None) // settings.batch
-            samples = stage.samples_before(step)
+            samples = stage.samples_after(step)
     return stages
 
 
@@ -162,7 +162,7 @@ def check_fits(resumed: CheckpointDescription | None, config: TrainConfig, last_
     ):
         if then != now:
             raise UserError(f"{setting}={now!r}: the checkpoint was trained with {then!r}; take it, or another run")
-    if resumed.samples != last_trained.samples_before(resumed.step):
+    if resumed.samples != last_trained.samples_after(resumed.step):
         raise UserError(
             f"resume: the checkpoint has seen {resumed.samples} samples in {resumed.step} steps, which these "
             "stages do not make; give those that it was trained with"

@@ -26,7 +26,7 @@ class StepAgreement:
     """The facts of the next step on which all ranks agree: how many chunks and labels it has, and whether a checkpoint
     is saved before it. Reading a fact waits for the all-reduce.
 
-    step n:    before the replay `begin_agreement` starts the all-reduce, with this rank's counts of step n + 1
+    step n:    before the replay `start_agreement` starts the all-reduce, with this rank's counts of step n + 1
                replay, update
     step n+1:  reads `num_text_chunks` and `num_caption_labels`; 0 means unknown: the step makes its own all-reduce
     """
@@ -67,7 +67,7 @@ class StepInputs:
     is_resident: bool
     # Whether texts, or a captioner's pairs, are sorted by length, so that they lose their padding. The features of such
     # a text tower must not depend on the padding.
-    sort_captions: bool
+    sorts_captions: bool
     # Whether sorted texts come in equally large chunks, as a captioner needs; see `SortedTexts`.
     has_equal_chunks: bool = False
     # On the next batch to be encoded; None before the first step of a start.
@@ -95,7 +95,7 @@ class StepInputs:
     def local_texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
-        if not self.sort_captions:
+        if not self.sorts_captions:
             return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
         texts = SortedTexts(
             batch.tokens,
@@ -116,7 +116,7 @@ class StepInputs:
         known = self.agreement.num_caption_labels if self.agreement else 0
         return known or sum(self.world.all_reduce_max(*self.world.one_hot_by_rank(own)))
 
-    def begin_agreement(
+    def start_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
     ) -> StepAgreement:
         """Begin the all-reduce of the next step's facts, and sort its texts ahead. A collective.
@@ -170,8 +170,8 @@ class BatchPasses(Protocol):
     def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The features of images and of each image's first caption, (N, D) each. `features`: see `EncodedBatch`."""
 
-    def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        """Begin the all-reduce of the next step's facts; see `StepInputs.begin_agreement`. A collective."""
+    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
+        """Begin the all-reduce of the next step's facts; see `StepInputs.start_agreement`. A collective."""
 
     def replay(self, before_chunk: Poll) -> None:
         """Second pass, after the loss's backward pass: the gradients of the parameters."""
@@ -203,8 +203,8 @@ class TwoTowerPasses:
         images, texts = features
         return images, texts[self.text_layout.first_captions(len(images))]
 
-    def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        return self.inputs.begin_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)
+    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
+        return self.inputs.start_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk)

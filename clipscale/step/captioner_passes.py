@@ -24,9 +24,9 @@ from clipscale.step.cache.grad_cache import GradCache
 class CaptionerPasses:
     """The passes of a `PairEncoder`. The features are an image and its caption side by side, (N, 2, D).
 
-    A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy over the
-    labels in the captions of the global batch. A chunk computes its cross entropies in its pass with a graph: the
-    second pass, or the first pass if its graph is kept.
+    A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy. The mean
+    is over the labels in all captions of the global batch. A chunk computes its cross entropies in its pass with a
+    graph: the second pass, or the first pass if its graph is kept.
     """
 
     cache: GradCache
@@ -65,9 +65,9 @@ class CaptionerPasses:
         [pairs] = features
         return pairs[:, 0], pairs[:, 1]
 
-    def begin_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
+    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         labels = own_caption_labels(upcoming) if upcoming else 0
-        return self.inputs.begin_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
+        return self.inputs.start_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)

@@ -16,7 +16,7 @@ MAX_PAIRS = 4096
 
 @dataclass(frozen=True)
 class PendingStatistics:
-    """Statistics that a thread of the host computes while the step goes on. `begin_statistics` starts it."""
+    """Statistics that a thread of the host computes while the step goes on. `start_statistics` starts it."""
 
     result: Future[dict[str, float]]
 
@@ -31,7 +31,7 @@ class PendingStatistics:
 
 
 @torch.no_grad()
-def begin_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
+def start_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
     """Statistics of unit rows (N, D): image i and text i are a pair.
 
     - `modality_gap`: the distance between the mean image and the mean text (Liang et al. 2022, arXiv 2203.02053).

@@ -26,7 +26,7 @@ from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreem
 from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
-from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, begin_statistics
+from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, start_statistics
 from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes
 from clipscale.step.precision import Precision
 
@@ -127,13 +127,13 @@ class TrainStep:
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
             features, texts = self.passes.encode(batch, before_chunk)
-        statistics = self.begin_statistics(features, step)
+        statistics = self.start_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
         # The message travels during the replay.
-        agreement = self.passes.begin_agreement(stream.upcoming(), wants_save=wants_save)
+        agreement = self.passes.start_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
@@ -181,11 +181,11 @@ class TrainStep:
             "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
         }
 
-    def begin_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
+    def start_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
         """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
         if not self.world.is_rank0 or (step > 1 and step % STATISTICS_INTERVAL):
             return None
-        return begin_statistics(*self.passes.paired_features(features))
+        return start_statistics(*self.passes.paired_features(features))
 
     def widths(self, texts: ChunkLoader) -> dict[int, int]:
         """Width in tokens -> texts that the text tower computed at it."""

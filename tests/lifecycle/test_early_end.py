@@ -13,7 +13,12 @@ from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.distributed.agreement import raise_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.lifecycle.early_end import can_save_after, closing_all, ending_if_removed, saving_completed_steps
+from clipscale.lifecycle.early_end import (
+    can_save_after,
+    closing_all,
+    ending_run_if_folder_was_removed,
+    saving_on_early_end,
+)
 from clipscale.lifecycle.run_lock import FolderInUseError
 from clipscale.lifecycle.stopping import SignalError
 from tests.support.user_errors import refused
@@ -93,7 +98,10 @@ def test_the_end_of_a_removed_folder_is_on_all_ranks(tmp_path: Path) -> None:
     """Each of them then waits for the checkpoint's copy."""
     lock: Any = SimpleNamespace(folder=tmp_path, renew=lambda: True)
     run = Run()
-    with refused("its folder was removed") as ended, ending_if_removed(lock, run.world, lambda: None, run.step):
+    with (
+        refused("its folder was removed") as ended,
+        ending_run_if_folder_was_removed(lock, run.world, lambda: None, run.step),
+    ):
         pass
     assert can_save_after(ended.value, Run(2))
 
@@ -112,8 +120,8 @@ def test_a_last_save_that_fails_does_not_hide_what_ended_the_run(
     failure: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its status tells a launcher whether to start again."""
-    with pytest.raises(LoaderError, match="the storage is gone"), saving_completed_steps(Unwritable(failure)):
+    with pytest.raises(LoaderError, match="the storage is gone"), saving_on_early_end(Unwritable(failure)):
         raise LoaderError("the storage is gone")
-    with pytest.raises(type(failure)), saving_completed_steps(Unwritable(failure)):
+    with pytest.raises(type(failure)), saving_on_early_end(Unwritable(failure)):
         raise SignalError(signal.SIGTERM)
     assert capsys.readouterr().out.count("No space left") == 1

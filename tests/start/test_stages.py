@@ -37,7 +37,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime
 from clipscale.run_folder.names import checkpoints_of, path_of, step_of
-from clipscale.start.begin import begin
+from clipscale.start.start_run import start_run
 from clipscale.train import train
 from tests.eval.sets import pair_set
 from tests.support import runs
@@ -72,16 +72,16 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_stage_that_does_not_start_waits_for_the_copy_of_the_one_before(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begin_first(config: TrainConfig, world: World, lock: Any, uploader: Any) -> Any:
+    def start_first(config: TrainConfig, world: World, lock: Any, uploader: Any) -> Any:
         if uploader:
             raise UserError("the second stage's set is gone")
-        return begin(config, world, lock, uploader)
+        return start_run(config, world, lock, uploader)
 
     def copy_slowly(*of: Any) -> None:
         time.sleep(0.5)
         copy_checkpoint(*of)
 
-    monkeypatch.setattr("clipscale.train.begin", begin_first)
+    monkeypatch.setattr("clipscale.train.start_run", start_first)
     monkeypatch.setattr("clipscale.checkpoint.upload.copy_checkpoint", copy_slowly)
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
     with refused("set is gone"):

@@ -34,9 +34,9 @@ from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, image_size_and_tokenizer
 from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
-from clipscale.start.begin import check_goal
 from clipscale.start.build import build
 from clipscale.start.resolve import precision_notices, resolve
+from clipscale.start.start_run import check_goal
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
@@ -237,7 +237,7 @@ def test_a_start_refuses_settings_that_nobody_has_checked_before_it_starts_worke
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command line has checked them; a caller of `train` may not have."""
-    monkeypatch.setattr("clipscale.start.begin.build", lambda *_: pytest.fail("it has begun to build"))
+    monkeypatch.setattr("clipscale.start.start_run.build", lambda *_: pytest.fail("it has begun to build"))
     config = four_step_config(shards, tmp_path / "run")
     for changes, message in (
         ({"checkpoint": CheckpointConfig(every="soon")}, "checkpoint.every=soon"),
@@ -340,7 +340,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
 def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run/env.json"))
     with (
-        mock.patch("clipscale.start.begin.open_run_log", side_effect=full),
+        mock.patch("clipscale.start.start_run.open_run_log", side_effect=full),
         refused(r"run=.*env\.json cannot be written \(No space left on device\)") as ended,
     ):
         train(four_step_config(shards, tmp_path / "run"))

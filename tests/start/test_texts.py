@@ -114,7 +114,7 @@ def test_statistics_pair_an_image_with_its_own_first_caption(shard: str, tmp_pat
     run.stream.close()
     images = torch.eye(8)
     captions = torch.stack([images, -images, -images], 1).flatten(0, 1)
-    pending = run.train_step.begin_statistics([images, torch.cat([captions, -images])], step=1)
+    pending = run.train_step.start_statistics([images, torch.cat([captions, -images])], step=1)
     assert pending and pending.read()["nearest"] == 1
 
 

@@ -109,7 +109,7 @@ def step_of(case: Case, world: World) -> TrainStep:
     model, precision = model_of(case), Precision.set_up("fp32", CPU)
     loss = build_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
-    return build_step(config, world, model, precision, sizes, loss, sort_captions=case.is_sorted)
+    return build_step(config, world, model, precision, sizes, loss, sorts_captions=case.is_sorted)
 
 
 def one_step(
@@ -152,7 +152,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = StepInputs(ONE_RANK, is_resident=False, sort_captions=False)
+    inputs = StepInputs(ONE_RANK, is_resident=False, sorts_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipscale.step import feature_statistics as feature_statistics_module
 from clipscale.step import train_step
-from clipscale.step.feature_statistics import begin_statistics
+from clipscale.step.feature_statistics import start_statistics
 from clipscale.step.optim import Schedule
 from clipscale.train import train
 from tests.support.runs import four_step_config, records
@@ -35,14 +35,14 @@ POLES = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat_interleave(4, 0)
     ids=["axes", "alike", "halves", "poles"],
 )
 def test_statistics_have_closed_forms(images: Tensor, texts: Tensor, expected: dict[str, float]) -> None:
-    values = begin_statistics(images, torch.cat([texts, -texts])).read()  # hard negatives after the pairs' texts
+    values = start_statistics(images, torch.cat([texts, -texts])).read()  # hard negatives after the pairs' texts
     assert {name: values[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_of_many_rows_a_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_statistics_module, "MAX_PAIRS", SAMPLE)
     u, v = (F.normalize(torch.randn(SAMPLE + 5, 16), dim=-1) for _ in range(2))
-    whole, sample = (begin_statistics(u[:size], v[:size]).read() for size in (None, SAMPLE))
+    whole, sample = (start_statistics(u[:size], v[:size]).read() for size in (None, SAMPLE))
     assert whole == sample
     distances = torch.cdist(u[:SAMPLE].double(), u[:SAMPLE].double()).square()[~torch.eye(SAMPLE, dtype=torch.bool)]
     assert sample["uniformity_image"] == pytest.approx((-2 * distances).exp().mean().log().item(), abs=1e-5)
@@ -81,5 +81,5 @@ def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, m
 
 
 def test_features_that_are_not_finite_have_no_rank() -> None:
-    values = begin_statistics(torch.full((4, 8), math.nan), AXES[:4]).read()
+    values = start_statistics(torch.full((4, 8), math.nan), AXES[:4]).read()
     assert math.isnan(values["rank_image"]) and values["rank_text"] == pytest.approx(4)

@@ -13,7 +13,7 @@ from clipscale.config.train_config import TrainConfig, check_across_sections
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
-from clipscale.start.begin import begin
+from clipscale.start.start_run import start_run
 from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import train
 from clipscale.train_loop import TrainLoop
@@ -54,7 +54,7 @@ def ten_step_config(demo: Path, run: Path, **changes: Any) -> TrainConfig:
 
 def train_loop(config: TrainConfig, world: World) -> TrainLoop:
     """A run before its next step. The caller closes its stream."""
-    return begin(config, world)
+    return start_run(config, world)
 
 
 def loop_with_batches(config: TrainConfig, world: World, batches: int) -> TrainLoop:

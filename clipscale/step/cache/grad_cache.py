@@ -153,9 +153,13 @@ class GradCache:
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
 
-        `value`: the loss, not scaled; see `scaler`. Raises ValueError if it is not one number with a graph, does not
-        use the representations of an encoder that trains, or ends in `scaler.scale(...)` of the same scaler. Any other
-        scale looks like a part of the loss.
+        `value`: the loss, not scaled; see `scaler`.
+
+        Raises ValueError for
+
+        - a value that is not one number with a graph;
+        - a loss that does not use the representations of an encoder that trains;
+        - a loss that ends in `scaler.scale(...)` of the same scaler. Any other scale looks like a part of the loss.
         """
         check_loss(value)
         refuse_scaled(value, self.scaler)
@@ -168,8 +172,13 @@ class GradCache:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
         `before_chunk`: see `encode`. `chunk_loss_weight`: the weight of the chunks' own losses in the gradients;
-        `chunk_loss` is their unweighted sum. Raises ValueError if `backward` has not gone before, if an encoder that
-        trains returns an output without a graph, and for a chunk's own loss that is scaled already.
+        `chunk_loss` is their unweighted sum.
+
+        Raises ValueError
+
+        - if `backward` has not gone before;
+        - if an encoder that trains returns an output without a graph;
+        - for a chunk's own loss that is scaled already.
         """
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:

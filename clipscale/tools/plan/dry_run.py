@@ -261,7 +261,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
         repeats = samples_repeat(config)
     teachers = assumed_teachers(config, model)
     loss = build_loss(config, model, precision, teachers, repeats=repeats)
-    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sort_captions=False)
+    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sorts_captions=False)
     if on_gpu:
         choose_foreach(step.optimizer)
     return step

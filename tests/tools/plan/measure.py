@@ -44,7 +44,9 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
             keeps_graphs=True,
             pairs=pair_encoder(model) if config.trains_captioner else None,
         )
-    return build_step(config, world, model, precision, sizes, build_loss(config, model, precision), sort_captions=False)
+    return build_step(
+        config, world, model, precision, sizes, build_loss(config, model, precision), sorts_captions=False
+    )
 
 
 def measured_config(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:

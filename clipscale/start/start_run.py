@@ -32,13 +32,13 @@ from clipscale.start.resolve import ResolvedRun, resolve
 from clipscale.train_loop import TrainLoop
 
 
-def begin(
+def start_run(
     config: TrainConfig,
     world: World,
     lock: RunLock | None = None,
     uploader: checkpoint.CheckpointUploader | None = None,
 ) -> TrainLoop:
-    """Begin or resume the run, or begin its next stage. Returns its loop, before the next step. A collective.
+    """Start or resume the run, or start its next stage. Returns its loop, before the next step. A collective.
 
     `lock`: of the run's folder; None if nobody else uses it. `uploader`: has copied the checkpoints of earlier stages;
     None in this process's first stage, and without a copy.
@@ -79,14 +79,16 @@ def begin(
         undo.callback(built.stream.close)
 
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
-        log = run_on_all_ranks(world, lambda: begin_log(resolved, built, world) if world.is_rank0 else None)
+        log = run_on_all_ranks(
+            world, lambda: prepare_folder_and_log(resolved, built, world) if world.is_rank0 else None
+        )
         records = StepRecords(log, world.size, built.flops, built.stream)
         undo.callback(records.close)
 
         # Checkpoints and their copies.
         retention = retention_of(resolved)
         if uploader is None:
-            uploader = begin_uploads(resolved, retention, world)
+            uploader = start_uploader(resolved, retention, world)
         is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
         last_begun_step = resolved.step if is_in_folder else None
         saver = checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
@@ -141,7 +143,7 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
-def begin_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
+def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
     """Set aside what the run does not use in its folder, print what the user should know, and open the log.
 
     Raises UserError if a file of the folder cannot be written.
@@ -166,7 +168,7 @@ def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:
     return checkpoint.Retention(settings.keep, settings.keep_every, best)
 
 
-def begin_uploads(
+def start_uploader(
     resolved: ResolvedRun, retention: checkpoint.Retention, world: World
 ) -> checkpoint.CheckpointUploader | None:
     """What copies the run's checkpoints, of which rank 0 copies the newest at once; None without `checkpoint.copy`."""
