@@ -45,19 +45,8 @@ def start_run(
 
     If it raises UserError, it has ended the data workers that it had started.
     """
-    # Load the evaluation sets first, so that a mistyped path ends the start in its first minute.
-    sets = load_sets(config, world)
-    check_goals(config, sets)
-    # All stages are evaluated by the last one's objective, as by `clipscale eval`: their steps can be compared.
-    evaluation = Evaluation(
-        sets=sets,
-        batch_size=config.eval.batch,
-        objective=stages_of(config)[-1].loss.objective,
-        sizes=tuple(config.loss.sizes),
-        uses_ema=config.eval.weights == "ema",
-        facts={"precision": config.precision},
-    )
-
+    # What it is evaluated on. This comes first, so that a mistyped path ends the start in its first minute.
+    evaluation = load_evaluation(config, world)
     expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
 
     # Which checkpoint, and which settings.
@@ -65,13 +54,7 @@ def start_run(
     resolved = resolve(config, path, world)
     config = resolved.config
     # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
-    save_steps, save_seconds = config.checkpoint.interval
-    intervals = Intervals(
-        evaluates_at_start=bool(config.model.weights and evaluation.sets),
-        eval_steps=config.eval.every,
-        save_steps=save_steps,
-        save_seconds=save_seconds,
-    )
+    intervals = intervals_of(config, evaluation)
 
     with ExitStack() as undo:
         # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
@@ -86,12 +69,7 @@ def start_run(
         undo.callback(records.close)
 
         # Checkpoints and their copies.
-        retention = retention_of(resolved)
-        if uploader is None:
-            uploader = start_uploader(resolved, retention, world)
-        is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
-        last_begun_step = resolved.step if is_in_folder else None
-        saver = checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
+        saver = build_saver(resolved, uploader, world)
         undo.pop_all()
 
     return TrainLoop(
@@ -111,15 +89,27 @@ def start_run(
         checkpoint_template=checkpoint.CheckpointDescription(
             batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
         ),
-        print_summary=partial(print_summary, precision=config.precision, expected=expected, best=retention.best),
+        print_summary=partial(print_summary, precision=config.precision, expected=expected, best=saver.retention.best),
     )
 
 
-def load_sets(config: TrainConfig, world: World) -> list[EvalSet]:
-    """Find what a run is evaluated on. A collective. If one rank finds a mistake, raises UserError on all."""
+def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
+    """Find what a run is evaluated on, and how. A collective. If one rank finds a mistake, raises UserError on all.
+
+    All stages are evaluated by the last one's objective, as by `clipscale eval`: their steps can be compared.
+    """
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
-    return run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
+    sets = run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
+    check_goals(config, sets)
+    return Evaluation(
+        sets=sets,
+        batch_size=config.eval.batch,
+        objective=stages_of(config)[-1].loss.objective,
+        sizes=tuple(config.loss.sizes),
+        uses_ema=config.eval.weights == "ema",
+        facts={"precision": config.precision},
+    )
 
 
 def check_goals(config: TrainConfig, sets: Sequence[EvalSet]) -> None:
@@ -143,6 +133,17 @@ def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None =
         raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
+def intervals_of(config: TrainConfig, evaluation: Evaluation) -> Intervals:
+    """When the run evaluates and saves. Weights that it begins with are evaluated before the first step."""
+    save_steps, save_seconds = config.checkpoint.interval
+    return Intervals(
+        evaluates_at_start=bool(config.model.weights and evaluation.sets),
+        eval_steps=config.eval.every,
+        save_steps=save_steps,
+        save_seconds=save_seconds,
+    )
+
+
 def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
     """Set aside what the run does not use in its folder, print what the user should know, and open the log.
 
@@ -157,6 +158,21 @@ def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World)
             f"run={resolved.folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
             "repair that, and give the command again"
         ) from error
+
+
+def build_saver(
+    resolved: ResolvedRun, uploader: checkpoint.CheckpointUploader | None, world: World
+) -> checkpoint.Saver:
+    """What saves the run's checkpoints, and copies them with `checkpoint.copy`.
+
+    `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
+    """
+    retention = retention_of(resolved)
+    if uploader is None:
+        uploader = start_uploader(resolved, retention, world)
+    is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
+    last_begun_step = resolved.step if is_in_folder else None
+    return checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
 
 
 def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:
