@@ -1,6 +1,6 @@
 """How a run starts: what it changes in the run's folder.
 
-`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` last.
+`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `prepare_folder_and_log` after `build`.
 """
 
 from pathlib import Path
@@ -9,10 +9,14 @@ import yaml
 
 from clipscale import checkpoint
 from clipscale.common import files, ranks
+from clipscale.common.errors import UserError
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.names import CONFIG
+from clipscale.run_folder.set_aside import set_aside_for_resume
+from clipscale.start.announce import announce
+from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
@@ -33,6 +37,22 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
     restarted = any(world.all_gather_object(ranks.is_restarted()))
     newest = checkpoint.prepare_checkpoint(folder, "auto", world, copy) if restarted else None
     return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
+
+
+def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
+    """Set aside what the run does not use in its folder, print what the user should know, and open the log.
+
+    Raises UserError if a file of the folder cannot be written.
+    """
+    try:
+        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
+        announce(resolved, built)
+        return open_run_log(resolved, built.schedule, world)
+    except OSError as error:
+        raise UserError(
+            f"run={resolved.folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
+            "repair that, and give the command again"
+        ) from error
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:

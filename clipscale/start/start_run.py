@@ -21,13 +21,10 @@ from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
-from clipscale.log.metrics import MetricLog
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import Best
-from clipscale.run_folder.set_aside import set_aside_for_resume
-from clipscale.start.announce import announce
-from clipscale.start.build import BuiltRun, build
-from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume
+from clipscale.start.build import build
+from clipscale.start.folder_changes import prepare_checkpoint_to_resume, prepare_folder_and_log
 from clipscale.start.resolve import ResolvedRun, resolve
 from clipscale.train_loop import TrainLoop
 
@@ -142,22 +139,6 @@ def intervals_of(config: TrainConfig, evaluation: Evaluation) -> Intervals:
         save_steps=save_steps,
         save_seconds=save_seconds,
     )
-
-
-def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
-    """Set aside what the run does not use in its folder, print what the user should know, and open the log.
-
-    Raises UserError if a file of the folder cannot be written.
-    """
-    try:
-        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
-        announce(resolved, built)
-        return open_run_log(resolved, built.schedule, world)
-    except OSError as error:
-        raise UserError(
-            f"run={resolved.folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
-            "repair that, and give the command again"
-        ) from error
 
 
 def build_saver(

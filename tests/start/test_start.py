@@ -340,7 +340,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
 def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run/env.json"))
     with (
-        mock.patch("clipscale.start.start_run.open_run_log", side_effect=full),
+        mock.patch("clipscale.start.folder_changes.open_run_log", side_effect=full),
         refused(r"run=.*env\.json cannot be written \(No space left on device\)") as ended,
     ):
         train(four_step_config(shards, tmp_path / "run"))
