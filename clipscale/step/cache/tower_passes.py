@@ -100,7 +100,10 @@ class TowerPasses:
         return self.representations.requires_grad_(self.has_second_pass)
 
     def encode_chunk(self, i: int) -> Tensor:
-        """The first pass of chunk i; `KeptGraphs` decides what becomes of its graph. Its representations, detached."""
+        """The first pass of chunk i, by the policy that `KeptGraphs` chooses; a second try if its graph does not fit.
+
+        Returns its representations, detached.
+        """
         policy = self.graphs.choose_policy(i)
         try:
             return self.first_pass(i, policy)
@@ -113,7 +116,7 @@ class TowerPasses:
         return self.first_pass(i, self.graphs.planned_policy(i))
 
     def first_pass(self, i: int, policy: GraphPolicy) -> Tensor:
-        """Run chunk i, and do with its graph what the policy says. Returns its representations, detached."""
+        """Encode chunk i, and do with its graph what the policy says. Returns its representations, detached."""
         if torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked:
             policy = GraphPolicy.REFUSE
         with self.around_pass(i, policy):
@@ -167,9 +170,9 @@ class TowerPasses:
 
     @contextmanager
     def around_pass(self, i: int, policy: GraphPolicy) -> Iterator[None]:
-        """Around a pass of chunk i, with its backward pass if that follows at once.
+        """Around each pass of chunk i, and around its backward pass if that follows at once.
 
-        Inside, ranks do or do not sum gradients, layers use cast weights, and a graph is built or not.
+        Inside, ranks sum gradients or do not, layers use cast weights or their own, and a graph is built or is not.
         """
         is_last = self.has_last_backward(i)
         with (
