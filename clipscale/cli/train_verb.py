@@ -75,7 +75,7 @@ def check_without_torch(config: TrainConfig) -> None:
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import count_if_quick
     from clipscale.data.shards.listing import local_shards
-    from clipscale.data.shards.unusable import why_unusable
+    from clipscale.data.shards.unusable import lost_pairs, why_unusable
 
     shards = local_shards(config.data)
     epoch_samples = count_if_quick(config.data, shards)
@@ -85,6 +85,8 @@ def check_without_torch(config: TrainConfig) -> None:
             if epoch_samples <= MAX_SEARCHED and all(why_unusable(url, captions, most=None) for url in shards):
                 raise UserError(f"data.train: no sample is usable: {holds}")
             log_warning(f"data.train: {holds}", error=True)
+        elif lost := lost_pairs(shards[0], captions):
+            log_warning(f"data.train: {lost}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch_samples)
 

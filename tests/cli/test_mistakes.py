@@ -158,6 +158,20 @@ def test_shards_of_which_nothing_is_usable_are_refused_at_once(cli: Cli, tmp_pat
     assert ".cap and .img" in warning and "batch=4096" in refused, err
 
 
+def test_a_start_names_pairs_whose_keys_end_at_a_dot(cli: Cli, tmp_path: Path) -> None:
+    """They are named beside another pair of their key, too. A mask beside a picture is no such pair."""
+    words = [word for word in tiny(f"data.train={tmp_path}", "batch=4k") if not word.startswith("samples=")]
+    masked = [*sample("a"), ("a.mask.png", b"")]
+    write_tar(tmp_path / "0.tar", masked)
+    one_line(cli(*words), "batch=4096", "the 1 sample")
+    for key in ("b", "a"):
+        pair = [(f"{key}.2024.png", b""), (f"{key}.2024.txt", b"")]
+        write_tar(tmp_path / "0.tar", [*masked, *pair])
+        warning, refused = cli(*words)[2].splitlines()
+        assert f"{key} holds" in warning and ".2024.png, .2024.txt" in warning and "first dot" in warning, warning
+        assert "batch=4096" in refused, refused
+
+
 def test_captions_that_lie_in_the_json_alone_are_answered_with_the_setting(cli: Cli, tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [member for member in sample("a") if not member[0].endswith(".txt")])
     remedy = "'data.captions=[json:KEY]' takes captions from the JSON; its text keys are alt"

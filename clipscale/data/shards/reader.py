@@ -241,7 +241,10 @@ class OpenShard:
     def read(self, sample: RawSample, members: Iterator[Member], wanted: bool) -> None:
         """Fill in the sample: its size, and if it is `wanted`, the members that have a size limit."""
         size_limits = self.size_limits if wanted else {}
+        dotted = []
         for member in members:
+            if "." in member.extension:
+                dotted.append(member.extension)
             if member.offset is not None:
                 sample.linked += padded_size(member.size)
             is_admitted = sample.admit(member.name, member.extension, member.size, size_limits, member.link_error)
@@ -253,6 +256,8 @@ class OpenShard:
                 sample.members[member.extension] = content
             if is_kept_json:
                 sample.json_bytes = content
+        if dotted and size_limits:
+            sample.note_cut_names(dotted, size_limits)
         sample.num_bytes = self.archive.offset - self.counted + sample.linked
         self.counted = self.archive.offset
 
@@ -336,6 +341,7 @@ def read_shard(
 
     A damaged sample has no members, and one of these reasons:
 
+    - `dot_in_key`: its pictures have further dots in their names, so the key has ended before their suffix.
     - `repeated_member`: an extension comes twice. If it is the first member's, it begins another sample instead.
     - `link`: a link leads out of the tar. Other links give what they stand for.
     - `too_large`: a member to read is over its size limit.

@@ -1,4 +1,4 @@
-"""Says why a shard has no usable sample, and which setting helps."""
+"""Says why samples of a shard are not usable, and which setting helps."""
 
 import re
 from collections import Counter
@@ -8,7 +8,14 @@ from itertools import islice
 
 from clipscale.data.addresses import basename
 from clipscale.data.captions import json_fields, visible_text
-from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.sample import (
+    IMAGE_TYPES,
+    KEY_RULE,
+    MAX_TEXT_BYTES,
+    BrokenSampleError,
+    cut_pictures,
+    held_names,
+)
 from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.shard_errors import SourceError
 from clipscale.data.shards.store import Store
@@ -23,7 +30,7 @@ MAX_FIELDS = 5
 _FIELD = re.compile(r"[\w.-]{1,40}")
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
-    "the other in the tar; KEY ends at the first dot of the name"
+    f"the other in the tar; {KEY_RULE}"
 )
 
 
@@ -47,6 +54,24 @@ def why_unusable(
     if ".json" in held:
         remedy = json_remedy(url, captions, store)
     return f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {remedy or RULE}"
+
+
+def lost_pairs(url: str, captions: Sequence[str]) -> str:
+    """Which of a shard's first samples has pictures with further dots in their names, which are not read. Empty if none
+    has.
+
+    Beside a picture that is read, they count only with a caption of such a name: masks and the like have none.
+    """
+    sources = {source.partition(":")[0] for source in captions}
+    with suppress(SourceError, *DAMAGE), closing(Store().open(url)[0]) as source:
+        for key, members in islice(Archive(*open_archive(source)).samples(), MAX_LOOKED_AT):
+            names = [member.extension for member in islice(members, MAX_LOOKED_AT)]
+            stems = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in sources}
+            cut = cut_pictures(names)
+            if cut and (any(name.rpartition(".")[0] in stems for name in cut) or not {*names} & {*IMAGE_TYPES}):
+                dotted = [name for name in names if "." in name]
+                return f"pairs of {basename(url)} are not read: {key} {held_names(dotted)}"
+    return ""
 
 
 def json_remedy(url: str, captions: Sequence[str], store: Store | None = None, *, also: Sequence[str] = ()) -> str:

@@ -13,10 +13,10 @@ from clipscale.common.units import format_bytes
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
-from clipscale.data.filters import parse_selection
+from clipscale.data.filters import parse_selection, sample_name
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, image_bytes, size_limits_of
+from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, cut_pictures, held_names, image_bytes, size_limits_of
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.subset import subset_of
@@ -38,6 +38,9 @@ class Findings:
     broken: Counter[str] = field(default_factory=Counter)
     # Reason -> the first such sample, and what is wrong with it.
     examples: dict[str, str] = field(default_factory=dict)
+    # Pictures that are not read, because their names have further dots, and the first sample with such.
+    cut_pictures: int = 0
+    cut_example: str = ""
     # Why the shard could not be read to its end; empty if it could.
     damage: str = ""
 
@@ -63,6 +66,8 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
         rows.append(("samples in an epoch", f"{sum(shard.weight for shard in shards):.1f}", "by data.sample_weights"))
     if not samples and not damaged:
         rows.append(("no sample", "", RULE))
+    if cut := sum(shard.cut_pictures for shard in shards):
+        rows.append(("pictures not read", str(cut), next(shard.cut_example for shard in shards if shard.cut_example)))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
     show(TextTable(("", "", ""), rows + damaged))
     return int(not samples or bool(damaged) or not all(reason.startswith("filter_") for reason in broken))
@@ -80,6 +85,9 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             continue
         findings.samples += 1
         findings.bytes += sample.num_bytes
+        if cut := cut_pictures(sample.cut_names):
+            findings.cut_pictures += len(cut)
+            findings.cut_example = findings.cut_example or f"{sample_name(sample)} {held_names(sample.cut_names)}"
         try:
             if sample.error:
                 raise BrokenSampleError(sample.error, sample.detail)

@@ -218,6 +218,7 @@ def test_uncounted_local_shards_are_scanned_when_few(
 BROKEN = {
     "no_image": [("k.txt", b"words")],
     "no_caption": [("k.png", picture())],
+    "dot_in_key": [("k.2024.png", picture()), ("k.2024.txt", b"words")],
     "empty_image": [("k.png", b""), ("k.txt", b"words")],
     "unreadable_image": [("k.jpg", picture(0, (40, 40), "JPEG")[:-200]), ("k.txt", b"words")],
     "huge_image": [("k.png", HUGE), ("k.txt", b"words")],

@@ -69,6 +69,21 @@ def test_captions_in_the_json_of_samples_without_a_text_are_named(tmp_path: Path
     assert row.endswith("its text keys are caption, more, url")
 
 
+def test_pictures_behind_a_further_dot_are_counted_and_named(tmp_path: Path, capsys: Capture) -> None:
+    """They are counted beside a pair that is read, too. Other members with dots are no pictures."""
+    names = [*(f"IMG{n}.2024" for n in range(3)), *(f"shoe.{n}" for n in range(5)), "a.1"]
+    lost = [member for name in names[:8] for member in ((f"{name}.PNG", picture()), (f"{name}.txt", b"words"))]
+    beside = [*sample("a"), ("a.1.png", picture()), ("a.1.txt", b"words"), ("a.mask.npy", b"")]
+    write_tar(tmp_path / "0.tar", [*sample("good"), *lost, *beside])
+    assert main(["data", "check", str(tmp_path)]) == 1
+    rows = table(capsys)
+    assert (rows["samples"][0], rows["usable"], rows["dot_in_key"][0]) == ("6", ["2"], "4")
+    assert rows["pictures"][:3] == ["not", "read", "9"], "the pairs are those usable and these"
+    assert "no_caption" not in rows
+    line = " ".join(rows["dot_in_key"])
+    assert "0.tar/IMG0" in line and ".2024.png, .2024.txt" in line and "first dot" in line, line
+
+
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: Capture) -> None:
     write_shards(tmp_path, [6])
     words = ["data.filter=[side>=5,similarity>=0.3]"]
