@@ -58,7 +58,7 @@ REMEDIES = {
     "unreadable_file": "paths are relative to the table, or else to root=DIR",
     "bad_json": "a line is one object of JSON, {...}",
     "bad_row": "a row has as many values as the header, and quotes around those with separators",
-    "outside_root": "root=DIR names the folder below which a table's files lie",
+    "outside_root": "files and links may not lead out of the source's folder, but root=DIR names a larger one",
     "not_in_images": "annotations have its image_id, and `images` has no such id",
     "windows_path": "write paths with / and relative to the table",
     "caption_not_utf8": "iconv -f CP1252 -t UTF-8 converts a text",
@@ -315,6 +315,7 @@ def captions_of(pair: Pair) -> list[str]:
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
+    texts = [text.replace("\0", "") for text in texts]  # a text that begins with them is read as UTF-16
     captions = [text for text in map(visible_text, texts) if text and not MISSING_VALUE.fullmatch(text)]
     if not captions:
         raise BrokenSampleError("no_caption")
