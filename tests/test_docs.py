@@ -122,7 +122,12 @@ def read(shell: str, folder: Path) -> Commands:
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    return read("bash", tmp_path_factory.mktemp("bash"))
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "commands.json").write_text(json.dumps(read("bash", folder)))
+
+    found = json.loads((shared(tmp_path_factory, "commands", make) / "commands.json").read_text())
+    return [(Block(*block), words) for block, words in found]
 
 
 def test_every_block_is_marked_and_names_what_there_is(commands: Commands) -> None:
