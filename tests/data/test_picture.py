@@ -198,7 +198,7 @@ def test_the_line_about_an_unreadable_picture_says_what_it_is(data: bytes, words
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP"]),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=10),
