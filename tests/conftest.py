@@ -10,6 +10,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import atexit
 import fcntl
 import gc
+import logging
 import shutil
 import sys
 import tempfile
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """All modules are loaded and stay, so the garbage collector need not look at them again."""
     del sys.modules["wandb"]
+    # torch.distributed.checkpoint notes every tensor, and pytest would format each note.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
