@@ -142,7 +142,7 @@ class GradCache:
         tower.start_step(tower_input, self.chunks[i])
         graphs = self.graph_budget.plan(
             i,
-            tower.num_rows,
+            tower.chunk_rows,
             tower.num_keepable,
             short_memory_policy(tower.encoder),
             on_gpu=is_on_gpu(tower.encoder),

@@ -86,8 +86,8 @@ class GraphPolicy(Enum):
 class KeptGraphs:
     """The graphs of one tower in one step."""
 
-    # Number of the tower's rows.
-    num_rows: int = 0
+    # Rows of the largest chunk.
+    chunk_rows: int = 0
     # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
     graph_bytes: int = 0
     # The plan before the first pass: this rank keeps the graphs of the first `num_planned` chunks. The same number on
@@ -183,7 +183,7 @@ class GraphBudget:
     def plan(
         self,
         i: int,
-        num_rows: int,
+        chunk_rows: int,
         num_keepable: int,
         short_memory: ShortMemoryPolicy,
         *,
@@ -192,6 +192,7 @@ class GraphBudget:
     ) -> KeptGraphs:
         """Plan a step of tower i, after the first passes of all earlier towers: how many graphs fit.
 
+        `chunk_rows`: rows of the largest chunk; where they change, a graph is measured again.
         `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
         `on_gpu`: see `measured_graph`. `reserved`: bytes of `keep_bytes` that hold other tensors, such as the outputs
         of a frozen image tower.
@@ -199,13 +200,13 @@ class GraphBudget:
         All ranks measure in the same steps, even if one of them has given up: `agree_on_size` is a collective.
         """
         last = self.graphs_of_towers[i]
-        graph_bytes = last.graph_bytes if last.num_rows == num_rows else 0
+        graph_bytes = last.graph_bytes if last.chunk_rows == chunk_rows else 0
         memory = 0 if self.keep_bytes is None or self.is_given_up else self.keep_bytes - reserved
         earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in self.graphs_of_towers[:i]]
         num_planned = num_that_fit(memory, num_keepable, graph_bytes, earlier)
         needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
         self.graphs_of_towers[i] = KeptGraphs(
-            num_rows=num_rows,
+            chunk_rows=chunk_rows,
             graph_bytes=graph_bytes,
             num_planned=num_planned,
             num_kept=num_planned,

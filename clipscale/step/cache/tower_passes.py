@@ -78,6 +78,11 @@ class TowerPasses:
         self.cast_weights.start_step(self.encoder, self.autocast, len(self.spans))
 
     @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max(stop - start for start, stop in self.spans)
+
+    @property
     def num_keepable(self) -> int:
         """The number of chunks, from the first on, whose graphs may be kept."""
         if not self.has_second_pass:

@@ -58,6 +58,11 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     assert cache.num_kept_graphs == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
     assert cache.num_kept_graphs[0] == 0 and cache.towers[0].graphs.graph_bytes < size, "another batch, measured anew"
+    cache.chunks = [1, 1]
+    cache.step(pixels[:11], tokens[:11])
+    cache.chunks = [CHUNK, CHUNK]
+    cache.step(pixels[:11], tokens[:11])
+    assert cache.towers[0].graphs.graph_bytes == size, "other chunks, measured anew"
 
 
 def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +203,7 @@ def test_the_graphs_that_fit(memory: float, graph_bytes: int, earlier: list[tupl
 
 
 def test_a_plan_leaves_out_reserved_memory_and_measures_no_tower_without_a_second_pass() -> None:
-    budget = GraphBudget(100, [KeptGraphs(num_rows=8, graph_bytes=10)])
+    budget = GraphBudget(100, [KeptGraphs(chunk_rows=8, graph_bytes=10)])
     assert budget.plan(0, 8, 20, RETRY, on_gpu=False, reserved=35).num_planned == 6
     assert [budget.plan(0, 9, num_keepable, RETRY, on_gpu=False).is_measuring for num_keepable in (0, 4)] == [0, 1]
 
