@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.common.errors import StoppedError, UserError, one_line
@@ -12,6 +13,9 @@ from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_on_all
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
+
+# What an evaluation between two steps raises if it runs out of memory. A step makes it a UserError.
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 class Closable(Protocol):
@@ -33,7 +37,7 @@ class Savable(Protocol):
         """Save the completed steps, and wait for that. A collective."""
 
 
-def can_save_after(error: UserError | OSError, run: Savable) -> bool:
+def can_save_after(error: Exception, run: Savable) -> bool:
     """Whether the completed steps can be saved after an error in the run's loop: only if all of these hold.
 
     - Every rank raises it at the same place, because a save is a collective.
@@ -61,7 +65,7 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
     except SignalError as signal:  # raised on all ranks
         run.save_at_once()
         raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
-    except (UserError, OSError) as error:
+    except (UserError, OSError, *OUT_OF_MEMORY) as error:
         if can_save_after(error, run):
             try:
                 run.save_at_once()

@@ -52,9 +52,19 @@ class Run:
     def __init__(self, ranks: int = 1, *, is_updating: bool = False) -> None:
         self.world = World(0, ranks, torch.device("cpu"))
         self.is_updating = is_updating
+        self.is_saved = False
 
     def save_at_once(self) -> None:
-        """Does nothing."""
+        self.is_saved = True
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError("no space")])
+def test_a_run_saves_if_an_evaluation_finds_no_memory(error: Exception) -> None:
+    """The error remains the run's end."""
+    run = Run()
+    with pytest.raises(type(error)), saving_on_early_end(run):
+        raise error
+    assert run.is_saved
 
 
 class Unwritable(Run):
@@ -88,9 +98,7 @@ def shared(error: UserError) -> UserError:
         (shared(FolderInUseError("run=it is in use")), Run(2), False),
     ],
 )
-def test_a_run_saves_after_an_error_of_all_ranks_between_updates(
-    error: UserError | OSError, run: Run, can_save: bool
-) -> None:
+def test_a_run_saves_after_an_error_of_all_ranks_between_updates(error: Exception, run: Run, can_save: bool) -> None:
     assert can_save_after(error, run) == can_save
 
 
