@@ -201,7 +201,8 @@ def _loss_of_terms(
     device = inputs.scale.device
     comm = runtime.communicator(group)
     if comm is not None and check:
-        comm.check_same_on_all_ranks(inputs.shapes(), device, objective.function_name)
+        facts = inputs.shapes() | {f"exchange (its place in {', '.join(EXCHANGES)})": EXCHANGES.index(exchange)}
+        comm.check_same_on_all_ranks(facts, device, objective.function_name)
     if backend == "triton":
         inputs = inputs.pad_features(WIDTH_STEP)
     similarity = DotProduct() if module is None else ModuleSimilarity(module, device)

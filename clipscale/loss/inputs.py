@@ -46,6 +46,7 @@ class Inputs:
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
             "number of captions of an image": self.caption_layout.captions_per_image,
+            "number of keys": 0 if self.rows.keys is None else len(self.rows.keys),
             "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
 

@@ -136,14 +136,18 @@ def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
 def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     """A rank's message if rank 1 differs from the others."""
     u = torch.randn(4, 6)
+    keys = torch.arange(4) if kind == "keys" else None
+    exchange = "ring"
     if rank == 1:
         longer = torch.randn(5, 6)
-        u = {"sizes": longer, "distilled": longer, "types": u.double(), "NaN": u * torch.nan}[kind]
+        u = {"sizes": longer, "distilled": longer, "types": u.double(), "NaN": u * torch.nan}.get(kind, u)
+        keys = None
+        exchange = "gather" if kind == "exchange" else exchange
     with pytest.raises(ValueError) as caught:
         if kind == "distilled":
             distillation_loss(u, u, 10.0, [(u, u, 1.0)], group=group)
         else:
-            contrastive_loss(u, u, 10.0, group=group)
+            contrastive_loss(u, u, 10.0, keys=keys, exchange=exchange, group=group)
     return str(caught.value)
 
 
@@ -152,6 +156,8 @@ def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     [
         ("sizes", "the same number of images on all ranks, but rank by rank it is [4, 5, 4]", "rank by rank"),
         ("distilled", "distillation_loss needs the same number of images", "distillation_loss needs"),
+        ("keys", "the same number of keys on all ranks, but rank by rank it is [4, 0, 4]", "[4, 0, 4]"),
+        ("exchange", "the same exchange", "the same exchange"),
         ("types", "contrastive_loss needs the same feature type", "the same feature type"),
         ("NaN", "another rank's are not", "image_features has 24 non-finite"),
     ],
