@@ -96,15 +96,16 @@ def test_ddp_with_a_static_graph_is_refused(keep: float) -> None:
     "backend", ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
 )
 def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
-    """The oracle is compiled, too: a compiler's random numbers may differ from torch's, but not between passes."""
+    """One of two encoders is compiled, also in the oracle: a compiler's random numbers may differ from torch's, but not
+    between passes."""
     torch._dynamo.reset()
     required, actual = models(0.4), models(0.4)
-    compiled = [[torch.compile(m[name], backend=backend) for name in ("image", "text")] for m in (required, actual)]
+    encoders = [[torch.compile(m["image"], backend=backend), m["text"]] for m in (required, actual)]
     for seed in (5, 6):
         required.zero_grad()
         actual.zero_grad()
         torch.manual_seed(seed)
-        one_graph(compiled[0], required["head"], batch(12), [4, 6])
+        one_graph(encoders[0], required["head"], batch(12), [4, 6])
         torch.manual_seed(seed)
-        GradCache(compiled[1], actual["head"], chunks=[4, 6]).step(*batch(12))
+        GradCache(encoders[1], actual["head"], chunks=[4, 6]).step(*batch(12))
         assert_same(gradients(actual), gradients(required), 1e-10)
