@@ -295,8 +295,7 @@ def forked() -> Iterator[Workers]:
     ("objective", "exchange"),
     [
         ("softmax", "ring"),
-        pytest.param("softmax", "replicated", marks=LONG),
-        ("softmax", "local"),
+        *(pytest.param("softmax", exchange, marks=LONG) for exchange in ("replicated", "local")),
         ("softmax_text", "gather"),
         ("sigmoid", "ring"),
     ],
