@@ -1,12 +1,17 @@
-"""Hydra's composition of presets, once for each choice of them; the values of settings are set in a copy of it.
+"""Hydra's composition of presets, once for each choice of them; the values of settings are set in a copy of it. All
+processes of a session share the compositions, in its cache (conftest.py).
 
 Hydra takes a fifth of a second for each command. Slow tests, those of presets and those of how words compose use it as
 users do (`hydra_itself` in tests/conftest.py).
 """
 
+import hashlib
+import os
+import pickle
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: TID251
@@ -16,12 +21,20 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: TID251
 
 from clipscale.cli.compose import compose_config
 from clipscale.cli.verbs import VERBS
+from clipscale.common.files import replacing
 from clipscale.config.presets import default_choices
+
+COMPOSED = Path(os.environ["XDG_CACHE_HOME"]) / "composed"
 
 
 @cache
 def presets_composed(name: str, presets: tuple[str, ...]) -> Any:
-    return compose_config(name, presets)
+    file = COMPOSED / hashlib.sha256(repr((name, presets)).encode()).hexdigest()
+    if not file.exists():
+        COMPOSED.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as part:
+            pickle.dump(compose_config(name, presets), part)
+    return pickle.loads(file.read_bytes())
 
 
 def compose_once(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
