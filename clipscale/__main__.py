@@ -3,6 +3,9 @@
 import signal
 import sys
 
+# Signals that a scheduler sends to a job, or a terminal that is closed.
+SIGNALS_OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
 sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # timm imports it, and it leaves folders in TMPDIR
 
 
@@ -12,7 +15,10 @@ def main() -> int:
     from clipscale.cli.main import main as run
 
     signal.signal(signal.SIGINT, before)
-    return run()
+    status = run()
+    for number in SIGNALS_OF_SCHEDULERS:  # the interpreter's end takes a while: the status stays what it is
+        signal.signal(number, signal.SIG_IGN)
+    return status
 
 
 if __name__ == "__main__":  # false in the processes that a run starts

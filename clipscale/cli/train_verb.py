@@ -136,6 +136,12 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     return result if path_of(folder, result["step"]).is_dir() and not changed else None
 
 
+def result_written(folder: str) -> int | None:
+    """When a run's result was written, in nanoseconds; None if the run is not complete."""
+    file = Path(folder) / RESULT
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
 def starts_again(key: str, typed: object) -> bool:
     """Whether a complete run starts again for a setting that differs from those it was trained with.
 
@@ -176,6 +182,7 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     """
     resumes_by_itself = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)
+    earlier_result = result_written(config.run)
     no_launcher = not ranks.under_launcher()
     if no_launcher:
         if MAX_SAMPLES in os.environ:
@@ -214,6 +221,8 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             wait = plan_process.wait if plan_process else None
             return cast(RunResult, local.launch(config, isolated=isolated, before_run=wait))
     except StoppedError as stopped:
+        if not advice and result_written(config.run) not in (None, earlier_result):  # it came when all was done
+            return read_result(Path(config.run) / RESULT)
         if not (advice or has_checkpoint(config)):
             raise
         if not advice:

@@ -256,6 +256,26 @@ def test_a_stopped_run_says_how_it_goes_on(
     assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
 
 
+@pytest.mark.parametrize(("writes", "status"), [(True, 0), (False, 143)])
+def test_a_signal_after_the_result_was_written_leaves_a_complete_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shards: str, tmp_path: Path, writes: bool, status: int
+) -> None:
+    """An earlier result in the folder is none of this start."""
+    file = tmp_path / "runs/a/result.json"
+    file.parent.mkdir(parents=True)
+    files.write_json(file, {"run": "runs/a", "step": 1, "loss": 1.0, "eval": {}})
+    os.utime(file, (1, 1))
+
+    def stopped(config: TrainConfig, **_: object) -> None:
+        if writes:
+            files.write_json(file, {"run": "runs/a", "step": 2, "loss": 1.0, "eval": {}})
+        raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
+
+    (file.parent / "run.lock").touch()
+    monkeypatch.setattr("clipscale.launch.local.launch", stopped)
+    assert cli(*tiny(f"data.train={shards}", "run=a"))[0] == status
+
+
 def without_output(*commands: list[str]) -> None:
     """The output fails: the disk is full, the reader has gone, or the encoding lacks a letter."""
     read, gone = os.pipe()
@@ -390,6 +410,20 @@ def test_a_signal_at_the_line_that_says_that_torch_is_loaded() -> None:
     done = interpreted(STOPPED_AT_THE_LINE.format(["plan", "model=vit-b32"]))
     assert done.returncode == 143, done
     assert "stopped by SIGTERM" in done.stderr.splitlines()[-1]
+
+
+SIGNAL_AT_THE_END = """\
+import atexit, os, signal, sys
+from clipscale.__main__ import main
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+sys.argv[1:] = [{!r}]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("word", "status"), [("--version", 0), ("tran", 2)])
+def test_a_signal_while_the_interpreter_ends_leaves_the_status(word: str, status: int) -> None:
+    assert interpreted(SIGNAL_AT_THE_END.format(word)).returncode == status
 
 
 # Each process that imports it leaves a file with its number. The import lasts a minute.
