@@ -39,7 +39,7 @@ FILES_APPEAR_WITHIN_S = 10.0
 
 
 class UnwritableError(UserError):
-    """The disk does not take a checkpoint: it is full, read-only, or fails. The run's earlier ones are intact."""
+    """The disk does not take a checkpoint: it is full, read-only, or fails. Earlier ones are intact."""
 
 
 class Saver:
@@ -137,8 +137,10 @@ class Saver:
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
                 raise
+            kept = "earlier ones stay" if checkpoints_of(self.run_dir) else "there is no earlier one"
             raise UnwritableError(
-                f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); earlier ones stay"
+                f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); {kept}; make room, or "
+                "give the command again when the run's folder lies on another disk"
             ) from error
 
     def wait_for_copy(self, limit_s: float) -> None:

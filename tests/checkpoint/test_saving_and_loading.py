@@ -136,6 +136,19 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Capture,
     assert ("training continues without it" in printed) != is_last, printed
 
 
+def test_a_save_that_fails_says_which_checkpoints_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("clipscale.checkpoint.saving.Writer.write_data", full)
+            with refused("No space left") as failed:
+                saver_of(tmp_path).save(checkpoint.CheckpointState(9, **some_state()), wait=True)
+        assert ("earlier ones stay" in str(failed.value)) == (number > 0), failed.value
+        save(tmp_path, 1, some_state(), keep=0)
+
+
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
