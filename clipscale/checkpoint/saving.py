@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -68,8 +69,8 @@ class Saver:
         self.world = world
         self.retention = retention
         self.uploader = uploader
-        # The newest step that needs no save, because its checkpoint has been begun, even if the write fails. 0 for a
-        # new run: its initial state is not saved. None if the state comes from another folder, so that it needs a save.
+        # The step of the newest checkpoint whose write has begun. If the write fails, that step is not saved again.
+        # 0 for a new run, whose initial state is not saved. None if the state comes from another folder: it is saved.
         self.last_begun_step = last_begun_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -198,10 +199,10 @@ class Saver:
         sync(path.parent)
         if self.uploader:
             self.uploader.request()
-        uploading = self.uploader.uploading if self.uploader else []
-        for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
-            if old not in uploading:
-                remove_checkpoint(old)
+        with self.uploader.keeping_choice() if self.uploader else nullcontext(list[Path]()) as uploading:
+            for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
+                if old not in uploading:
+                    remove_checkpoint(old)
 
 
 def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

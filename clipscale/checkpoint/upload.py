@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
 from fsspec.implementations.dirfs import DirFileSystem
 
@@ -47,8 +47,9 @@ class CheckpointUploader:
         self.run = run
         self.address = address
         self.retention = retention
-        # The checkpoint that is being uploaded, which must stay on the disk meanwhile.
+        # The checkpoint that is being uploaded, which must stay on the disk meanwhile; see `keeping_choice`.
         self.uploading: list[Path] = []
+        self._choice_lock = Lock()
         # Why the store does not have the run's newest state.
         self.problem = ""
         # What a complete run returns.
@@ -67,6 +68,16 @@ class CheckpointUploader:
     def request(self) -> None:
         """Copy the present state, after any copy that is being made."""
         self._tasks.put(True)
+
+    @contextmanager
+    def keeping_choice(self) -> Iterator[list[Path]]:
+        """Inside, no other checkpoint is chosen for upload. Gives the one that is being uploaded, if there is one.
+
+        The run's outdated checkpoints are deleted inside. Otherwise the uploader, which lists the checkpoints and then
+        chooses the newest, could choose one that is deleted between the two.
+        """
+        with self._choice_lock:
+            yield self.uploading
 
     def close(self, limit_s: float, result: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most ANNOUNCE_AFTER_S + `limit_s` seconds.
@@ -112,7 +123,9 @@ class CheckpointUploader:
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
         remove_parts(store)
-        self.uploading = checkpoints_of(self.run)[-1:]  # chosen before the records, which are then at least as new
+        with self._choice_lock:
+            # Chosen before the records, which are then at least as new.
+            self.uploading = checkpoints_of(self.run)[-1:]
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         remove_set_aside(store, self.run)

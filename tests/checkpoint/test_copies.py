@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
-from clipscale.checkpoint import copy_store
+from clipscale.checkpoint import copy_store, upload
 from clipscale.checkpoint.copy_store import TimeLimited
 from clipscale.checkpoint.restore import restore_from_copy
 from clipscale.checkpoint.upload import copy_checkpoint
@@ -198,6 +198,27 @@ def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> No
     saver.uploader.uploading = checkpoints_of(tmp_path / "run")
     saver.save(checkpoint.CheckpointState(2), wait=True)
     assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_a_checkpoint_stays_on_the_disk_from_the_moment_when_it_is_listed_for_its_copy(tmp_path: Path) -> None:
+    """A save that ends just then, in its own thread, does not delete it."""
+    saver = save(tmp_path, [1], keep_newest=1)
+    assert saver.uploader
+    path_of(tmp_path / "run", 2).with_suffix(".tmp").mkdir()
+    commit = threading.Thread(target=saver.commit, args=(2,))
+
+    def list_then_commit(run: Path) -> list[Path]:
+        listed = checkpoints_of(run)
+        if commit.ident is None:
+            commit.start()
+            commit.join(1)  # it waits for the end of the choice, or it deletes the checkpoint
+        return listed
+
+    shutil.rmtree(tmp_path / "store/checkpoints")  # so that checkpoint 1 is copied once more
+    with mock.patch.object(upload, "checkpoints_of", list_then_commit):
+        saver.uploader._copy(copy_store.open_store(saver.uploader.address, announce=False))
+    commit.join()
+    assert steps(tmp_path / "run") == [1, 2] and steps(tmp_path / "store") == [1]
 
 
 def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Capture) -> None:
