@@ -28,7 +28,7 @@ def announce(resolved: ResolvedRun, built: BuiltRun) -> None:
         if warning:
             log_warning(warning, error=True)
     model = built.train_step.model
-    if model.is_captioner and not built.train_step.passes.inputs.sorts_captions:
+    if model.is_captioner and not built.train_step.passes.sorts_captions:
         log_line(
             f"captions are computed with the whole context of {model.context_length} tokens: the features of this "
             "captioner's text tower may depend on their padding"

@@ -31,8 +31,8 @@ class StepAgreement:
     step n+1:  reads `num_text_chunks` and `num_caption_labels`; 0 means unknown: the step makes its own all-reduce
     """
 
-    # The maximum over ranks of [text chunks, is unknown, wants save]. A captioner adds the caption labels of each rank;
-    # a rank sends zeros for the others.
+    # The maximum over ranks of [text chunks, is unknown, wants save], and for a captioner of one entry for each rank. A
+    # rank sends the number of its caption labels in its own entry, and zeros in the entries of the others.
     message: AsyncReduction
     # This rank's texts of the next step, if they had arrived and are sorted.
     texts: SortedTexts | None = None
@@ -159,7 +159,8 @@ class BatchPasses(Protocol):
     def cache(self) -> GradCache: ...
 
     @property
-    def inputs(self) -> StepInputs: ...
+    def sorts_captions(self) -> bool:
+        """Whether texts, or a captioner's pairs, are sorted by length; see `StepInputs`."""
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         """First pass. A collective if the ranks must agree on a count (see `StepInputs`).
@@ -172,6 +173,9 @@ class BatchPasses(Protocol):
 
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         """Begin the all-reduce of the next step's facts; see `StepInputs.start_agreement`. A collective."""
+
+    def discard_agreement(self) -> None:
+        """Discard the agreement on the next batch, because that batch or the one before it is discarded."""
 
     def replay(self, before_chunk: Poll) -> None:
         """Second pass, after the loss's backward pass: the gradients of the parameters."""
@@ -194,6 +198,10 @@ class TwoTowerPasses:
     inputs: StepInputs
     text_layout: TextLayout
 
+    @property
+    def sorts_captions(self) -> bool:
+        return self.inputs.sorts_captions
+
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
         texts = self.inputs.texts(batch, self.cache.chunks[1])
@@ -205,6 +213,9 @@ class TwoTowerPasses:
 
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         return self.inputs.start_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)
+
+    def discard_agreement(self) -> None:
+        self.inputs.agreement = None
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk)

@@ -41,6 +41,10 @@ class CaptionerPasses:
     # Labels in the captions of this step's global batch; 0 before the first one is encoded.
     num_labels: int = 0
 
+    @property
+    def sorts_captions(self) -> bool:
+        return self.inputs.sorts_captions
+
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         pairs = self.load_pairs(batch)
         reserved = 0.0
@@ -68,6 +72,9 @@ class CaptionerPasses:
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         labels = own_caption_labels(upcoming) if upcoming else 0
         return self.inputs.start_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
+
+    def discard_agreement(self) -> None:
+        self.inputs.agreement = None
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)

@@ -55,8 +55,8 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the run ends before the update. With fp16 `overflows` alone decides
-        about the update.
+        """Whether loss and norm are finite. If not, the run ends before the update. With fp16 this is not asked:
+        `overflows` decides.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
@@ -162,7 +162,7 @@ class TrainStep:
             random.restore()
             restore_statistics()
             stream.discard_last_batch()
-            self.passes.inputs.agreement = None  # it was on the batch that is discarded, or on the one after it
+            self.passes.discard_agreement()
             reshard(self.model)  # the error may have left FSDP2's weights gathered
             raise
 
@@ -210,7 +210,7 @@ class TrainStep:
         numbers = self.read_numbers(loss_terms, norm)
         is_bad = numbers.overflows if self.precision.scaler else not numbers.is_finite
         if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
-            self.raise_failure_or_divergence(numbers, stream, step)
+            self.raise_if_failed_or_diverged(numbers, stream, step)
         self.is_updating = True
         self.update(norm, overflows=numbers.overflows)
         self.is_updating = False
@@ -230,7 +230,7 @@ class TrainStep:
         loss, captioner_losses = self.passes.combine_loss_terms(*values)
         return StepNumbers(loss, captioner_losses, grad_norm)
 
-    def raise_failure_or_divergence(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
+    def raise_if_failed_or_diverged(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise the reason why the numbers are not finite. A collective.
 
         It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.

@@ -190,7 +190,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     calls.clear()
     run.run_step()
     run.stream.close()
-    assert run.train_step.passes.inputs.sorts_captions
+    assert run.train_step.passes.sorts_captions
     encoder = run.train_step.model.image.encoder
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 
