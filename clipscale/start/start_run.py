@@ -50,7 +50,8 @@ def start_run(
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
-    # Read before the workers start: what is refused after `undo.pop_all` would leave them running.
+
+    # When it evaluates and saves. An unusable interval ends the start before anything is built.
     intervals = intervals_of(config, evaluation)
 
     with ExitStack() as undo:
@@ -67,33 +68,37 @@ def start_run(
 
         # Checkpoints and their copies.
         saver = build_saver(resolved, uploader, world)
-        undo.pop_all()
 
-    return TrainLoop(
-        world=world,
-        lock=lock,
-        folder=resolved.folder,
-        stage=resolved.stage,
-        step=resolved.step,
-        loss=resolved.loss,
-        train_step=built.train_step,
-        stream=built.stream,
-        schedule=built.schedule,
-        intervals=intervals,
-        evaluation=evaluation,
-        records=records,
-        saver=saver,
-        checkpoint_template=checkpoint.CheckpointDescription(
-            batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
-        ),
-        print_summary=partial(print_summary, precision=config.precision, expected=expected, best=saver.retention.best),
-    )
+        loop = TrainLoop(
+            world=world,
+            lock=lock,
+            folder=resolved.folder,
+            stage=resolved.stage,
+            step=resolved.step,
+            loss=resolved.loss,
+            train_step=built.train_step,
+            stream=built.stream,
+            schedule=built.schedule,
+            intervals=intervals,
+            evaluation=evaluation,
+            records=records,
+            saver=saver,
+            checkpoint_template=checkpoint.CheckpointDescription(
+                batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
+            ),
+            print_summary=partial(
+                print_summary, precision=config.precision, expected=expected, best=saver.retention.best
+            ),
+        )
+        undo.pop_all()
+    return loop
 
 
 def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
     """Find what a run is evaluated on, and how. A collective. If one rank finds a mistake, raises UserError on all.
 
-    All stages are evaluated by the last one's objective, as by `clipscale eval`: their steps can be compared.
+    All stages are evaluated by the last one's objective, so that the results of all steps can be compared. `clipscale
+    eval` does the same.
     """
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
