@@ -89,15 +89,15 @@ Settings = TypeVar("Settings", bound=Section)
 
 def stages_of(config: Run) -> list[Run]:
     """The settings of each stage of a run. A run without stages has one, with its own settings."""
-    by_stage = []
+    settings_of_stages = []
     for stage in config.stages:
         settings = config
         for key, name in STAGE_SETTINGS.items():
             value = getattr(stage, key)
             if value is not UNSET:
                 settings = with_setting(settings, name, value)
-        by_stage.append(settings)
-    return by_stage or [config]
+        settings_of_stages.append(settings)
+    return settings_of_stages or [config]
 
 
 def with_setting(config: Settings, name: str, value: object) -> Settings:

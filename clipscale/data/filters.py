@@ -100,8 +100,8 @@ class Selection:
     def sameness_key(self, sample: RawSample, caption: str, fallback_id: str) -> int:
         """A signed 64-bit hash, equal for samples that are the same by `same`.
 
-        Captions are compared without regard to case and white space, a field's text or number without white space
-        around it. A sample without the field gets a key of its own, from `fallback_id`.
+        Captions are compared without case and with single spaces. The text or number of a field is compared without the
+        white space around it. A sample without the field gets a key of its own, from `fallback_id`.
         """
         value: object = None
         if self.same == "caption":
@@ -164,10 +164,10 @@ def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selecti
     Raises UserError for conditions, sources or files that cannot be used.
     """
     return Selection(
-        parse_caption_sources(config.captions),
-        parse_conditions(config.filter),
-        config.same,
-        config.text_layout,
-        config.negatives or "",
-        takes_first,
+        captions=parse_caption_sources(config.captions),
+        conditions=parse_conditions(config.filter),
+        same=config.same,
+        text_layout=config.text_layout,
+        negatives=config.negatives or "",
+        takes_first=takes_first,
     )

@@ -86,14 +86,14 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
-    by_stage = stages_of(config)
-    stages = all_stages(config, by_stage, world)
+    settings_of_stages = stages_of(config)
+    stages = all_stages(config, settings_of_stages, world)
     step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
     is_stage_start = index > 0 and step == stages[index].first_step
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(resumed, config, last_trained)
-    settings = by_stage[index]
+    settings = settings_of_stages[index]
     model = run_long_on_rank0(world, lambda: completed_by_weights(settings.model, resumed))
     if is_stage_start:
         model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
@@ -111,18 +111,24 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     )
 
 
-def all_stages(config: TrainConfig, by_stage: list[TrainConfig], world: World) -> list[Stage]:
-    """The stages of a run; a run without stages has one. `by_stage`: the settings of each.
+def all_stages(config: TrainConfig, settings_of_stages: list[TrainConfig], world: World) -> list[Stage]:
+    """The stages of a run; a run without stages has one. `settings_of_stages`: the settings of each.
 
     Raises UserError for settings that cannot work.
     """
     stages: list[Stage] = []
     step = samples = 0
-    for index, settings in enumerate(by_stage):
+    for index, settings in enumerate(settings_of_stages):
         check_machine(settings, world)
         policy = config.stages[index].policy if config.stages else OptimizerPolicy.TAKE_FITTING
-        is_last = index == len(by_stage) - 1
-        stage = Stage(settings.batch, step, samples, is_last, policy)
+        is_last = index == len(settings_of_stages) - 1
+        stage = Stage(
+            global_batch=settings.batch,
+            first_step=step,
+            first_sample=samples,
+            is_last=is_last,
+            optimizer_policy=policy,
+        )
         stages.append(stage)
         if config.stages:
             architecture(settings.model)  # raises UserError for one that cannot be built

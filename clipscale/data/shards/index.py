@@ -77,7 +77,7 @@ class IndexEntry(NamedTuple):
     @property
     def state(self) -> ObjectState:
         """The shard's state when it was indexed."""
-        return self.size, self.version.removesuffix(RULE_MARK)
+        return ObjectState(self.size, self.version.removesuffix(RULE_MARK))
 
     @property
     def expected(self) -> float:
@@ -186,7 +186,7 @@ def sample_offsets(
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
     for path in index_paths(folder_of_shard(url)):
         for packed, size, version in query(path, question, [name_in_index(url)]):
-            if (size, version.removesuffix(RULE_MARK)) == state:
+            if ObjectState(size, version.removesuffix(RULE_MARK)) == state:
                 return None if packed is None else unpack(packed)
             is_stale = True
     if is_stale:
@@ -245,11 +245,10 @@ def scan_shard(url: str, subset: Subset | None = None) -> IndexEntry:
     # With links every header is needed: only the linked files say how many bytes a sample has.
     has_offsets = samples > 0 and subset is None and not linked
     packed = pack(offsets) if has_offsets else None
-    size, version = state
     return IndexEntry(
         name_in_index(url),
-        size,
-        version + RULE_MARK,
+        state.size,
+        state.version + RULE_MARK,
         samples,
         failure.reason,
         utf8(failure.detail),

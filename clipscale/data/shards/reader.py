@@ -367,7 +367,7 @@ def read_shard(
             else:
                 yield from all_samples(shard, reads_content)
             # A seek over the content goes past a cut-off end unnoticed.
-            if can_seek and archive.offset >= state[0]:
+            if can_seek and archive.offset >= state.size:
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:
                 check_end(stream)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent import futures
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from clipscale.common.errors import UserError
@@ -41,8 +41,17 @@ _SECRETS = ("headers", "auth", "cookies", "params")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 # Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted.
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
-# Size and version (ETag, generation, time of change) of an object: they identify its content.
-ObjectState = tuple[int, str]
+
+
+class ObjectState(NamedTuple):
+    """What identifies the content of an object, or of a file."""
+
+    # Bytes.
+    size: int
+    # ETag, generation or time of change.
+    version: str
+
+
 Request = futures.Future[tuple[bytes, ObjectState]]
 
 
@@ -89,7 +98,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
             raise no_credentials(f"data.train: {bucket_of(url)}", error) from error
         reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"
         raise TransientError(reason, f"{type(error).__name__}: {error}") from error
-    missing = min(stop, state[0]) - start - len(data)
+    missing = min(stop, state.size) - start - len(data)
     if missing > 0 and len(data) < MIN_PROGRESS_BYTES:
         came = f"{len(data)} of {len(data) + missing} bytes came in {time.monotonic() - begun:.3g} s"
         raise TransientError("short_answer", came)
@@ -106,7 +115,7 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
     # Asked after the bytes: if the version is still the one of the first request, the bytes are of that version.
     info = await system._info(path)
     version = next((str(info[name]) for name in ("generation", "ETag", "etag") if name in info), "")
-    return data[: stop - start], (int(info["size"]), version)
+    return data[: stop - start], ObjectState(int(info["size"]), version)
 
 
 @asynccontextmanager
@@ -207,9 +216,9 @@ async def _from_web(
         if received is None or int(received[1]) != start:
             raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
         version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-        state = int(received[2]), version
+        state = ObjectState(int(received[2]), version)
         data = bytearray()
-        size = min(stop, state[0]) - start
+        size = min(stop, state.size) - start
         with suppress(ClientError, TimeoutError):  # the next request goes on behind what came
             await _receive(answer, data, size)
     return bytes(data), state

@@ -81,7 +81,7 @@ def local_state(path: str) -> ObjectState:
     status = os.stat(path)  # noqa: PTH116 (for each of very many)
     if not stat.S_ISREG(status.st_mode):
         raise OSError("no regular file")
-    return status.st_size, str(status.st_mtime_ns)
+    return ObjectState(status.st_size, str(status.st_mtime_ns))
 
 
 def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, ObjectState]:
@@ -164,7 +164,7 @@ class RemoteFile(io.RawIOBase):
         self._ahead: Request | None = None
         self._block = block
         self.state = state
-        self.size = state[0]
+        self.size = state.size
 
     def readable(self) -> bool:
         return True
