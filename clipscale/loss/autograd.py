@@ -1,4 +1,7 @@
-"""The loss as one differentiable function. In each pass an exchange sweeps one of the backend's functions over blocks.
+"""The loss as one differentiable function.
+
+In each pass the exchange brings the columns of all ranks, and the backend computes this rank's rows against them, block
+by block.
 
 Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks, D feature width.
 """
@@ -21,7 +24,8 @@ from clipscale.loss.objective import Objective
 from clipscale.loss.runtime import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
-INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
+# The first inputs of the loss, in order, as messages name them.
+INPUT_NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 STRIPE = 2**16  # rows whose gradients are summed at a time: a few panels of the Triton backend
 
 
@@ -106,7 +110,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
         with matmul_precision(call, images.device):
             rows, cols = call.local_sides(images, texts)
-            rows.value = scale.new_zeros(len(rows), dtype=torch.float64)
+            rows.loss_part = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.is_pairwise:
                 forward_sweep(call, rows, cols, SharedParameters(scale, bias))
             else:
@@ -117,7 +121,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(call, float(total), inputs))
-        rows.value = None
+        rows.loss_part = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
         ctx.names = list(row_tensors), list(col_tensors)
@@ -147,7 +151,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
 def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
-    adds to `rows.value`."""
+    adds to `rows.loss_part`."""
     if rows.lse_weight is not None:
         rows.lse = rows.initial_lse()
     reductions = [] if cols.lse_weight is None else [LOG_SUM_EXP]
@@ -157,9 +161,9 @@ def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedPara
 
 
 def local_value(rows: Side, cols: Side) -> Tensor:
-    """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.value`, 0-d."""
-    assert rows.value is not None
-    value = rows.value.sum()
+    """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.loss_part`, 0-d."""
+    assert rows.loss_part is not None
+    value = rows.loss_part.sum()
     for side in (rows, cols):
         if side.lse is not None and side.lse_weight is not None:
             value += (side.lse_weight * side.lse).sum()
@@ -177,8 +181,8 @@ def gradients(
     """A collective: one sweep of the backend's backward function. Returns `factor` times N dL/dx of each
     input x; with a factor of 1/N these are the gradients of the mean.
 
-    An entry is None if its input needs no gradient. The scale's may be computed anyway; autograd then ignores it.
-    Where each gradient comes from:
+    An entry is None if its input needs no gradient. The scale's gradient may be computed even if it is not needed;
+    autograd then ignores it. Where each gradient comes from:
 
         images         `rows.grad`, to which every block adds; in one process with many rows stripe by stripe
         texts          the exchange's reduction GRAD, which adds all ranks' parts
@@ -314,7 +318,7 @@ def replay_rng(state: RandomState | None) -> Iterator[None]:
 
 def explain_non_finite(call: LossCall, value: float, inputs: Sequence[Tensor]) -> str:
     """Why the loss of a call is not finite."""
-    named = dict(zip(INPUTS, inputs)) | call.objective.named_targets(call.inputs)
+    named = dict(zip(INPUT_NAMES, inputs)) | call.objective.named_targets(call.inputs)
     counts = {name: int((~x.isfinite()).sum()) for name, x in named.items()}
     reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]
     if call.exchange.size == 1:

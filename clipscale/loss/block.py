@@ -22,14 +22,16 @@ class Side:
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
     teacher_features: Tensor | None = None  # (n, sum of D_k) all teachers' features, side by side
-    lse_weight: Tensor | None = None  # (n,) weight of each log-sum-exp in the loss, times N; None if the loss has none
+    lse_weight: Tensor | None = None  # (n,) N times the weight of each log-sum-exp in the loss; None: it has none
     positive_weight: Tensor | None = None  # (n,) for the softmax's kernel alone: the weights of the positives
     # Collected by the blocks of a first sweep, and then given to those of the next:
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
     # Collected by the blocks:
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
-    value: Tensor | None = None  # (n,) float64, rows only: minus the targets' scores, or pairwise terms, times N
+    # Rows only: (n,) float64, N times each row's part of the loss beside its log-sum-exp. In a softmax it is minus the
+    # scores of its targets, in a pairwise objective the sum of its pairs' terms.
+    loss_part: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.features)
@@ -92,7 +94,7 @@ class CaptionLayout:
     stride: int = 0
 
 
-ONE_CAPTION = CaptionLayout()
+ONE_CAPTION_PER_IMAGE = CaptionLayout()
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Block:
     cols: Side
     parameters: SharedParameters
     positive_offset: int | None
-    caption_layout: CaptionLayout = ONE_CAPTION
+    caption_layout: CaptionLayout = ONE_CAPTION_PER_IMAGE
 
     def split(self, height: int, width: int) -> Iterator["Block"]:
         """Blocks of at most height x width that cover this one, row by row. All tensors are views."""

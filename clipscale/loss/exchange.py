@@ -1,6 +1,7 @@
 """How ranks share columns: an exchange computes this rank's rows against the columns of all ranks, block by block.
 
-It returns the reductions of each column, joined over all rows, to the rank that owns the column.
+A block's rows are reduced to one result for each column. The exchange joins a column's results over the rows of all
+ranks, and returns them to the rank that owns the column.
 
 The forward pass reduces log-sum-exps, by logaddexp; the backward pass reduces feature gradients, by addition. `sweep`
 is the one loop of both. All transfers between ranks are here: the other files of the loss only pass a group on.

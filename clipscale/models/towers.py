@@ -246,8 +246,8 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     Parts of a description are checked only at first use. The sample is on the meta device: nothing is computed. Done
     once in a process for each description.
     """
-    described = json.dumps(description, sort_keys=True, default=str)
-    if described in USABLE_DESCRIPTIONS:
+    description_json = json.dumps(description, sort_keys=True, default=str)
+    if description_json in USABLE_DESCRIPTIONS:
         return
     vision = description["vision_cfg"]
     text = description["text_cfg"]
@@ -270,7 +270,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     if isinstance(encoders, CoCa):
         with to_user_error(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
             on_meta(encoders.text_decoder, *decoder_inputs)
-    USABLE_DESCRIPTIONS.add(described)
+    USABLE_DESCRIPTIONS.add(description_json)
 
 
 def on_meta(module: nn.Module, *inputs: Tensor) -> Any:

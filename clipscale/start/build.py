@@ -84,10 +84,10 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         torch.manual_seed(config.seed)
         if resolved.checkpoint_path:
             # It holds all weights. Those that the run began with may be gone by now.
-            described = without_weights(config.model)
+            model_config = without_weights(config.model)
         else:
-            described = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # the same on every rank
-        model = build_model(described, tokenizer=tokenizer).to(world.device)
+            model_config = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # the same on every rank
+        model = build_model(model_config, tokenizer=tokenizer).to(world.device)
         precision = Precision.set_up(config.precision, world.device)
         precision.cast_frozen_(model.image, model.text)
 

@@ -38,14 +38,14 @@ def gather_checkpoint_state(
     world = train_step.world
     position = run_on_all_ranks(world, stream.position)
     random = world.all_gather_object(RandomState.now(world.device))
-    described = replace(
+    complete_description = replace(
         description,
         chunks=train_step.chunk_sizes,
         random=random,
         position=merge_positions(world.all_gather_object(position)),
     )
     return CheckpointState(
-        **vars(described),
+        **vars(complete_description),
         model=cast("dict[str, Tensor]", get_model_state_dict(train_step.model)),
         optimizer=optimizer_state(train_step),
         scaler=train_step.precision.scaler.state_dict() if train_step.precision.scaler else None,
@@ -86,8 +86,9 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
             f"resume: the checkpoint's optimizer does not fit this model's parameters: only {trains} trains "
             f"{only_one[0]}; train the same ones, or begin another run=NAME with model.weights="
         )
-    # The run's settings replace the checkpoint's, and with them its groups, which are by rate. torch also needs them to
-    # place the state, for example of fused optimizers.
+    # The groups become those of the run's optimizer, with its settings. The checkpoint's may be divided in another way,
+    # since parameters of one learning rate are a group. torch also needs the run's settings to place the state, for
+    # example of fused optimizers.
     state.optimizer["param_groups"] = [
         {**group_of[group_names[0]], **settings, "params": group_names}
         for group_names, settings in zip(names, optimizer.param_groups)

@@ -128,9 +128,10 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
 
     A group is split further by the factors of the learning rate in `scales`.
 
-    All but matrices are marked because Muon updates them by AdamW: its orthogonal steps suit matrices that multiply
-    activations, and token embeddings do not. Position embeddings count as matrices. Scalars (logit scale and bias) are
-    a group because FSDP2 shards all other parameters, and fused optimizers do not mix sharded with whole tensors.
+    Muon updates the matrices, and AdamW the parameters of all other groups, which are marked for it. Muon's orthogonal
+    steps suit weights that multiply activations; token embeddings are only looked up. Position embeddings count as
+    matrices. Scalars (logit scale and bias) are a group because FSDP2 shards all other parameters, and fused optimizers
+    do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     split: dict[tuple[int, float], ParameterGroup] = {}
@@ -154,7 +155,7 @@ def parameter_kind(p: nn.Parameter, *, is_embedding: bool) -> int:
     return EMBEDDING if is_embedding else MATRIX
 
 
-def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
+def parse_steps(setting: str, text: str, *, total: int, per_epoch: float | None) -> int:
     """The number of steps in `2000` (steps), `5%` (of the `total` steps) or `0.5ep` (epochs of `per_epoch` steps).
 
     Raises UserError for other texts, and for epochs if `per_epoch` is None.
@@ -203,8 +204,8 @@ class Schedule:
         """
         total = max(1, samples // global_batch)
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch
-        warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
-        cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
+        warmup = parse_steps("schedule.warmup", config.warmup, total=total, per_epoch=per_epoch)
+        cooldown = parse_steps("schedule.cooldown", config.cooldown, total=total, per_epoch=per_epoch)
         return Schedule(
             peak=optim.lr,
             total=total,

@@ -129,11 +129,11 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_steps_are_read_in_three_forms() -> None:
-    assert parse_steps("2000", "s", total=10_000, per_epoch=None) == 2000
-    assert parse_steps("5%", "s", total=10_000, per_epoch=None) == 500
-    assert parse_steps("0.5ep", "s", total=10_000, per_epoch=300.0) == 150
+    assert parse_steps("s", "2000", total=10_000, per_epoch=None) == 2000
+    assert parse_steps("s", "5%", total=10_000, per_epoch=None) == 500
+    assert parse_steps("s", "0.5ep", total=10_000, per_epoch=300.0) == 150
     with refused("not known"):
-        parse_steps("0.5ep", "schedule.warmup", total=10, per_epoch=None)
+        parse_steps("schedule.warmup", "0.5ep", total=10, per_epoch=None)
 
 
 def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:

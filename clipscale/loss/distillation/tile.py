@@ -35,11 +35,11 @@ class DistillationTileOps(SoftmaxTileOps):
         self.teacher_share = teacher_share
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        if tile.rows.value is not None:
+        if tile.rows.loss_part is not None:
             weights = self._targets(tile, scores)
             masked = tile.masked_pairs()
             counted = scores if masked is None else scores.masked_fill(masked, 0)
-            tile.rows.value -= (weights * counted).sum(1, dtype=torch.float64)
+            tile.rows.loss_part -= (weights * counted).sum(1, dtype=torch.float64)
         super().forward(scores, replace(tile, positive_offset=None), bound, scratch)
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:

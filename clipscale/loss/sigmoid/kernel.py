@@ -93,19 +93,19 @@ class TritonSigmoid(TritonBackend):
     """Runs the sigmoid's kernel: three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
 
     def backward(self, block: Block) -> None:
-        """Add the block's part of the loss to the value of row 0, since the kernel sums over tiles, not over rows.
+        """Add the block's part of the loss to row 0's, since the kernel sums over tiles, not over rows.
 
         Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij
         <u_i, v_j> to the scale's.
         """
         parameters = block.parameters
-        row_values = block.rows.value
+        loss_part = block.rows.loss_part
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, self.programs(panel), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
-            if row_values is not None:
-                row_values[0] += value
+            if loss_part is not None:
+                loss_part[0] += value
             if parameters.bias_grad is not None:
                 parameters.bias_grad += bias_grad / GRAD_SCALE.value
             parameters.add_scale_grad(scale_grad / GRAD_SCALE.value)

@@ -210,10 +210,10 @@ class TritonSoftmax(TritonBackend):
         diagonal = block.positive_diagonal()
         if diagonal is not None:
             i, j = diagonal
-            assert block.rows.value is not None
+            assert block.rows.loss_part is not None
             weight = positive_weights(block, i, j)
             products = row_products(features[i], block.cols.features[j], self.runtime.tiles_to_run)
-            block.rows.value[i] -= weight * (scale * products)
+            block.rows.loss_part[i] -= weight * (scale * products)
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""

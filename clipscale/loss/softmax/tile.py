@@ -25,8 +25,8 @@ class SoftmaxTileOps(TileOps):
         sides = directions(tile)
         reference = _reference(bound)
         i, j = tile.positive_pairs()
-        if tile.rows.value is not None:
-            tile.rows.value.index_put_((i,), -positive_weights(tile, i, j) * scores[i, j], accumulate=True)
+        if tile.rows.loss_part is not None:
+            tile.rows.loss_part.index_put_((i,), -positive_weights(tile, i, j) * scores[i, j], accumulate=True)
         if reference == 0:
             exponentials = torch.exp(scores, out=scratch)
         else:

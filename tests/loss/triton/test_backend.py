@@ -166,7 +166,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         cols = Side(v, lse_weight=torch.ones(40, device=DEVICE))
         rows.lse = rows.initial_lse().clamp_min(before)
         cols.lse = cols.initial_lse().clamp_min(before)
-        rows.value = torch.zeros(20, dtype=torch.float64, device=DEVICE)
+        rows.loss_part = torch.zeros(20, dtype=torch.float64, device=DEVICE)
         TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, SharedParameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
@@ -175,7 +175,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         for i in range(20):
             if positive is not None and 0 <= i + positive < 40:
                 diagonal[i] = 2 * scores[i, i + positive]
-        assert torch.allclose(rows.value, -diagonal, rtol=1e-6)
+        assert torch.allclose(rows.loss_part, -diagonal, rtol=1e-6)
 
 
 # ---- nothing is lost to underflow ----
