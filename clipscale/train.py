@@ -58,7 +58,9 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
 
 
 def end_uploads(uploader: CheckpointUploader | None, folder: Path, limit_s: float, result: RunResult) -> None:
-    """Wait for the last copy, if there is one, and then write result.json into the run's folder. With it the same
-    command prints the results, and trains no more."""
+    """Wait for the last copy, if there is one, and then write result.json into the run's folder.
+
+    The same command, given again, finds this file and prints the results without training.
+    """
     if uploader is None or uploader.close(limit_s, result):
         files.write_json(folder / RESULT, result)

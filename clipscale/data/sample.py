@@ -38,8 +38,8 @@ class RawSample:
     # Reason why this sample is unusable, although the rest of its shard can be read; empty if it is usable.
     error: str = ""
     detail: str = ""
-    # Bytes from this sample's first header to the next sample's, and bytes that its links stand for. The same whether
-    # the sample is wanted or not, with an index or without.
+    # The bytes from this sample's first header to the next sample's first header, plus the bytes that its links stand
+    # for. The number is the same whether the sample is wanted or not, with an index or without.
     num_bytes: int = 0
     # How many of these bytes links stand for.
     linked: int = 0

@@ -44,8 +44,8 @@ def can_save_after(error: Exception, run: Savable) -> bool:
     - It did not interrupt an update: after half an update some weights are new and others old.
     - The folder is still this run's.
 
-    A save also needs every rank's position in the data, and finds out itself whether it is known: `save_at_once` raises
-    the loader's error on all ranks if not, and saves nothing.
+    A save also needs every rank's position in the data, for which `save_at_once` asks. If a rank does not know its own,
+    `save_at_once` raises the loader's error on all ranks and saves nothing.
     """
     if isinstance(error, FolderInUseError):
         return False

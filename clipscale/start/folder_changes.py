@@ -71,7 +71,8 @@ def note_evaluation_and_copy(file: Path, settings: str) -> None:
 def open_run_log(resolved: ResolvedRun, schedule: Schedule, world: World) -> MetricLog:
     """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks.
 
-    A complete run keeps the settings that it was trained with, but for its evaluation and the address of its copy.
+    In a complete run's config.yaml only the evaluation and the address of the copy change. The other settings stay
+    those of the training.
     """
     if resolved.step >= schedule.end:
         note_evaluation_and_copy(resolved.folder / CONFIG, resolved.config_yaml)

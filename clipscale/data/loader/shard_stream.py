@@ -47,7 +47,7 @@ class WorkerSpec:
     shards: OrderedShards
     # The samples that are taken; None: all.
     subset: Subset | None
-    # Whether a sample may come several times in an epoch, always with the same key.
+    # Whether a sample may come several times in an epoch. It has the same key each time.
     repeats_samples: bool
     # Seconds without progress after which the worker ends the run.
     timeout_s: float

@@ -252,7 +252,7 @@ def order_shards(
     """List, count and order the training data. Takes as many shard streams as `position` has, if they fit.
 
     `on_rank0` counts every shard's samples on one rank. `largest_divisor(n)`: the largest divisor of n that
-    divides the batches of all stages, too. `teachers`: their features lie beside the samples. Raises UserError.
+    also divides the batch of every stage. `teachers`: their features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_rank0)
     earlier_streams = position.num_streams if position else None

@@ -84,8 +84,8 @@ class CastWeights:
     def accumulating(self) -> Iterator[None]:
         """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step.
 
-        It is noted after the pass, even if that fails: DDP may replace `.grad` when the pass begins, and the pass's
-        graph holds the new one.
+        DDP may replace `.grad` when the pass begins, and the pass's graph then adds to the new tensor. This is why the
+        accumulator is noted after the pass, also after one that fails.
         """
         weights = [layer.weights()[0] for layer, _ in self.layers]
         trained = [weight for weight in weights if weight.requires_grad]

@@ -73,9 +73,9 @@ class ChunkOutput(NamedTuple):
     """An encoder of `GradCache` may return this in a pass with a graph (`torch.is_grad_enabled()`). In a pass without
     a graph it may return the representations alone; a loss that it returns there is not read.
 
-    The loss is any sum over samples, for example of the captions' cross entropies. If it draws random numbers, it draws
-    them after the representations have drawn theirs, and then restores the random state. So the next chunk draws the
-    same numbers whether this chunk's graph is kept or not.
+    The loss is any sum over samples, for example of the captions' cross entropies. It may draw random numbers. In that
+    case the encoder computes the representations first, then the loss, and then restores the random state from before
+    the loss. The next chunk thus draws the same numbers whether this chunk's graph is kept or not.
     """
 
     # A tensor (samples, ...), or what `representation` takes.

@@ -35,10 +35,10 @@ class GradCache:
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
             `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
-            module may serve several towers. A module without trainable parameters is encoded once and not replayed,
-            so a loss of its own is never counted. The passes must draw their random numbers from torch's default
-            generators, whose states are restored. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are
-            synchronised once, with its last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
+            module may serve several towers. A module without trainable parameters has no replay, and a loss of its own
+            is not counted. The passes must draw their random numbers from torch's default generators, whose states are
+            restored. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are synchronised once, with its
+            last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. It is the

@@ -65,8 +65,8 @@ class GraphPolicy(Enum):
     KEEP = "keep"
     # The graph is built, measured, and dropped.
     MEASURE = "measure"
-    # The graph is built without the tensors that its backward pass would need, and dropped. This rank has no memory for
-    # them, but must communicate as often as the ranks that build whole graphs.
+    # The graph is built without the tensors that its backward pass would need, and dropped. A rank without memory for
+    # these tensors does this, to communicate as often as the ranks that build whole graphs.
     DISCARD = "discard"
     # No graph is built.
     NO_GRAPH = "no graph"
@@ -244,8 +244,8 @@ def num_that_fit(memory: float, num_chunks: int, graph_bytes: float, earlier: It
     """How many of a tower's chunks can keep their graphs, of `graph_bytes` each, in `memory` bytes for all towers.
 
     `graph_bytes`: 0 before it is measured; then none fits, unless the memory is math.inf. `earlier`: of each earlier
-    tower the number of graphs kept, and the bytes of each. One graph is reserved for it even if it keeps none: its
-    replay builds one while the kept graphs of later towers are alive.
+    tower the number of graphs kept, and the bytes of each. The replay of an earlier tower that keeps none builds one
+    graph at a time, while the kept graphs of later towers are alive. Memory for that graph is reserved.
     """
     left = memory - sum(max(1, num_kept) * size for num_kept, size in earlier)
     if left == math.inf:
