@@ -8,7 +8,9 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -30,7 +32,13 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.launcher_variables import check_launcher_variables
-from clipscale.lifecycle.stopping import check_interrupted, effective_signal, exit_on_signal, stop_message
+from clipscale.lifecycle.stopping import (
+    check_interrupted,
+    effective_signal,
+    exit_on_signal,
+    has_received_signal,
+    stop_message,
+)
 from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
@@ -62,6 +70,8 @@ TRAIN_FUNCTION = "clipscale.train:train"
 NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
+# A worker that returns after a signal waits so many seconds for its launcher.
+ANSWER_WITHIN_S = 5.0
 # What the launcher passes on to the workers.
 HANDLED = (*SIGNALS, signal.SIGQUIT)
 # Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
@@ -246,10 +256,25 @@ def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
         with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
-            return imported_main(main, config)(config)
+            result = imported_main(main, config)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)
         raise
+    if has_received_signal():
+        end_soon()
+    return result
+
+
+def end_soon() -> None:
+    """End this process in ANSWER_WITHIN_S, unless its launcher ends it before.
+
+    A worker that has returned waits for the launcher to take its result. After a signal torch's launcher takes none: it
+    waits for the worker's end, and kills it after SHUTDOWN_S.
+    """
+    sys.stdout.flush()
+    end = threading.Timer(ANSWER_WITHIN_S, os._exit, [0])
+    end.daemon = True
+    end.start()
 
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:

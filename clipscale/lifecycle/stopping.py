@@ -43,6 +43,8 @@ def effective_signal(number: int) -> int:
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 
+# Set once a signal has come to work that handles signals.
+_received = Event()
 # Set while `interrupt` asks the main thread to leave its work.
 _interrupted = Event()
 
@@ -71,6 +73,11 @@ def check_interrupted() -> None:
     """Raise KeyboardInterrupt if there was an `interrupt`. Called where work installs signal handlers of its own."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
+
+
+def has_received_signal() -> bool:
+    """Whether a signal has come to work of this process that handles signals."""
+    return _received.is_set()
 
 
 def stop_in_context(error: BaseException | None) -> StoppedError | None:
@@ -102,6 +109,7 @@ def handling_signals(
     def listen() -> None:
         while data := os.read(reader, 1):
             if data[0] in before:
+                _received.set()
                 listener(data[0])
 
     thread = Thread(target=listen, name="signals", daemon=True)

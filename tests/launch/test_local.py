@@ -29,6 +29,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from tests.conftest import TINY
+from tests.eval.sets import classification_set
 from tests.support.user_errors import refused
 
 LONG = [word for word in TINY if not word.startswith(("samples", "data"))]
@@ -224,3 +225,30 @@ def test_a_signal_saves_stops_the_workers_and_gives_the_status(
     assert "Traceback" not in errors and "torch/" not in errors, errors
     assert list((tmp_path / "runs/long/checkpoints").iterdir())
     assert gone(everyone, 15)
+
+
+@pytest.mark.slow
+def test_a_signal_after_the_last_evaluation_ends_the_run_in_seconds(
+    tmp_path: Path, environment: dict, shards: str
+) -> None:
+    """A worker that has returned waits for torch's launcher, which after a signal waits for the worker's end."""
+    sets = classification_set(tmp_path / "colours")
+    words = [*TINY, "data.workers=1", "launch.procs=2", "run=short", f"data.train={shards}", f"eval.sets={sets}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clipscale", "train", *words],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if " eval step=" in line:
+            os.killpg(process.pid, signal.SIGTERM)
+            signalled_at = time.monotonic()
+    assert process.wait() in (0, 128 + signal.SIGTERM), lines
+    assert time.monotonic() - signalled_at < 60, lines
