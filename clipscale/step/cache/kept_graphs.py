@@ -86,7 +86,7 @@ class GraphPolicy(Enum):
 class KeptGraphs:
     """The graphs of one tower in one step."""
 
-    # Rows of the largest chunk.
+    # Rows of a full chunk.
     chunk_rows: int = 0
     # Bytes of a full chunk's graph, the largest of all ranks; 0 before it is measured.
     graph_bytes: int = 0
@@ -192,7 +192,7 @@ class GraphBudget:
     ) -> KeptGraphs:
         """Plan a step of tower i, after the first passes of all earlier towers: how many graphs fit.
 
-        `chunk_rows`: rows of the largest chunk; where they change, a graph is measured again.
+        `chunk_rows`: rows of a full chunk, equally many on all ranks; where they change, a graph is measured again.
         `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
         `on_gpu`: see `measured_graph`. `reserved`: bytes of `keep_bytes` that hold other tensors, such as the outputs
         of a frozen image tower.

@@ -43,6 +43,8 @@ class TowerPasses:
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
     num_rows: int = 0
+    # The chunk size, or fewer in a smaller batch. Sorted captions have other chunks, which differ between the ranks.
+    chunk_rows: int = 0
     spans: list[Span] = field(default_factory=list)
     # Row of the batch at each position of a `ReorderedInput`.
     order: Tensor | None = None
@@ -66,6 +68,7 @@ class TowerPasses:
         if self.num_rows == 0:
             raise ValueError("an empty batch has no gradient")
         self.inputs = inputs
+        self.chunk_rows = min(size, self.num_rows)
         self.spans = equal_spans(self.num_rows, size)
         self.order = None
         if isinstance(inputs, ReorderedInput):
@@ -76,11 +79,6 @@ class TowerPasses:
             refuse_batch_norm(self.encoder, len(self.spans))
             refuse_static_graph(self.encoder)
         self.cast_weights.start_step(self.encoder, self.autocast, len(self.spans))
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of the largest chunk."""
-        return max(stop - start for start, stop in self.spans)
 
     @property
     def num_keepable(self) -> int:
