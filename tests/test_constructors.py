@@ -23,7 +23,7 @@ IMPURE = {"__import__", "breakpoint", "compile", "delattr", "eval", "exec", "exi
 # file, starts a process or loads. `Finalize` registers itself in multiprocessing's table of what runs at exit.
 PURE = {
     # containers, and objects that do nothing until another call
-    *("Counter", "DefaultStager", "Event", "ExitStack", "Finalize", "SimpleQueue", "StagingOptions", "Thread"),
+    *("Counter", "DefaultStager", "Event", "ExitStack", "Finalize", "Lock", "SimpleQueue", "StagingOptions", "Thread"),
     *("deque", "partial", "time.monotonic", "weakref.WeakSet"),
     # tensors, arrays and modules
     *("np.arange", "np.argsort", "np.concatenate", "np.empty", "np.ndarray", "torch.tensor", "torch.zeros"),
