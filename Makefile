@@ -126,7 +126,8 @@ gpu-compiled:
 	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,2k) $(SMALLER_STEP)
 
 # The first minutes of a GPU, and the next ones. First the default, a step as `clipscale train` takes it (through the cache, captions sorted, the
-# image blocks compiled, the graphs kept), beside plain ones and open_clip's; then chunks of L/14, warm. docs/benchmarks/README.md has the arithmetic.
+# image blocks compiled, the graphs kept; the whole batch is a chunk, as cache.chunk=auto takes it where it is the fastest), beside plain ones and
+# open_clip's; then chunks of L/14, warm. docs/benchmarks/README.md has the arithmetic.
 PAIRS_1K := model=vit-b16 batch=1k samples=12k
 DEFAULT := repeats=3 profile=40 methods=compiled-keep,plain,compiled-plain,open_clip-plain
 gpu-first:

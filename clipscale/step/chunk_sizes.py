@@ -23,6 +23,7 @@ from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.batch_norm import batch_norms
+from clipscale.step.measurements import usable_bytes
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256
@@ -35,6 +36,9 @@ GOOD_ENOUGH = 0.95
 # With more rows than this, torch's layer norm on a GPU sums the gradients of its gain and bias in parallel. Otherwise
 # one block sums 32 columns, which leaves most of the GPU idle (LaunchGammaBetaBackwardCUDAKernel of torch 2.15).
 MAX_SLOW_NORM_ROWS = 65_536
+# Bytes that a step holds for each trained weight beside a tower's passes, at most: the gradient and DDP's bucket (4
+# each), the optimizer's state (8), the moving average (4), and the weight in half precision (2).
+STEP_BYTES_OF_A_WEIGHT = 22
 TowerInput = Tensor | tuple[Tensor, ...]
 # Draws random inputs of a tower: (model, device, samples) -> inputs.
 Draw = Callable[[ClipModel, torch.device, int], TowerInput]
@@ -100,7 +104,9 @@ def agreed_chunk_sizes(
             return size
         if earlier_size is not None:
             return earlier_size
-        return measured_chunk(tower, partial(draw, model, world.device), rows, world, keeps_graphs=keeps_graphs)
+        draw_rows = partial(draw, model, world.device)
+        needed = bytes_beside_passes(model)
+        return measured_chunk(tower, draw_rows, rows, world, bytes_beside=needed, keeps_graphs=keeps_graphs)
 
     image_size, text_size = requested
     earlier_image = earlier_text = None
@@ -115,10 +121,24 @@ def agreed_chunk_sizes(
     return ChunkSizes(image, text, device)
 
 
+def bytes_beside_passes(model: nn.Module) -> int:
+    """Bytes that a step needs beside a tower's passes, at most: for gradients, optimizer and average of all weights."""
+    return STEP_BYTES_OF_A_WEIGHT * sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def measured_chunk(
-    tower: nn.Module, draw: Callable[[int], TowerInput], rows: int, world: World, *, keeps_graphs: bool
+    tower: nn.Module,
+    draw: Callable[[int], TowerInput],
+    rows: int,
+    world: World,
+    *,
+    bytes_beside: int,
+    keeps_graphs: bool,
 ) -> int:
-    """A collective: the smallest chunk size that `find_chunk` finds on any rank. `draw(n)` draws n samples."""
+    """A collective: the smallest chunk size that `find_chunk` finds on any rank.
+
+    `draw(n)` draws n samples. `bytes_beside`: see `bytes_beside_passes`.
+    """
 
     def speed(size: int) -> float:
         return samples_per_second(tower, draw(size))
@@ -126,8 +146,12 @@ def measured_chunk(
     def norm_rows_per_sample() -> int:
         return norm_rows(tower, draw(1))
 
+    def leaves_room() -> bool:
+        return bytes_left_at_peak(world.device) >= bytes_beside
+
     size = run_on_all_ranks(
-        world, lambda: find_chunk(speed, norm_rows_per_sample, rows, world.device, keeps_graphs=keeps_graphs)
+        world,
+        lambda: find_chunk(speed, norm_rows_per_sample, leaves_room, rows, world.device, keeps_graphs=keeps_graphs),
     )
     return min(world.all_gather_object(size))
 
@@ -151,6 +175,7 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
 def find_chunk(
     speed: Callable[[int], float],
     norm_rows_per_sample: Callable[[], int],
+    leaves_room: Callable[[], bool],
     local_batch: int,
     device: torch.device,
     *,
@@ -160,13 +185,15 @@ def find_chunk(
 
     1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
        for the memory, or over 5 % slower than a smaller one (GOOD_ENOUGH), ends the list. If several sizes were
-       measured, the largest is then left out, because features, loss and the other tower's gradients need memory, too.
+       measured, the largest is then left out, because features, loss, optimizer and the other tower's gradients need
+       memory, too. It stays if it is the whole local batch and has left them enough.
     2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Only the fastest stays
        if no graph is kept (`keeps_graphs` is false), or if the whole batch fits in one chunk, so that all are kept.
     3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 
     `speed(n)`: samples per second in chunks of n. `norm_rows_per_sample()`: rows of a layer norm, see `norm_rows`.
+    `leaves_room()`: whether the last chunk that was measured left the memory that a step needs beside it.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -186,11 +213,16 @@ def find_chunk(
     if not speeds:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
     whole_batch_fits = local_batch in speeds
-    if len(speeds) > 1:  # features, loss and the other tower's gradients need memory, too
+    if len(speeds) > 1 and not (whole_batch_fits and leaves_room()):
         del speeds[max(speeds)]
     share = GOOD_ENOUGH if keeps_graphs and not whole_batch_fits else 1.0
     fast = [n for n, measured in speeds.items() if measured >= share * max(speeds.values())]
     return min([n for n in fast if n * rows > MAX_SLOW_NORM_ROWS] or fast)
+
+
+def bytes_left_at_peak(device: torch.device) -> int:
+    """Usable bytes of the GPU that were free at the peak of the last `samples_per_second`."""
+    return usable_bytes(device) - (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
 
 
 def norm_rows(tower: nn.Module, inputs: TowerInput) -> int:
@@ -212,7 +244,11 @@ def norm_rows(tower: nn.Module, inputs: TowerInput) -> int:
 
 
 def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
-    """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
+    """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients.
+
+    Restarts torch's record of the most memory that was allocated.
+    """
+    torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(2):
             started = time.perf_counter()

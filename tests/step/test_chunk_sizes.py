@@ -7,11 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
-from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk, norm_rows
+from clipscale.step.chunk_sizes import (
+    agreed_chunk_sizes,
+    bytes_beside_passes,
+    find_chunk,
+    measured_chunk,
+    norm_rows,
+)
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model
@@ -20,15 +27,24 @@ GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
 
 
-def measured(fits: int, rates: dict[int, float], batch: int = 4096, rows: int = 1) -> Callable[[bool], int]:
-    """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples. `rows` of a sample."""
+def measured(
+    fits: int, rates: dict[int, float], batch: int = 4096, rows: int = 1, beside: int = 100
+) -> Callable[[bool], int]:
+    """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples. `rows` of a sample.
+
+    `beside`: the samples for which the step's other parts would take the memory.
+    """
+    sizes = list[int]()
 
     def rate(size: int) -> float:
+        sizes.append(size)
         if size > fits:
             raise torch.OutOfMemoryError
         return rates[size]
 
-    return lambda keep: find_chunk(rate, lambda: rows, batch, GPU, keeps_graphs=keep)
+    return lambda keep: find_chunk(
+        rate, lambda: rows, lambda: fits - sizes[-1] >= beside, batch, GPU, keeps_graphs=keep
+    )
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
@@ -43,6 +59,45 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None
     assert measured(fits=256, rates=rising)(False) == 128
     with pytest.raises(UserError, match="not even 16 samples fit"):
         measured(fits=8, rates=rising)(False)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("fits", "chunk"),
+    [
+        pytest.param(868, 768, id="the whole batch leaves room for the rest of the step"),
+        pytest.param(867, 512, id="it leaves too little"),
+        pytest.param(767, 256, id="it does not fit, and 512 may leave too little"),
+    ],
+)
+def test_the_whole_batch_is_a_chunk_where_the_rest_of_the_step_fits_beside_it(
+    fits: int, chunk: int, keep: bool
+) -> None:
+    rising = {size: float(size) for size in (16, 32, 64, 128, 256, 512, 768)}
+    assert measured(fits=fits, rates=rising, batch=768)(keep) == chunk
+
+
+@pytest.mark.parametrize(("peak", "chunk"), [(80, 24), (81, 16)])
+def test_the_memory_that_a_chunk_leaves_is_what_was_free_at_its_peak(
+    peak: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine tenths of 100 MB that are free now are usable. 10 MB are allocated; the weights need almost 20 MB beside."""
+    model = nn.Linear(999, 900).requires_grad_()
+    MB = 1_000_000
+    memory = {"max_memory_allocated": peak, "memory_allocated": 10, "memory_reserved": 30}
+    for name, size in memory.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, size=size: size * MB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (80 * MB, 140 * MB))
+    monkeypatch.setattr("clipscale.step.chunk_sizes.samples_per_second", lambda tower, inputs: len(inputs))
+    size = measured_chunk(
+        model,
+        lambda n: torch.zeros(n, 999),
+        24,
+        World(0, 1, GPU),
+        bytes_beside=bytes_beside_passes(model),
+        keeps_graphs=True,
+    )
+    assert size == chunk
 
 
 @pytest.mark.parametrize(
