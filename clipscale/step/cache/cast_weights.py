@@ -32,12 +32,15 @@ class CastWeights:
     replay, chunk 1         reads W16 again, and its backward pass adds to `.grad`
     step ends               drops W16
 
-    `.grad` is the same tensor in the whole step (see `accumulator`), because kept graphs hold it.
+    `.grad` is the same tensor in the whole step (see `accumulator`), because kept graphs hold it. A weight that no pass
+    with a graph has used ends the step without a gradient, as with autograd.
     """
 
     layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Zeros in the place of a missing gradient, by weight, and their version: torch counts the changes of a tensor.
+    zeros: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)
     # Whether hooks, such as DDP's, sum the gradients over ranks. They see only what autograd adds.
     has_sync_hooks: bool = False
 
@@ -60,8 +63,14 @@ class CastWeights:
             self.layers.append((layer, Cast(weight.detach().to(dtype), half_bias, accumulates=False)))
 
     def end_step(self) -> None:
+        """Drop the cast weights, and the gradients to which nothing has been added."""
+        for weight, (zeros, version) in self.zeros.items():
+            # Reading the values makes a GPU's host wait. So it is done only for the few with an unchanged version.
+            if weight.grad is zeros and zeros._version == version and not zeros.any():
+                weight.grad = None
         self.layers.clear()
         self.gradients.clear()
+        self.zeros.clear()
 
     @contextmanager
     def in_pass(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
@@ -106,11 +115,13 @@ class CastWeights:
                                  it; if `.grad` is None, zeros
         """
         gradient = self.gradients.get(weight)
-        if gradient is None:
-            return torch.zeros_like(weight) if weight.grad is None else weight.grad
         if weight.grad is None:
-            return gradient.zero_()
-        return gradient if weight.grad is gradient else gradient.copy_(weight.grad)
+            zeros = torch.zeros_like(weight) if gradient is None else gradient.zero_()
+            self.zeros[weight] = zeros, zeros._version
+            return zeros
+        if gradient is None or weight.grad is gradient:
+            return weight.grad
+        return gradient.copy_(weight.grad)
 
 
 @contextmanager

@@ -161,6 +161,73 @@ def test_a_layer_of_inputs_without_gradients_learns(keep: float) -> None:
     assert_close(gradients(encoder), expected)
 
 
+class SomeLayers(nn.Module):
+    """It calls one layer for every chunk, one for chunks that begin with a positive number, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (CastLinear(nn.Linear(6, 6)) for _ in range(3))
+        nn.init.zeros_(self.always.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(y) if x[0, 0] > 0 else y
+
+
+def gradients_in_chunks(
+    first: list[float], chunks: int, keep: float, *, by_autograd: bool = False
+) -> dict[str, Tensor]:
+    """The gradients of `SomeLayers` after two steps. `first`: the number with which each two samples begin."""
+    torch.manual_seed(0)
+    encoder, x = SomeLayers(), torch.randn(2 * len(first), 6)
+    x[::2, 0] = torch.tensor(first)
+    cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=chunks, keep_bytes=keep, autocast=BF16)
+    for _ in range(2):  # the first measures a graph
+        encoder.zero_grad()
+        if by_autograd:
+            with patch.object(CastWeights, "start_step", lambda *arguments: None):
+                cache.step(x)
+        else:
+            cache.step(x)
+    return gradients(encoder)
+
+
+@pytest.mark.parametrize("keep", [0, 300, math.inf])
+@pytest.mark.parametrize("first", [[-1.0] * 4, [1.0, -1, -1, -1], [-1.0, -1, 1, -1], [1.0] * 4])
+def test_a_layer_that_no_chunk_calls_has_no_gradient(first: list[float], keep: float) -> None:
+    """With zeros in its place an optimizer would decay the weight, and with one chunk it would not."""
+    actual = gradients_in_chunks(first, 2, keep)
+    assert_close(actual, gradients_in_chunks(first, 2, keep, by_autograd=True))
+    assert ("sometimes.weight" in actual) is (max(first) > 0)
+    if len({*first}) == 1:
+        assert actual.keys() == gradients_in_chunks(first, 8, keep).keys(), "one chunk"
+
+
+def test_a_gradient_of_zeros_is_one() -> None:
+    """The layer is called, and the zeros after it stop its gradient: autograd has zeros, too."""
+    encoder = nn.Sequential(CastLinear(nn.Linear(6, 4)), CastLinear(nn.Linear(4, 3)))
+    nn.init.zeros_(encoder[1].weight)
+    cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=2, autocast=BF16)
+    cache.step(torch.randn(6, 6))
+    assert encoder[0].weight.grad is not None and not encoder[0].weight.grad.any()
+
+
+def test_a_layer_that_only_one_of_two_towers_calls_has_its_gradient() -> None:
+    """The towers share an encoder, so its accumulated gradients are theirs both."""
+    found = []
+    for start_step in (CastWeights.start_step, lambda *arguments: None):
+        torch.manual_seed(0)
+        encoder, x = SomeLayers(), torch.randn(8, 6)
+        x[:, 0] = -1
+        loss = lambda u, v: (u.float() @ v.float().T).square().sum()  # noqa: E731
+        cache = GradCache([encoder] * 2, loss, chunks=2, keep_bytes=math.inf, autocast=BF16)
+        with patch.object(CastWeights, "start_step", start_step):
+            cache.step(x, x.abs())
+        found.append(gradients(encoder))
+    assert_close(*found)
+    assert "sometimes.weight" in found[0] and "never.weight" not in found[0]
+
+
 def test_a_pass_that_fails_leaves_the_tensor_to_which_its_graph_would_have_added() -> None:
     """A later pass of the step adds to the same one, even if `.grad` has been cleared in between."""
     layer = CastLinear(nn.Linear(6, 4))
