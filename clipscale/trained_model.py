@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, to_user_error
@@ -13,6 +13,14 @@ from clipscale.models.weights import adapters
 from clipscale.models.weights.load_weights import completed_by_weights, without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.chosen_checkpoint import locate
+
+T = TypeVar("T")
+
+
+class OnRank0(Protocol):
+    """Calls a function on rank 0, and returns on every rank what it has returned. A collective."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
@@ -41,7 +49,7 @@ def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, Mo
 
 
 def load_run_or_weights(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: Callable[..., Any]
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: OnRank0
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
 

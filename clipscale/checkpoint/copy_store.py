@@ -37,11 +37,11 @@ class TimeLimited:
             return value
         return lambda *args, **options: self._within(partial(value, *args, **options), limit_s=ANSWER_S)
 
-    def put_file(self, source: str, target: str, **options: Any) -> None:
+    def put_file(self, source: str, target: str, **options: object) -> None:
         limit_s = ANSWER_S + Path(source).stat().st_size / MIN_BYTES_PER_S
         self._within(partial(self._system.put_file, source, target, **options), limit_s=limit_s)
 
-    def get(self, sources: list[str], targets: list[str], **options: Any) -> None:
+    def get(self, sources: list[str], targets: list[str], **options: object) -> None:
         """Fetch files. It has no time limit as long as bytes arrive."""
 
         def arrived() -> int:

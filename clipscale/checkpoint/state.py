@@ -45,7 +45,7 @@ class CheckpointDescription:
     # The last step's loss.
     loss: float = math.nan
     # The settings of the model.
-    model_config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, object] = field(default_factory=dict)
     # The setting optim.name.
     optimizer_name: str = ""
     # The samples per chunk; None if not known.
@@ -82,10 +82,10 @@ class CheckpointState(CheckpointDescription):
     model: dict[str, Tensor] = field(default_factory=dict)
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     # The loss scale of fp16.
-    scaler: dict[str, Any] | None = None
+    scaler: dict[str, object] | None = None
     ema: EmaState | None = None
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, object]:
         """The content as dictionaries of plain values and tensors, which a checkpoint's files hold."""
         return {
             "step": self.step,

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from clipscale.cli.verbs import FLAGS, VERBS
@@ -243,7 +243,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None, *, 
     )
 
 
-def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
+def compose_config(name: str, changes: Sequence[str], *, with_own: bool = False) -> DictConfig:
     """A verb's defaults, conf/ and overrides, composed by Hydra. `with_own`: also Hydra's own settings, under `hydra`.
     Raises HYDRA_ERRORS."""
     verb = VERBS[name]

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from clipscale.cli import train_verb
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
 from clipscale.config.eval import EvalRunConfig
 from clipscale.config.parse import removal_message
+from clipscale.config.setting import Section
 from clipscale.config.train_config import TrainConfig
 from clipscale.eval.places import check_eval
 from clipscale.tools.data import settings as data
@@ -26,7 +26,7 @@ class Verb:
     """A command: its settings, its function, and its help."""
 
     # The dataclass of its settings. Its docstring says what the verb does.
-    settings: type[Any]
+    settings: type[Section]
     # MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, or anything else.
     main: str
     examples: str

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 from clipscale.common import files
 from clipscale.common.record import Record
@@ -95,8 +95,8 @@ def _factory() -> str:
 
 
 @cache
-def optimizers() -> list[Any]:
+def optimizers() -> list[str]:
     """Names of timm's optimizers. Imports timm."""
     import timm.optim
 
-    return timm.optim.list_optimizers()
+    return list(map(str, timm.optim.list_optimizers()))

@@ -4,7 +4,6 @@ A value that came from `${oc.env:NAME}` is written as `${oc.env:NAME}`, and an a
 """
 
 import os
-from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.common.text import without_password
@@ -24,16 +23,19 @@ def from_environment(name: str, *default: str | None) -> str | None:
     return os.environ.get(name, *default)
 
 
-def without_secrets(tree: Any) -> Any:
-    """Nested values as they may be written to files: without secrets and without `user:password@`."""
+def without_secrets(tree: object) -> object:
+    """Nested values as they may be written to files: each text by `text_without_secrets`, lists for tuples."""
     if isinstance(tree, dict):
         return {key: without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [without_secrets(value) for value in tree]
-    if not isinstance(tree, str):
-        return tree
+    return text_without_secrets(tree) if isinstance(tree, str) else tree
+
+
+def text_without_secrets(text: str) -> str:
+    """A text as it may be written to files: without secrets and without `user:password@`."""
     for name in os.environ.get(READ_VARIABLES, "").split(","):
         value = os.environ.get(name, "")
         if len(value) >= MIN_SECRET_LENGTH:
-            tree = tree.replace(value, f"${{oc.env:{name}}}")
-    return without_password(tree)
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return without_password(text)

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from enum import Enum
@@ -11,7 +12,6 @@ import yaml
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.remote import check_copy_address
 from clipscale.common.units import format_count, format_decimal, parse_count
 from clipscale.config import sections
@@ -293,7 +293,7 @@ def warnings(config: TrainConfig) -> list[str]:
     return found
 
 
-def changed_settings(before: Record, settings: str) -> dict[str, tuple[object, object]]:
+def changed_settings(before: Mapping[str, object], settings: str) -> dict[str, tuple[object, object]]:
     """The settings that differ from those of the run's `config.yaml`: dotted key -> (old, new).
 
     `before`: those of the file; empty if there is none, and nothing has changed. `settings`: the present ones, as
@@ -305,7 +305,7 @@ def changed_settings(before: Record, settings: str) -> dict[str, tuple[object, o
     return {key: values for key, values in changes.items() if key not in ("run", "resume")}
 
 
-def change_lines(before: Record, settings: str) -> list[str]:
+def change_lines(before: Mapping[str, object], settings: str) -> list[str]:
     """The differences of `changed_settings`, as lines `key old -> new`."""
     return [f"{key} {old} -> {new}" for key, (old, new) in changed_settings(before, settings).items()]
 

@@ -3,11 +3,11 @@
 C = 3: channels, S: side of the model's input in pixels.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.pool import MapResult, ThreadPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from open_clip import image_transform
@@ -15,7 +15,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 
 from clipscale.data.picture import broken_pictures, check_pixels, open_picture, rgb
 
-B = TypeVar("B", bound=Iterable[Any])
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -50,12 +50,14 @@ class EvalTransform:
         return Compose([step for step in transform.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
-def prefetched(pool: ThreadPool, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, MapResult[R]]]:
+def prefetched(
+    pool: ThreadPool, work: Callable[[T], R], batches: Iterable[Sequence[T]]
+) -> Iterator[tuple[Sequence[T], MapResult[R]]]:
     """Each batch with the pending results of `work` for its items. Meanwhile the pool works on the next batch.
 
     Leaving the pool waits for none of its threads: one of them may read from a storage that is silent.
     """
-    before: tuple[B, MapResult[R]] | None = None
+    before: tuple[Sequence[T], MapResult[R]] | None = None
     for batch in batches:
         begun = batch, pool.map_async(work, batch, chunksize=1)
         if before is not None:

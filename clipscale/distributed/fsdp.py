@@ -36,7 +36,7 @@ class ShardedTower(nn.Module):
         self.module = module
         self.zero_stage = zero_stage
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> object:
         return self.module(*inputs, **named)
 
     @contextmanager

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from types import FrameType
-from typing import Any
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.signals import SIGNALS
@@ -101,7 +100,7 @@ def handling_signals(
     `handler` runs in the main thread, once that thread runs Python again. While the main thread waits in a collective,
     no handler runs. `listener(number)` runs at once, in a thread of its own.
     """
-    before: dict[int, Any] = {}
+    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     outer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from types import ModuleType
 
 from clipscale.common.record import Results
 from clipscale.common.remote import announced
@@ -95,7 +95,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     return write, writer.close
 
 
-def wandb_module() -> Any:
+def wandb_module() -> ModuleType:
     """wandb, which `clipscale.__main__` hides from other libraries."""
     if sys.modules.get("wandb", sys) is None:
         del sys.modules["wandb"]

@@ -64,7 +64,7 @@ class LossRuntime:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""
         return x.is_cuda and _capability(x.device) >= 90 and x.dtype != torch.float32
 
-    def launch(self, kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, programs: int, device: torch.device, *arguments: object, **options: object) -> None:
         """Run a Triton kernel in this number of `programs`."""
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)

@@ -6,8 +6,7 @@ scores' gradient and adds to the `grad` of rows, columns and parameters. Both ma
 Letters: n rows (images), m columns (texts) of a tile; D feature width.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +136,8 @@ class ModuleSimilarity:
 
 
 Similarity = DotProduct | ModuleSimilarity
+# Rows of two matrices, and where their products go.
+Slab = tuple[Tensor, Tensor, Tensor]
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) -> Tensor:
@@ -155,7 +156,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     return out.mul_(beta).add_(wide, alpha=alpha)
 
 
-def row_products(x: Tensor, y: Tensor, slabs_to_run: Callable[[Any], Any] = iter) -> Tensor:
+def row_products(x: Tensor, y: Tensor, slabs_to_run: Callable[[Iterator[Slab]], Iterator[Slab]] = iter) -> Tensor:
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
     large as the inputs.
 

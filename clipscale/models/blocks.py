@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 from torch import nn
 
 
-def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
+def repeated_blocks(tower: nn.Module) -> tuple[nn.ModuleList | nn.Sequential, list[int]]:
     """The list of blocks with the longest run of identical consecutive blocks, and their indices.
 
-    The last block is left out: it may compute less.
+    The last block is left out: it may compute less. Both are empty for a tower without such blocks.
     """
-    best: tuple[Any, list[int]] = [], []
+    best: tuple[nn.ModuleList | nn.Sequential, list[int]] = nn.ModuleList(), []
     for blocks in tower.modules():
         if isinstance(blocks, nn.ModuleList | nn.Sequential):
             signatures = [

@@ -61,7 +61,7 @@ def _ignores_padding(encoder: TextTransformer) -> bool:
 
 
 def _has_plain_blocks(encoder: TimmModel) -> bool:
-    blocks: Any = getattr(encoder.trunk, "blocks", ())
+    blocks = getattr(encoder.trunk, "blocks", ())
     return len(blocks) > 0 and all(type(block) is Block for block in blocks)
 
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from clipscale.common.hardware import HARDWARE, hardware_of
-from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
 from clipscale.models.blocks import two_blocks
 from clipscale.models.towers import ClipModel, Encoders, architecture, encoders_of
@@ -143,7 +142,13 @@ class ProductCounter(TorchDispatchMode):
         """From now on, count each product so many times. It is a hook of a module."""
         self.times = times
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:  # a tower of transformers asks whether there is padding
             return False
         result = func(*args, **(kwargs or {}))

@@ -5,7 +5,6 @@ the projection. timm says the groups of its own towers. Other towers have the gr
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from timm.models import group_parameters
 from torch import nn
@@ -22,8 +21,10 @@ class WithoutTrunk(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.encoder.named_parameters(*args, **kwargs):
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.encoder.named_parameters(prefix, recurse, remove_duplicate):
             yield name.removeprefix("trunk."), parameter
 
 

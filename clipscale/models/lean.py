@@ -68,7 +68,7 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
     return lean_class(encoder)
 
 
-def lean_class_for(encoder: Any) -> Callable[[nn.Module], nn.Module] | None:
+def lean_class_for(encoder: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
     """The class here for an encoder of this type with these settings; None if there is none."""
     if type(encoder) is VisionTransformer:
         if encoder.attn_pool is None:
@@ -320,7 +320,7 @@ def run_blocks(
     x: Tensor,
     mask: AttentionMask,
     position: TokenIndex | None,
-    backend: Callable[[], Any] = nullcontext,
+    backend: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
     """All blocks over x (N, T, W). With `position` the last one computes that token alone: (N, W). `backend`: chooses
     attention's kernel."""

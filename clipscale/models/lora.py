@@ -6,7 +6,6 @@ N: samples, T: tokens, W: width.
 """
 
 import re
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ class AdaptedAttention(nn.Module):
 class AdaptedBlock(LeanBlock):
     """A `LeanBlock` with an `AdaptedAttention`."""
 
-    attn: Any
+    attn: AdaptedAttention
     takes_cast = False
 
     def __init__(self, block: LeanBlock) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import open_clip
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
@@ -34,6 +34,10 @@ VOCABULARY = 49408
 WORDS = 2**14
 
 
+# open_clip's tokenizers.
+AnyTokenizer: TypeAlias = SimpleTokenizer | HFTokenizer
+
+
 class Tokenizer:
     """Captions -> int64 tokens (N, T) by `inner`, from as many characters of each caption as can matter.
 
@@ -43,7 +47,7 @@ class Tokenizer:
     letters.
     """
 
-    def __init__(self, load: Callable[[], Callable[..., Any]], length: int) -> None:
+    def __init__(self, load: Callable[[], AnyTokenizer], length: int) -> None:
         """`length`: T, tokens of the context."""
         self._load = load
         self.length = length
@@ -53,7 +57,7 @@ class Tokenizer:
         return Tokenizer, (self._load, self.length)
 
     @cached_property
-    def inner(self) -> Any:
+    def inner(self) -> AnyTokenizer:
         """open_clip's tokenizer."""
         return self._load()
 
@@ -101,7 +105,7 @@ def context_length_of(text: Record) -> int:
     return int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 
-def _loaded(name: str, text: Record) -> Any:
+def _loaded(name: str, text: Record) -> AnyTokenizer:
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
     try:

@@ -217,7 +217,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
     with to_user_error(NO_DESCRIPTION, lacks):
         encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
-        encoders.context_length = _length(description["text_cfg"], encoders.text)
+        encoders.context_length = _length(description["text_cfg"], encoders.text.context_length)
         if overrides_timm_sizes(description["vision_cfg"]):
             encoders.set_submodule("visual.trunk", siglip_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
@@ -226,14 +226,13 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     return encoders
 
 
-def _length(text: Record, encoder: Any) -> int:
-    """Tokens of a caption, by the description. open_clip takes the number of positions of a transformers tower for its
-    context length; that is often larger.
+def _length(text: Record, positions: int) -> int:
+    """Tokens of a caption, by the description. `positions`: those of the text tower, which open_clip takes for its
+    context length; a tower of transformers often has more than that.
 
     Raises ValueError if it has fewer.
     """
     length = context_length_of(text)
-    positions = encoder.context_length
     if 0 < positions < length:  # 0: any number, as T5 takes
         raise ValueError(f"text_cfg.context_length is {length}, and its text tower has {positions} positions")
     return length

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -73,10 +72,15 @@ class BatchLoss:
                 value = value + self._value(images, texts, sameness_keys, teachers)
             return value
 
-    def loss_of_pairs(self, features: Tensor, **loss_options: Any) -> Tensor:
-        """The loss of features of images and captions side by side, (N, 2, D). `loss_options`: the other arguments."""
+    def loss_of_pairs(
+        self, features: Tensor, *, sameness_keys: Tensor | None = None, teacher_features: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The loss of features of images and captions side by side, (N, 2, D). The other arguments are those of a
+        call."""
         images, texts = features.unbind(1)
-        return self(images.contiguous(), texts.contiguous(), **loss_options)
+        return self(
+            images.contiguous(), texts.contiguous(), sameness_keys=sameness_keys, teacher_features=teacher_features
+        )
 
     def _value(
         self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None, teachers: Sequence[Teacher]

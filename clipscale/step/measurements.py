@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import psutil
 import torch
@@ -40,23 +39,33 @@ class StepTimer:
         self._cuda = device.type == "cuda"
         self.bytes_before: dict[str, int] = {}
         self.peak_bytes: dict[str, int] = {}
-        self._spans: dict[str, tuple[Any, Any]] = {}
+        # On a CPU: the seconds of each part.
+        self._cpu_seconds: dict[str, float] = {}
+        # On a GPU: the events before and after each part.
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.bytes_before[name] = torch.cuda.memory_allocated(self.device)
-        started = self._now()
-        with record_function(name):  # its name in a profiler's timeline
+        timed = self._timed_on_gpu(name) if self._cuda else self._timed_on_cpu(name)
+        with timed, record_function(name):  # its name in a profiler's timeline
             yield
-        self._spans[name] = (started, self._now())
-        if self._cuda:
-            self.peak_bytes[name] = torch.cuda.max_memory_allocated(self.device)
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
+    @contextmanager
+    def _timed_on_cpu(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._cpu_seconds[name] = time.perf_counter() - started
+
+    @contextmanager
+    def _timed_on_gpu(self, name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.bytes_before[name] = torch.cuda.memory_allocated(self.device)
+        started = self._recorded_event()
+        yield
+        self._events[name] = (started, self._recorded_event())
+        self.peak_bytes[name] = torch.cuda.max_memory_allocated(self.device)
+
+    def _recorded_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -65,10 +74,10 @@ class StepTimer:
     def seconds(self) -> dict[str, float]:
         """Seconds of each part, to be read after the last one. On a GPU this waits until that part has run there."""
         if not self._cuda:
-            return {name: ended - started for name, (started, ended) in self._spans.items()}
-        for _, ended in self._spans.values():
+            return dict(self._cpu_seconds)
+        for _, ended in self._events.values():
             ended.synchronize()
-        return {name: started.elapsed_time(ended) / 1e3 for name, (started, ended) in self._spans.items()}
+        return {name: started.elapsed_time(ended) / 1e3 for name, (started, ended) in self._events.items()}
 
     @property
     def total(self) -> float:

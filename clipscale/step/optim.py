@@ -99,12 +99,15 @@ class Float32OnCpu(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func is torch.Tensor.to and kwargs.get("dtype") is torch.bfloat16 and args[0].device.type == "cpu":
-            kwargs = kwargs | {"dtype": args[0].dtype}
+        if func is torch.Tensor.to and kwargs.get("dtype") is torch.bfloat16:
+            converted = args[0]
+            assert isinstance(converted, torch.Tensor)
+            if converted.device.type == "cpu":
+                kwargs = kwargs | {"dtype": converted.dtype}
         return func(*args, **kwargs)
 
 

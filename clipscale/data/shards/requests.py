@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent import futures
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from clipscale.common.errors import UserError
 from clipscale.common.remote import NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.data.addresses import bucket_of, scheme_of
 from clipscale.data.shards.shard_errors import SourceError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 # Seconds of a server's silence after which a request is repeated.
 WAIT_S = 30.0
@@ -121,7 +124,7 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
 @asynccontextmanager
 async def _http_get(
     url: str, limit: float, span: Mapping[str, str], *, send_secrets: bool = True, headers: Mapping[str, str] = {}
-) -> AsyncIterator[Any]:
+) -> AsyncIterator["aiohttp.ClientResponse"]:
     """The answer to a request of at most `limit` seconds, by fsspec's http session with its settings.
 
     Follows at most REDIRECTS redirects. `span`: the header that names a range. `send_secrets`: send the user's _SECRETS
@@ -150,7 +153,7 @@ async def _http_get(
         url = str(target)
 
 
-async def _session_and_options(send_secrets: bool) -> tuple[Any, dict[str, Any]]:
+async def _session_and_options(send_secrets: bool) -> tuple["aiohttp.ClientSession", dict[str, Any]]:
     """fsspec's http session, and the options of its requests: the user's settings, without _SECRETS if not
     `send_secrets`."""
     from fsspec import filesystem
@@ -164,7 +167,7 @@ async def _session_and_options(send_secrets: bool) -> tuple[Any, dict[str, Any]]
     return await system.set_session(), allowed(system.kwargs)
 
 
-async def _receive(answer: Any, data: bytearray, size: int) -> None:
+async def _receive(answer: "aiohttp.ClientResponse", data: bytearray, size: int) -> None:
     """Add what comes to `data`, until it has `size` bytes. Raises what aiohttp raises."""
     while len(data) < size and not answer.content.at_eof():
         data += await answer.content.read(size - len(data))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
@@ -103,7 +103,7 @@ class EvalSet(ABC):
     path: Path
     images: Sequence[ImageRef]
     # For each image: its class, or its captions, one or more.
-    answers: Sequence[Any]
+    answers: Sequence[object]
     # The set's main metric is the mean of these. Empty: the set is of no suite.
     metric: tuple[str, ...] = ()
     # Additions to the label of its results: `ema`, `limit 100`, `size 64`. Empty: the whole set, trained weights.

@@ -44,7 +44,7 @@ class TritonBackend:
         return triton.cdiv(len(panel.rows), self.tiles.rows) * triton.cdiv(len(panel.cols), self.tiles.cols)
 
     def launch(
-        self, kernel: Any, panel: Block, scale: Tensor, panel_buffer: Tensor | None = None, **arguments: Any
+        self, kernel: Any, panel: Block, scale: Tensor, panel_buffer: Tensor | None = None, **arguments: object
     ) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands and these `arguments`.
 
@@ -58,7 +58,7 @@ class TritonBackend:
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
         tma = self.runtime.has_descriptors(u)
 
-        def as_operand(x: Tensor, height: int, width: int) -> Any:
+        def as_operand(x: Tensor, height: int, width: int) -> object:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
         if panel_buffer is not None:

@@ -5,6 +5,7 @@ Imports nothing heavy.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class FolderConfig:
     # The architecture, as open_clip describes it.
     description: Record = field(default_factory=dict)
     # How pictures are prepared, in open_clip's words and others.
-    pixels: Record = field(default_factory=dict)
+    pixels: dict[str, object] = field(default_factory=dict)
     # For a captioner, `model.correct_cls_mask`; None if the folder does not say.
     correct_cls_mask: bool | None = None
 
@@ -129,7 +130,7 @@ def difference(ours: ModelConfig, theirs: ModelConfig) -> str:
     return next((f"whose {key} is {their_values[key]}, not {our_values[key]}" for key in different), "")
 
 
-def comparable(description: Record) -> Record:
+def comparable(description: Record) -> dict[str, object]:
     """The values of a description in which weights must agree. A value of a wrong type raises any exception."""
     values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
     for section, defaults in COMPARED.items():
@@ -158,7 +159,7 @@ def _largest(value: int | list[int]) -> int:
     return value if isinstance(value, int) else max(value)
 
 
-def checked_pixels(values: Record) -> Record:
+def checked_pixels(values: Mapping[str, object]) -> dict[str, object]:
     """Those `values` that are keys of `model.preprocess`. Raises UserError for wrong ones."""
     names = settings_of(Preprocess)
     preprocess = {key: value for key, value in values.items() if key in names}

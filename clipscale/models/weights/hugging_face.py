@@ -62,7 +62,7 @@ def description_of(config: Record) -> Record:
     }
 
 
-def _transformer(tower: Record) -> Record:
+def _transformer(tower: Record) -> dict[str, object]:
     """The words that both towers have in common."""
     width = tower["hidden_size"]
     inner = tower["intermediate_size"]
@@ -77,7 +77,7 @@ def _transformer(tower: Record) -> Record:
     return words | ({"act_kwargs": {"approximate": "tanh"}} if tower["hidden_act"] == TANH else {})
 
 
-def pixels(folder: Path, model_type: str) -> Record:
+def pixels(folder: Path, model_type: str) -> dict[str, object]:
     """The values of `model.preprocess` that a folder's files give."""
     values: Record = {}
     for name in ("processor_config.json", "preprocessor_config.json"):

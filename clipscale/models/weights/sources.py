@@ -13,7 +13,6 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
-from clipscale.common.record import Record
 from clipscale.common.remote import announced
 from clipscale.common.text import did_you_mean
 from clipscale.config.libraries import model_description, pretrained
@@ -369,7 +368,7 @@ def _from_hub(name: str) -> Path:
     return folder
 
 
-def _pretrained(tag: str, name: str, origin: str) -> Record:
+def _pretrained(tag: str, name: str, origin: str) -> dict[str, object]:
     """open_clip's entry for a tag's weights. Raises UserError for a tag of another model."""
     table = pretrained()
     tags = table.list_pretrained_tags_by_model(name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from clipscale.data.picture import turned_upright
 from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
+
+T = TypeVar("T")
 
 # Threads that decode the pictures of a process.
 THREADS = 4
@@ -59,7 +61,7 @@ class FeatureEncoder:
                 texts = self.encode(self.model.text, self.model.tokenizer, captions)
                 yield Group(group, captions, np.stack([images, texts], 1).astype(dtype))
 
-    def encode(self, tower: nn.Module, prepare: Callable[[list[Any]], Tensor], inputs: Sequence[Any]) -> np.ndarray:
+    def encode(self, tower: nn.Module, prepare: Callable[[list[T]], Tensor], inputs: Sequence[T | None]) -> np.ndarray:
         """A float32 feature row (n, D) for each picture's pixels, or each text; NaN for None."""
         rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
         usable = [x for x in inputs if x is not None]

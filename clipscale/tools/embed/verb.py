@@ -23,7 +23,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line, tracked
 from clipscale.config.conditions import source_names
 from clipscale.config.model import ModelConfig
-from clipscale.config.secrets import without_secrets
+from clipscale.config.secrets import text_without_secrets
 from clipscale.config.setting import differences
 from clipscale.data.addresses import basename, is_local, without_query
 from clipscale.data.sample import IMAGE_TYPES, size_limits_of
@@ -206,7 +206,7 @@ def read(path: Path) -> dict[str, dict[str, object]]:
 
 def address(url: str) -> str:
     """A shard's address without secrets."""
-    return without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else without_query(url))
+    return text_without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else without_query(url))
 
 
 def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> ShardEntry | None:
@@ -243,7 +243,9 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
         missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group
     if missing:
-        log.warning("%d of %d samples without a usable picture or text in %s", missing, samples, without_secrets(url))
+        log.warning(
+            "%d of %d samples without a usable picture or text in %s", missing, samples, text_without_secrets(url)
+        )
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
         if problem.reason not in DAMAGED_SHARD:

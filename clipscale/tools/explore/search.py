@@ -4,11 +4,10 @@ D: feature width.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encode
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
-from clipscale.trained_model import load_run_or_weights
+from clipscale.trained_model import OnRank0, load_run_or_weights
 
 SIDE = 320  # pixels of the longer side of a picture on the page
 
@@ -91,7 +90,7 @@ def open_explorer(config: ExploreConfig) -> Explorer:
     return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
 
 
-def load_matching(config: ExploreConfig, on_rank0: Callable[..., Any]) -> tuple[ClipModel, str, EmbeddedSet]:
+def load_matching(config: ExploreConfig, on_rank0: OnRank0) -> tuple[ClipModel, str, EmbeddedSet]:
     """The model, its name on the page, and the set. Raises UserError if the set has features of another model."""
     (folder,) = config.data.train or []
     embedded = open_embedded_set(Path(folder).expanduser())

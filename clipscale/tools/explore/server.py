@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -97,6 +96,6 @@ async def unusable_picture(request: Request, error: Exception) -> Response:
     return PlainTextResponse(printable(f"this picture cannot be used ({error})"), 422)
 
 
-def answer(value: Any) -> Response:
+def answer(value: object) -> Response:
     """JSON in ASCII: captions may hold lone surrogates."""
     return Response(json.dumps(value, allow_nan=False), media_type="application/json")

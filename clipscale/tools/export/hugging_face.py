@@ -7,6 +7,7 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
@@ -86,7 +87,7 @@ def configuration(model: ClipModel) -> Record:
     }
 
 
-def transformer_config(blocks: Any, norm: Any) -> Record:
+def transformer_config(blocks: Any, norm: nn.LayerNorm) -> dict[str, object]:
     """A transformer in the words of transformers' configurations."""
     block = blocks[0]
     first, activation, *_ = block.mlp.children()
@@ -124,7 +125,7 @@ def check_same_features(model: ClipModel, config: Record, state: Weights) -> Non
             raise ValueError(f"its {name} tower would have other features")
 
 
-def preprocessing(model: ClipModel, model_type: str) -> Record:
+def preprocessing(model: ClipModel, model_type: str) -> dict[str, object]:
     """preprocessor_config.json, without the defaults. Raises ValueError for pictures that it cannot describe."""
     pixels = model.pixels
     side = {"height": model.image_size, "width": model.image_size}

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of, overrides_timm_sizes
 from clipscale.models.weights.descriptions import SAFE_TEXT
@@ -51,7 +50,7 @@ def weights(model: ClipModel) -> Weights:
     return {name: value.contiguous() for name, value in state.items()}
 
 
-def open_clip_description(model: ClipModel, config: ModelConfig) -> Record:
+def open_clip_description(model: ClipModel, config: ModelConfig) -> dict[str, object]:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
     details["vision_cfg"].pop("patch_dropout", None)  # for training only

@@ -92,7 +92,7 @@ def leave_blocks_out(tower: nn.Module, tracker: MemoryTracker) -> BlockMeter:
 
     Nothing is left out of a captioner: it has blocks of four kinds.
     """
-    blocks, identical = ([], []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
+    blocks, identical = (nn.ModuleList(), []) if isinstance(tower, PairEncoder) else repeated_blocks(tower)
     meter = BlockMeter(tracker, len(identical[BLOCKS:]))
     for number, is_first in zip(identical[:BLOCKS], (True, False)):
         blocks[number].register_forward_pre_hook(partial(meter.enter, is_first))

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from clipscale.common.record import Record
 from clipscale.loss.exchange import Communicator, WaitFn
 from clipscale.loss.runtime import LossRuntime, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
@@ -48,18 +47,24 @@ class MemoryTracker(TorchDispatchMode):
         self.operations = 0
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Record | None = None) -> Any:
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # three quarters of all calls ask for the device
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        first = args[0] if args else None
+        if func is torch.ops.prim.device.default and type(first) is FakeTensor:
+            return first.fake_device  # three quarters of all calls ask for the device
         self.operations += 1
-        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
-            dtype = args[0].dtype
-            return dtype != torch.bool and float(dtype.is_floating_point)
+        if func is torch.ops.aten._local_scalar_dense.default and type(first) is FakeTensor:
+            return first.dtype != torch.bool and float(first.dtype.is_floating_point)
         kwargs = kwargs or {}
-        if func.is_view and type(args[0]) is FakeTensor:
-            return from_shapes(func, args, kwargs)
-        if func in FREQUENT and are_fake(args) and not kwargs.get("device"):
-            out = from_shapes(func, args, kwargs)
+        if func.is_view and type(first) is FakeTensor:
+            return from_shapes(func, first, args, kwargs)
+        if func in FREQUENT and type(first) is FakeTensor and are_fake(args) and not kwargs.get("device"):
+            out = from_shapes(func, first, args, kwargs)
         else:
             out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
@@ -89,10 +94,12 @@ def are_fake(args: tuple[object, ...]) -> bool:
     return all(type(x) is FakeTensor for x in args if isinstance(x, Tensor))
 
 
-def from_shapes(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The output of an operation, on its operands' device. It is faster than FakeTensorMode itself."""
-    mode = args[0].fake_mode
-    device = args[0].fake_device
+def from_shapes(
+    func: Callable[..., object], fake: FakeTensor, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """The output of an operation, on the device of its operand `fake`. It is faster than FakeTensorMode itself."""
+    mode = fake.fake_mode
+    device = fake.fake_device
     with in_kernel_invocation_manager(mode):
         out = func(*args, **kwargs)
     return tree_map_only(Tensor, lambda x: x if isinstance(x, FakeTensor) else FakeTensor(mode, x, device), out)
@@ -184,7 +191,7 @@ def cuda_autocast() -> Iterator[None]:
         del kernels
 
 
-def _in_float32(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _in_float32(operation: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
     half = torch.bfloat16, torch.float16
     args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
     with torch.autocast("cpu", enabled=False):

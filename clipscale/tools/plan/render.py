@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
@@ -20,6 +19,6 @@ TEMPLATES.filters |= {
 }
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """The text of a template: `page`, `conclusion` or `start`."""
     return TEMPLATES.get_template(f"{template}.txt").render(values)

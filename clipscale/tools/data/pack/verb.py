@@ -15,7 +15,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypedDict
+from types import TracebackType
+from typing import Literal, TypedDict
 
 import numpy as np
 from PIL import Image
@@ -375,8 +376,10 @@ class Shards:
     def __enter__(self) -> "Shards":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
     def write(self, sample: Mapping[str, str | bytes]) -> None:
         if self._writer is None or self._bytes >= SHARD_BYTES:
