@@ -178,14 +178,14 @@ BREAKS = [
     ),
     Break(
         "json.detect_encoding",
-        "clipscale/data/captions.py",
+        "clipscale/common/files.py",
         {"return json.detect_encoding(start)": 'return "utf-8"'},
-        "tests/data/test_captions.py::test_captions_are_decoded_by_their_byte_order_mark",
+        "tests/data/test_sample.py::test_captions_are_decoded_by_their_byte_order_mark",
     ),
     Break(
         "json.detect_encoding",
         "clipscale/common/files.py",
-        {"encoding = json.detect_encoding(file.read(4))": 'encoding = "utf-8"'},
+        {"return json.detect_encoding(start)": 'return "utf-8"'},
         "tests/data/shards/test_listing.py::test_a_list_is_read_by_its_byte_order_mark",
     ),
     Break(

@@ -116,13 +116,18 @@ def wait_until_visible(path: Path, size: int, within_s: float) -> bool:
         time.sleep(0.2)
 
 
+def encoding_of(start: bytes) -> str:
+    """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
+    return json.detect_encoding(start)
+
+
 def read_text(path: Path) -> str:
     """A text of the user's, in the encoding that its first bytes show, or else in UTF-8.
 
     Wrong bytes become lone surrogates, as in names of files. Raises OSError, and UnicodeError for damaged UTF-16.
     """
     with path.open("rb") as file:
-        encoding = json.detect_encoding(file.read(4))
+        encoding = encoding_of(file.read(4))
     return path.read_text(encoding=encoding, errors="surrogateescape")
 
 

@@ -20,11 +20,10 @@ from clipscale.config.conditions import (
 )
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
-from clipscale.data.captions import captions_in, first_caption, json_fields
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
-from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
+from clipscale.data.sample import BrokenSampleError, RawSample, captions_in, first_caption, image_bytes, json_fields
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,13 @@
-"""A raw sample of a shard, and the rule by which members' names form samples."""
+"""A raw sample of a shard: the rule by which members' names form samples, its members, its picture and captions."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+from clipscale.common import files
+from clipscale.data.hashing import utf8
 
 KEY_RULE = "KEY ends at the first dot of the name"
 # `held_names` names this many members.
@@ -20,11 +25,50 @@ IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo",
 MAX_IMAGE_BYTES = 64 << 20
 # Size limit of a caption or json member; a parser may need thirty times as much memory.
 MAX_TEXT_BYTES = 1 << 20
+# A character of a text that can be seen: no white space, control characters, and letters without width or ink.
+_VISIBLE = re.compile(
+    "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
+)
 
 
 def size_limits_of(pictures: Iterable[str], texts: Iterable[str] = ()) -> dict[str, int]:
     """The members to read and their size limits: extension -> bytes."""
     return dict.fromkeys(texts, MAX_TEXT_BYTES) | dict.fromkeys(pictures, MAX_IMAGE_BYTES)
+
+
+class BrokenSampleError(Exception):
+    """A sample that cannot be used. `reason` is one of a small set of words; such samples are counted by it."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+# ---- members ----
+
+
+def key_and_extension(name: str) -> tuple[str, str] | None:
+    """The sample key and extension in a member's name, or None if it belongs to no sample.
+
+    webdataset's rule: the key ends at the first dot after the last slash.
+    """
+    if len(name) > MAX_NAME_BYTES or _META.match(name):
+        return None
+    folder, slash, file = name.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    if not stem or not dot:
+        return None
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def cut_pictures(extensions: Iterable[str]) -> list[str]:
+    """The extensions with a dot that end like a picture's: `2024.jpg` of IMG0.2024.jpg, whose key is IMG0."""
+    return [name for name in extensions if "." in name and name.rpartition(".")[2] in IMAGE_TYPES]
+
+
+def held_names(extensions: Sequence[str]) -> str:
+    """The first of a sample's extensions with dots, and why they are no members of a pair."""
+    return f"holds {', '.join(f'.{name[:40]}' for name in extensions[:MAX_HELD])}: {KEY_RULE}"
 
 
 @dataclass
@@ -102,36 +146,7 @@ class RawSample:
         self.detail = detail
 
 
-def key_and_extension(name: str) -> tuple[str, str] | None:
-    """The sample key and extension in a member's name, or None if it belongs to no sample.
-
-    webdataset's rule: the key ends at the first dot after the last slash.
-    """
-    if len(name) > MAX_NAME_BYTES or _META.match(name):
-        return None
-    folder, slash, file = name.rpartition("/")
-    stem, dot, extension = file.partition(".")
-    if not stem or not dot:
-        return None
-    return f"{folder}{slash}{stem}", extension.lower()
-
-
-def cut_pictures(extensions: Iterable[str]) -> list[str]:
-    """The extensions with a dot that end like a picture's: `2024.jpg` of IMG0.2024.jpg, whose key is IMG0."""
-    return [name for name in extensions if "." in name and name.rpartition(".")[2] in IMAGE_TYPES]
-
-
-def held_names(extensions: Sequence[str]) -> str:
-    """The first of a sample's extensions with dots, and why they are no members of a pair."""
-    return f"holds {', '.join(f'.{name[:40]}' for name in extensions[:MAX_HELD])}: {KEY_RULE}"
-
-
-class BrokenSampleError(Exception):
-    """A sample that cannot be used. `reason` is one of a small set of words; such samples are counted by it."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+# ---- what they hold ----
 
 
 def image_bytes(members: dict[str, bytes]) -> bytes:
@@ -142,3 +157,64 @@ def image_bytes(members: dict[str, bytes]) -> bytes:
                 raise BrokenSampleError("empty_image")
             return members[name]
     raise BrokenSampleError("no_image")
+
+
+def captions_in(members: dict[str, bytes], source: str) -> list[str]:
+    """The captions of a sample's source, an entry of `data.captions`: a member's extension (`txt`), or `json:FIELD`.
+
+    The field holds a text or a list of texts.
+
+    Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
+    """
+    name, _, field = source.partition(":")
+    if name not in members:
+        raise BrokenSampleError("no_caption")
+    text = text_of(members[name])
+    texts = [text]
+    if field:
+        value = json_fields(text).get(field)
+        values = value if isinstance(value, list) else [value]
+        texts = [item for item in values if isinstance(item, str)]
+        if not texts:
+            raise BrokenSampleError("no_caption", f"no text in field {field!r}")
+        if any(not item.isascii() and utf8(item) != item for item in texts):
+            raise BrokenSampleError("caption_not_utf8", "lone surrogates")
+    texts = [text for text in map(visible_text, texts) if text]
+    if not texts:
+        raise BrokenSampleError("empty_caption")
+    return texts
+
+
+def first_caption(members: dict[str, bytes], sources: Sequence[str]) -> str:
+    """The first text of the first source that has one. `clipscale embed` and training with its features use it.
+
+    Raises BrokenSampleError with the first source's reason if none has a text.
+    """
+    for source in sources:
+        with suppress(BrokenSampleError):
+            return captions_in(members, source)[0]
+    return captions_in(members, sources[0])[0]
+
+
+def text_of(data: bytes) -> str:
+    """The text of these bytes, by `files.encoding_of`. Raises BrokenSampleError `caption_not_utf8`."""
+    try:
+        return data.decode(files.encoding_of(data))
+    except UnicodeDecodeError as error:
+        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
+        # usually damaged.
+        raise BrokenSampleError("caption_not_utf8", str(error)) from error
+
+
+def json_fields(text: str | bytes) -> dict[str, object]:
+    """The fields of a json member; none if it is not an object. Raises BrokenSampleError `bad_json`."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BrokenSampleError("bad_json", str(error)) from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def visible_text(text: str) -> str:
+    """The text without the white space, zeros and byte order marks at its ends; empty if nothing of it can be seen."""
+    return text.strip("\ufeff\x00 \t\r\n") if _VISIBLE.search(text) else ""

@@ -12,7 +12,7 @@ import torch
 
 from clipscale.common import memory
 from clipscale.distributed.join import init_world
-from tests.data.test_captions import SAMPLES
+from tests.data.test_sample import SAMPLES
 from tests.support.forked_processes import forks
 
 FREE = 20 << 30

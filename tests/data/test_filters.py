@@ -16,7 +16,7 @@ from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from tests.data.files import picture
-from tests.data.test_captions import SAMPLES
+from tests.data.test_sample import SAMPLES
 
 TABLES = files.read_yaml(Path(__file__).with_name("filters.yaml"))
 

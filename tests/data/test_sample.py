@@ -1,11 +1,14 @@
-"""The rule by which members' names form samples."""
+"""The rule by which members' names form samples; a sample's captions, and a reason for each that cannot be used."""
 
 import time
+from pathlib import Path
 
 import pytest
 
-from clipscale.data.sample import key_and_extension
-from tests.data.test_captions import SAMPLES
+from clipscale.common import files
+from clipscale.data.sample import BrokenSampleError, captions_in, key_and_extension
+
+SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
 
 
 @pytest.mark.parametrize(("name", "parts"), [*SAMPLES["names"], ("x" * 4100 + ".jpg", None)])
@@ -19,3 +22,15 @@ def test_a_name_of_a_megabyte_takes_no_time() -> None:
     for name in ("x" * 2**20, "x/" * 2**19, "__" * 2**19):
         assert key_and_extension(name) is None
     assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize(("column", "text", "reason"), [*SAMPLES["captions"], ("json:alt", "[" * 100_000, "bad_json")])
+def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: str) -> None:
+    members = {} if text is None else {column.partition(":")[0]: text.encode("latin-1")}
+    with pytest.raises(BrokenSampleError, match=reason):
+        captions_in(members, column)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
+    assert captions_in({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]

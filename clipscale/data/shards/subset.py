@@ -14,9 +14,8 @@ import numpy as np
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.data import DataConfig
-from clipscale.data.captions import json_fields
 from clipscale.data.hashing import digest, utf8
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import BrokenSampleError, json_fields
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

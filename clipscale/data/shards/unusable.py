@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 from itertools import islice
 
 from clipscale.data.addresses import basename
-from clipscale.data.captions import json_fields, visible_text
 from clipscale.data.sample import (
     IMAGE_TYPES,
     KEY_RULE,
@@ -15,6 +14,8 @@ from clipscale.data.sample import (
     BrokenSampleError,
     cut_pictures,
     held_names,
+    json_fields,
+    visible_text,
 )
 from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.shard_errors import SourceError

@@ -7,8 +7,7 @@ from pathlib import Path
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from clipscale.common.errors import UserError
-from clipscale.data.captions import text_of
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import BrokenSampleError, text_of
 
 CLASSNAMES = "classnames.txt"
 TEMPLATES = "zeroshot_classification_templates.txt"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.data.captions import captions_in, json_fields
-from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES, BrokenSampleError, captions_in, json_fields
 from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.tar import open_archive
 from clipscale.eval.classification import ClassificationSet

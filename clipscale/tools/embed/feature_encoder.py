@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
-from clipscale.data.captions import first_caption
 from clipscale.data.eval_transform import EvalTransform, prefetched
 from clipscale.data.picture import turned_upright
-from clipscale.data.sample import BrokenSampleError, RawSample, image_bytes
+from clipscale.data.sample import BrokenSampleError, RawSample, first_caption, image_bytes
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.data.captions import encoding_of
 from clipscale.data.sample import MAX_TEXT_BYTES
 
 # The first bytes of a table, which show its encoding.
@@ -16,13 +16,13 @@ MAX_LINE_LENGTH = 4 * MAX_TEXT_BYTES
 
 
 def lines_of(file: Path) -> Iterator[str]:
-    """A text's lines, decoded by `encoding_of`. Wrong bytes become lone surrogates.
+    """A text's lines, decoded by `files.encoding_of`. Wrong bytes become lone surrogates.
 
     Raises UserError for another encoding, that is, if most of the first lines with letters beyond ASCII are not UTF-8.
     """
     with file.open("rb") as raw:
         start = raw.read(START)
-    encoding = encoding_of(start)
+    encoding = files.encoding_of(start)
     if encoding == "utf-8":
         lines = start.splitlines()[: -1 if len(start) == START else None]
         wrong = [number for number, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from clipscale.data.captions import json_fields
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import BrokenSampleError, json_fields
 from clipscale.tools.data.pack.lines import lines_of
 from clipscale.tools.data.pack.separated import PICTURE, Row
 

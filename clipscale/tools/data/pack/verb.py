@@ -29,10 +29,9 @@ from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
 from clipscale.config.setting import differences
-from clipscale.data.captions import text_of, visible_text
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.picture import MAX_PIXELS, Picture
-from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, text_of, visible_text
 from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.eval.sets.known import HELD_OUT
