@@ -232,9 +232,9 @@ BREAKS = [
     ),
     Break(
         "hydra.core.override_parser",
-        "clipscale/cli/compose.py",
-        {"if override.is_discrete_sweep()": "if False"},
-        "tests/cli/test_sweep.py::test_all_combinations_run_in_hydras_order_and_failures_are_named",
+        "clipscale/cli/sweep/jobs.py",
+        {"if not override.is_sweep_override()": "if True"},
+        "tests/cli/sweep/test_run_sweep.py::test_all_combinations_run_in_hydras_order_and_failures_are_named",
     ),
     Break(
         "hydra.core.override_parser",

@@ -22,8 +22,9 @@ import pytest
 from pyarrow import parquet
 
 import clipscale
-from clipscale.cli import compose, plugin_settings
+from clipscale.cli import compose
 from clipscale.cli.main import main
+from clipscale.cli.sweep.run_sweep import compose_sweep
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE, default_choices
@@ -228,10 +229,8 @@ def test_every_command_composes(
         name, rest = split_verb(words)
         line = compose.parse(name, rest)
         try:
-            if any(map(compose.is_hydra_setting, line.words)):
-                plugin_settings.compose_sweep(line.words, line.config_dir)
-            elif line.multirun:
-                compose.combinations(line.words, line.config_dir)
+            if line.multirun:
+                compose_sweep(line.words, line.config_dir)
             elif name != "completion":
                 settings = compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)
                 if name == "train":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli.compose import combinations
+from clipscale.cli.sweep.run_sweep import compose_sweep
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.tools.export.settings import ExportSettings
@@ -83,7 +83,7 @@ def test_a_run_goes_on_where_its_start_is_gone(cli: Cli, shards: str, tmp_path: 
     for run in ("s/seed=1", "s/seed=2"):
         (tmp_path / "runs" / run).parent.mkdir(exist_ok=True)
         (tmp_path / "runs" / run).symlink_to(tmp_path / "runs/moved")
-    swept = combinations([*longer[1:], "run=s", "model.weights=start", "seed=1,2"], None)
-    assert [config.model.name for _, config in swept] == ["tiny", "tiny"]
+    _, jobs = compose_sweep([*longer[1:], "run=s", "model.weights=start", "seed=1,2"], None)
+    assert [job.config.model.name for job in jobs] == ["tiny", "tiny"]
     status, _, err = cli(*longer, "run=new", "model.weights=start")
     assert status == 2 and "model.weights='start' is not a file, a folder, a run or a tag" in err

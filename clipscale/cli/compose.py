@@ -8,7 +8,6 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -281,54 +280,6 @@ def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]
                 preset = files.read_yaml(file)
                 values |= flat(preset if group in preset else {group: preset})
     return [f"{key}={as_typed(value)}" for key, value in values.items() if value != {}]
-
-
-def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[list[str], TrainConfig]]:
-    """The runs of a sweep in Hydra's order: the words in which each differs from the others, and its settings. Raises
-    UserError.
-    """
-    choices = choices_of(words)
-    common = words_of_all_runs(choices)
-    jobs = [*product(*choices)]
-    all_differing = [[word for word in job if word not in common] for job in jobs]
-    return [
-        (differing, settings("train", job, config_dir, in_sweep=folder_name(differing)))
-        for job, differing in zip(jobs, all_differing)
-    ]
-
-
-def words_of_all_runs(choices: Sequence[Sequence[str]]) -> set[str]:
-    """The words that all runs of a sweep have, of those in `choices_of`. The others name a run's folder."""
-    return {words[0] for words in choices if len(set(words)) == 1}
-
-
-def choices_of(words: Sequence[str]) -> list[list[str]]:
-    """For each setting of a sweep, the words KEY=VALUE of its values, as a run gets them. Raises UserError."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
-        choices = []
-        for override in parsed:
-            key = override.get_key_element()
-            if override.is_interval_sweep():
-                raise UserError(
-                    f"{override.input_line}: only a sweeper chooses between two numbers; add hydra/sweeper=optuna, or "
-                    f"give values, {key}=A,B"
-                )
-            if override.is_discrete_sweep():
-                values = [*override.sweep_string_iterator()]
-            else:
-                values = [override.get_value_element_as_str()]
-            if not values:
-                raise UserError(f"{override.input_line}: it has no values")
-            choices.append([f"{key}={value}" for value in values])
-    except HydraException as error:
-        raise one_line_error(error) from error
-    return choices
-
-
-def folder_name(combination: Sequence[str]) -> str:
-    """The name of a run's folder in a sweep, from the words in which it differs from the other runs."""
-    return files.file_name(re.sub(r"['\"\\]", "", ",".join(combination))) if combination else "0"
 
 
 def demo_folder() -> str:

@@ -89,9 +89,9 @@ def run(argv: list[str]) -> int:
     if not (line.cfg or line.check or name in PRINT):
         ignore_output_errors()
     if line.multirun:
-        from clipscale.cli import sweep
+        from clipscale.cli.sweep import run_sweep
 
-        return sweep.main(name, line)
+        return run_sweep.main(name, line)
     plain, overrides = compose.overrides(name, line.words)
     settings = compose.settings(name, overrides, line.config_dir)
     if line.cfg:

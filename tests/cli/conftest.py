@@ -1,5 +1,6 @@
 """Runs commands in this process."""
 
+import errno
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ def cli(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
     """The settings of the runs that a sweep has started.
 
-    Instead of training, a run has its seed as its loss; seed 13 fails.
+    Instead of training, a run has its seed as its loss; seeds 13 and 17 fail, and 99 is stopped.
     """
     monkeypatch.chdir(tmp_path)
     configs = []
@@ -41,6 +42,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
         configs.append(config)
         if config.seed == 13:
             raise UserError("went wrong")
+        if config.seed == 17:
+            raise OSError(errno.ENOSPC, "No space left on device", config.run)
         if config.seed == 99:
             raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
         return {"step": 2, "loss": float(config.seed), "run": config.run, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from threading import Event, Thread
 
-from clipscale.cli.job_folder import JobFolder
+from clipscale.cli.sweep.job_folder import JobFolder
 
 
 def test_a_job_with_equal_values_waits_for_the_first_ones_end(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli.job_folder import JOBS
 from clipscale.cli.main import main
-from clipscale.cli.plugins import objective
+from clipscale.cli.sweep.by_hydra import objective
+from clipscale.cli.sweep.job_folder import JOBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.train_config import TrainConfig
@@ -64,7 +64,7 @@ def test_a_launchers_runs_are_those_of_our_own_sweep(
     assert failed[0] == failed[1] and len(failed[0]) == len(own) / 2
 
 
-@pytest.mark.slow  # test_sweep.py has it, too
+@pytest.mark.slow  # test_run_sweep.py has it, too
 def test_a_signal_to_a_run_of_this_process_ends_the_sweep(trained: list[TrainConfig], shards: str) -> None:
     assert sweep(shards, "samples=32", "seed=99,2", "hydra/launcher=basic") == 143
     assert [config.seed for config in trained] == [99]
@@ -76,12 +76,13 @@ def test_settings_are_printed_and_nothing_starts(trained: list[TrainConfig], sha
     assert not Path("runs").exists()
 
 
-def test_a_metric_that_nobody_asks_for_is_said(
-    trained: list[TrainConfig], shards: str, tmp_path: Path, capsys: Capture
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=basic",)], ids=["one by one", "by a launcher"])
+def test_a_metric_that_nobody_asks_for_is_said_and_fails_no_run(
+    trained: list[TrainConfig], shards: str, tmp_path: Path, capsys: Capture, launcher: tuple[str, ...]
 ) -> None:
     sets = f"eval.sets={classification_set(tmp_path / 'birds')}"
-    assert sweep(shards, "samples=32", "seed=1,2", sets, "sweep.metric=birds/top1") == 0
-    assert "sweep.metric=birds/top1: only a sweeper" in capsys.readouterr().err
+    assert sweep(shards, "samples=32", "seed=1,2", sets, "sweep.metric=birds/top9", *launcher) == 0
+    assert "sweep.metric=birds/top9: only a sweeper" in capsys.readouterr().err
 
 
 RESULTS = {"a/val": {"top1": 0.25}, "birds (limit 9)": {"top1": 0.5}, "birds (limit 9) (size 2)": {"top1": 0.75}}
@@ -133,33 +134,44 @@ def test_jobs_of_several_tasks_and_unknown_keys_are_refused(
     assert not Path("runs").exists()
 
 
-# A command that gets SIGTERM while it works; `{work}` is where.
+# A command that gets a signal while it works; `{work}` is where.
 STOPPED = """
 import os, signal, sys
-from clipscale.cli import plugins
+from clipscale.cli.sweep import by_hydra, run_sweep
 from clipscale.cli.main import main
-def work(*_, **__): os.kill(os.getpid(), signal.SIGTERM)
-plugins.{work}
+def work(*_, **__): os.kill(os.getpid(), signal.{signal})
+{work}
 sys.exit(main())
 """
+# The second signal comes while the runs save.
+TWICE = "by_hydra.call_hydra = by_hydra.JobFolder.wait_for_jobs = work"
 
 
-@JOBLIB
 @pytest.mark.parametrize(
-    ("work", "line"),
+    ("launcher", "work", "number", "line"),
     [
-        ("sweep.check_runs = work", "stopped by SIGTERM before a run began; the same command resumes it\n"),
-        (
-            "hydra.main = lambda **_: lambda job: work",
-            "stopped by SIGTERM; 0 of 2 runs complete; the same command resumes it\n",
+        ((), "run_sweep.check = work", "SIGTERM", " before a run began"),
+        pytest.param(
+            ("hydra/launcher=joblib",), "by_hydra.call_hydra = work", "SIGUSR1", "; 0 of 2 runs complete", marks=JOBLIB
         ),
+        pytest.param(("hydra/launcher=joblib",), TWICE, "SIGTERM", "; 0 of 2 runs complete", marks=JOBLIB),
     ],
 )
-def test_a_signal_before_the_runs_says_what_remains(shards: str, tmp_path: Path, work: str, line: str) -> None:
-    words = ["train", "-m", *TINY, f"data.train={shards}", "run=s", "hydra/launcher=joblib", "seed=1,2"]
-    program = [sys.executable, "-c", STOPPED.format(work=work), *words]
+def test_a_signal_before_the_runs_says_what_remains(
+    shards: str, tmp_path: Path, launcher: tuple[str, ...], work: str, number: str, line: str
+) -> None:
+    words = ["train", "-m", *TINY, f"data.train={shards}", "run=s", *launcher, "seed=1,2"]
+    program = [sys.executable, "-c", STOPPED.format(work=work, signal=number), *words]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (143, line)
+    assert (done.returncode, done.stderr) == (143, f"stopped by {number}{line}; the same command resumes it\n")
+
+
+@SUBMITIT
+def test_settings_for_slurm_are_printed_as_typed(shards: str, capsys: Capture) -> None:
+    """The machine of the command line needs no GPU."""
+    words = ("samples=32", "seed=1,2", "hydra/launcher=submitit_slurm", "device=cuda")
+    assert sweep(shards, *words, "--cfg", "job") == 0
+    assert capsys.readouterr().out.count("\ndevice: cuda\n") == 2
 
 
 @JOBLIB

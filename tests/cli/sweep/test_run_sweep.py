@@ -1,14 +1,10 @@
 """Sweeps: every combination runs in its own folder, and a failure does not end the sweep."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from clipscale.cli import compose
-from clipscale.cli.compose import folder_name
 from clipscale.cli.main import main
-from clipscale.common import files
 from clipscale.config.train_config import TrainConfig
 from clipscale.run_folder.names import META, path_of
 from tests.cli.conftest import Cli
@@ -40,32 +36,6 @@ def test_values_of_texts_and_hydras_ranges_are_swept(trained: list[TrainConfig],
         ("adamw", 0), ("adamw", 1), ("lion", 0), ("lion", 1),
     ]  # fmt: skip
     assert Path(trained[0].run).parent.name.startswith("sweep-")
-
-
-SWEPT = files.read_yaml(Path(__file__).with_name("swept.yaml"))
-
-
-@pytest.mark.parametrize(("word", "values"), SWEPT.items())
-def test_hydra_reads_the_values_of_a_sweeps_word(word: str, values: list) -> None:
-    """The settings make a list of a single value, and texts of a chunk's numbers."""
-
-    def text(value: object) -> str:
-        return re.sub("['\"]", "", str(value if isinstance(value, list) else [value]))
-
-    ((*words,),) = compose.choices_of([word])
-    read = [compose.OverridesParser.create().parse_override(each).value() for each in words]
-    assert [text(value) for value in read] == [text(value) for value in values]
-
-
-@pytest.mark.slow  # each run is composed; the test above reads the same words
-@pytest.mark.parametrize(("word", "values"), SWEPT.items())
-def test_a_word_of_a_sweep_has_the_values_that_hydra_reads(word: str, values: list) -> None:
-    """Each run has a folder of its own."""
-    runs = compose.combinations(["data.train=x.tar", word], None)
-    section, _, name = word.partition("=")[0].rpartition(".")
-    swept = [getattr(getattr(config, section) if section else config, name) for _, config in runs]
-    assert [[*value] if isinstance(value, tuple) else value for value in swept] == values
-    assert len({folder_name(words) for words, _ in runs}) == len(values)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +81,15 @@ def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
 PLUGIN = "hydra/launcher=basic"
 
 
+@pytest.mark.parametrize("way", [(), (PLUGIN,)], ids=["one by one", "by a launcher"])
+def test_a_run_whose_disk_is_full_ends_itself_alone(
+    trained: list[TrainConfig], shards: str, capsys: Capture, way: tuple[str, ...]
+) -> None:
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=17,1", *way)) == 1
+    assert [config.seed for config in trained] == [17, 1]
+    assert capsys.readouterr().err.endswith("error: failed: seed=17\n")
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -148,15 +127,6 @@ def test_a_run_that_has_gone_on_from_a_path_goes_on_from_its_own_checkpoint(
         assert main(words) == 0
         assert [config.resume for config in trained] == ["auto", resume]
         trained.clear()
-
-
-def test_a_runs_folder_is_named_after_its_values_and_safe() -> None:
-    assert folder_name(["model=vit-b32", "batch=64k"]) == "model=vit-b32,batch=64k"
-    assert folder_name(["data.train='/a/{0..9}.tar'"]).startswith("data.train=-a-0..9-.tar-")
-    assert folder_name([]) == "0"
-    long = [f"key{i}=value" for i in range(50)]
-    assert len(folder_name(long)) <= 100
-    assert folder_name(long) != folder_name([*long, "x=1"])
 
 
 @pytest.mark.slow
