@@ -98,7 +98,10 @@ def test_tensors_of_any_size_take_no_memory() -> None:
 
 ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "addmm": lambda x: (x[0], x, x.t()),
+    "baddbmm": lambda x: (x[None], x[None], x.t()[None]),
     "mm": lambda x: (x, x.t()),
+    "_unsafe_view": lambda x: (x.t(), [2, 8]),
+    "linalg_vector_norm": lambda x: (x,),
     "sum": lambda x: (x, [0], True),
     "gelu_backward": lambda x: (x, x),
     **dict.fromkeys(("gelu", "empty_like", "zeros_like", "_to_copy"), lambda x: (x,)),
@@ -111,12 +114,13 @@ def test_frequent_operations_give_what_a_cpu_gives(dtype: torch.dtype) -> None:
     """Shape, strides and type, of transposed operands, too."""
     for operation in sorted(FREQUENT, key=str):
         name = operation.overloadpacket.__name__
-        keywords = {"out": torch.ones(4, 4, dtype=dtype)} if name == "logaddexp" else {}
+        shape = (1, 4, 4) if name == "baddbmm" else (4, 4)
+        has_out = operation._overloadname == "out"
         arguments = ARGUMENTS.get(name, lambda x: (x, x))(torch.ones(4, 4, dtype=dtype).t())
-        expected = operation(*arguments, **keywords)
+        expected = operation(*arguments, **({"out": torch.ones(shape, dtype=dtype)} if has_out else {}))
         with without_memory():
             dry = ARGUMENTS.get(name, lambda x: (x, x))(torch.ones(4, 4, dtype=dtype).t())
-            out = operation(*dry, **({"out": torch.ones(4, 4, dtype=dtype)} if keywords else {}))
+            out = operation(*dry, **({"out": torch.ones(shape, dtype=dtype)} if has_out else {}))
             assert out.device == expected.device
         assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), expected.dtype), name
 
