@@ -2,9 +2,10 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.start.build_step import build_loss, build_step
 from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
+from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
@@ -78,6 +80,8 @@ class Case:
     sizes: tuple[int, ...] = ()
     # Whether samples with equal keys are no negatives of each other.
     uses_sameness_keys: bool = False
+    # In bf16 the model is one of float32, otherwise of float64.
+    precision: str = "fp32"
 
     @property
     def teachers(self) -> tuple[TeacherFeatures, ...]:
@@ -87,7 +91,9 @@ class Case:
 def model_of(case: Case) -> ClipModel:
     bias = -2.0 if case.objective == "sigmoid" else None
     image = TowerConfig(train="none" if case.is_frozen else "all")
-    model = small_captioner(init_bias=bias, image=image).double()
+    model = small_captioner(init_bias=bias, image=image)
+    if case.precision == "fp32":
+        model.double()
     model.text.encoder.correct_cls_mask = not case.is_legacy
     return model
 
@@ -103,10 +109,12 @@ def step_of(case: Case, world: World) -> TrainStep:
         launch=LaunchConfig(parallel=case.parallel),
         optim=OptimConfig(lr=0.0),
         distill=DistillConfig(weights=case.distilled or (0.0, 1.0)),
-        precision="fp32",
+        precision=case.precision,
         offload=case.offload,
     )
-    model, precision = model_of(case), Precision.set_up("fp32", CPU)
+    model, precision = model_of(case), Precision.set_up(case.precision, CPU)
+    if case.precision != "fp32":
+        precision.cast_frozen_(model.image, model.text)
     loss = build_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
     return build_step(config, world, model, precision, sizes, loss, sorts_captions=case.is_sorted)
@@ -281,6 +289,28 @@ def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, 
             assert losses == pytest.approx(values, rel=1e-10), case
             assert bool(kept) == (case.keep != "none"), case
             assert_same(found, expected, 1e-10, case)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("keep", ["none", "5M"])
+def test_a_step_in_bf16_casts_weights_once_and_has_the_gradients_of_autograd(keep: str, is_frozen: bool) -> None:
+    """On a CPU the products of a chunk are rounded as autograd's are. Those of biases are not rounded."""
+    case = Case(keep=keep, is_frozen=is_frozen, precision="bf16")
+    [actual] = stepped(0, 1, [case])
+    with patch.object(CastWeights, "start_step", lambda *arguments: None):
+        [expected] = stepped(0, 1, [case])
+    assert bool(actual.kept) == bool(expected.kept) == (keep != "none")
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
+    for ends, most in ((True, 0.02), (False, 1e-6)):
+        assert_same(
+            *(
+                {k: v for k, v in answer.gradients.items() if k.endswith("bias") is ends}
+                for answer in (actual, expected)
+            ),
+            most,
+        )
+    exact = one_graph(replace(case, precision="fp32"))[1]
+    assert_same({name: gradient.double() for name, gradient in actual.gradients.items()}, exact, 0.1)
 
 
 # Memory in which no image's tokens are kept, those of a chunk of 5, those of all images, and graphs, too; and how many

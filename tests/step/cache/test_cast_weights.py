@@ -174,13 +174,19 @@ class SomeLayers(nn.Module):
         return y + self.sometimes(y) if x[0, 0] > 0 else y
 
 
-def gradients_in_chunks(
-    first: list[float], chunks: int, keep: float, *, by_autograd: bool = False
-) -> dict[str, Tensor]:
-    """The gradients of `SomeLayers` after two steps. `first`: the number with which each two samples begin."""
-    torch.manual_seed(0)
-    encoder, x = SomeLayers(), torch.randn(2 * len(first), 6)
+def begins_with(first: list[float], rank: int = 0) -> Tensor:
+    """Two samples for each number, the first of which begins with it. The other numbers differ between the ranks."""
+    x = torch.randn(2 * len(first), 6, generator=torch.Generator().manual_seed(rank))
     x[::2, 0] = torch.tensor(first)
+    return x
+
+
+def gradients_in_chunks(
+    first: list[float], chunks: int, keep: float, *, rank: int = 0, by_autograd: bool = False
+) -> dict[str, Tensor]:
+    """The gradients of `SomeLayers` after two steps. `first`: see `begins_with`."""
+    torch.manual_seed(0)
+    encoder, x = SomeLayers(), begins_with(first, rank)
     cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=chunks, keep_bytes=keep, autocast=BF16)
     for _ in range(2):  # the first measures a graph
         encoder.zero_grad()
@@ -327,3 +333,27 @@ def half_of_the_batch(rank: int, world_size: int, keep: float) -> tuple[dict[str
                 cache.step(*rows)
         found.append({name: gradient.clone() for name, gradient in gradients(model).items()})
     return found[0], found[1]
+
+
+# Where each rank's chunks begin with a positive number, they call a layer: on rank 0 only one that is not the last.
+FIRST_OF_RANKS = [[1.0, -1, -1], [-1.0, -1, -1]]
+
+
+def under_ddp_that_finds_unused(rank: int, world_size: int, keep: float) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    encoder = SomeLayers()
+    wrapped = DistributedDataParallel(encoder, find_unused_parameters=True)
+    cache = GradCache([wrapped], lambda u: u.float().square().sum(), chunks=2, keep_bytes=keep, autocast=BF16)
+    for _ in range(2):
+        encoder.zero_grad()
+        cache.step(begins_with(FIRST_OF_RANKS[rank], rank))
+    return gradients(encoder)
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_ddp_finds_the_layers_that_no_chunk_of_any_rank_calls(keep: float) -> None:
+    """It finds them by its hooks, so every chunk's gradients must reach these. The mean of the ranks is expected."""
+    of_ranks = [gradients_in_chunks(first, 2, 0, rank=i, by_autograd=True) for i, first in enumerate(FIRST_OF_RANKS)]
+    expected = {name: sum(g[name] for g in of_ranks if name in g) / len(of_ranks) for name in of_ranks[0]}
+    for actual in run_ranks(under_ddp_that_finds_unused, 2, keep):
+        assert_close(actual, expected)
