@@ -45,6 +45,14 @@ class UnreachableError(UserError):
     """The ranks do not reach each other. The command line exits with status 1: the same command may succeed later."""
 
 
+def clear_frames(error: BaseException) -> None:
+    """Free the local variables of the functions that an error and its causes have ended. The error holds them."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+
+
 @contextmanager
 def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.

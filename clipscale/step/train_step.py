@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.batch.chunks import ChunkSizes
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UserError, clear_frames, one_line
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.host_batch import HostBatch
@@ -152,13 +152,16 @@ class TrainStep:
         """Around the next batch and its step. If an error or a signal ends them, a resume repeats them bit for bit.
 
         Restores random states and the statistics of batch normalisation, and discards the batch, so that the stream's
-        position is the one before the step.
+        position is the one before the step. Frees the step's memory, which a save may need.
         """
         random = RandomState.now(self.world.device)
         restore_statistics = snapshot_batch_norm(self.model)
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self.cache.discard_step()
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                clear_frames(error)
             random.restore()
             restore_statistics()
             stream.discard_last_batch()

@@ -1,6 +1,7 @@
 """What the ranks of a step agree on before they know each other's next batch, and when a step updates the weights."""
 
 import math
+import weakref
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -64,6 +65,33 @@ def test_a_step_that_is_thrown_away_leaves_nothing_of_the_batch_after_it() -> No
         run_step(step, batches[0], upcoming=batches[1], failure=DataError("gone"))
     stream.discard_last_batch.assert_called_once()
     assert run_step(step, batches[2]).numbers == run_step(small_step(), batches[2]).numbers
+
+
+@pytest.mark.parametrize(("part", "keep", "fails_at"), [("encode", math.inf, 5), ("loss", 0, 7), ("replay", 0, 8)])
+def test_a_step_without_memory_frees_its_memory_before_the_run_saves(part: str, keep: float, fails_at: int) -> None:
+    """The error is alive while the run saves, and so are the frames of the functions that it has ended."""
+    step, stream = small_step(), Mock()
+    made: list[weakref.ref[Tensor]] = []
+
+    def fail(features: Tensor) -> Tensor:
+        made.append(weakref.ref(features))
+        if len(made) >= fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return features
+
+    step.cache.keep_bytes = keep
+    for tower in step.cache.towers:  # of 3 chunks each
+        tower.representation = fail
+    if part == "loss":
+        step.cache.loss = lambda images, texts, **options: fail(images)
+    with pytest.raises(UserError, match=f"out of memory in {part}") as raised, step.rollback_on_error(stream):
+        try:
+            run_step(step, small_batch())
+        finally:
+            assert any(ref() is not None for ref in made)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert len(made) >= fails_at and all(ref() is None for ref in made)
+    assert all(len(tower.representations) == 0 for tower in step.cache.towers)
 
 
 def second_step_with_a_late_rank(rank: int, world_size: int) -> tuple[float, int]:

@@ -4,8 +4,8 @@
 training step are a tree in docs/contributing/architecture.md.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -100,10 +100,11 @@ class GradCache:
         `loss_options`: keywords of the loss, over the whole batch. The chunks' own losses are added to it. Raises as
         `encode`, `backward` and `replay` do.
         """
-        representations = self.encode(*inputs)  # chunk by chunk, without a graph
-        value = self.loss(*representations, **loss_options)
-        self.backward(value)  # to the representations
-        self.replay()  # chunk by chunk, with a graph: from their gradients to those of the parameters
+        with self._discarded_on_error():
+            representations = self.encode(*inputs)  # chunk by chunk, without a graph
+            value = self.loss(*representations, **loss_options)
+            self.backward(value)  # to the representations
+            self.replay()  # chunk by chunk, with a graph: from their gradients to those of the parameters
         return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
     def encode(self, *inputs: object, before_chunk: Poll = no_poll) -> list[Tensor]:
@@ -139,16 +140,17 @@ class GradCache:
         `reserved`: bytes of `keep_bytes` that the input uses between the passes, such as a frozen tower's outputs.
         """
         tower = self.towers[i]
-        tower.start_step(tower_input, self.chunks[i])
-        graphs = self.graph_budget.plan(
-            i,
-            tower.chunk_rows,
-            tower.num_keepable,
-            short_memory_policy(tower.encoder),
-            on_gpu=is_on_gpu(tower.encoder),
-            reserved=reserved,
-        )
-        return tower.encode(graphs, before_chunk)
+        with self._discarded_on_error():
+            tower.start_step(tower_input, self.chunks[i])
+            graphs = self.graph_budget.plan(
+                i,
+                tower.chunk_rows,
+                tower.num_keepable,
+                short_memory_policy(tower.encoder),
+                on_gpu=is_on_gpu(tower.encoder),
+                reserved=reserved,
+            )
+            return tower.encode(graphs, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters.
@@ -191,10 +193,28 @@ class GradCache:
             return self.scaler.scale(weight) if self.scaler else weight
 
         losses = []
-        for tower in self.towers:
-            losses += tower.replay(before_chunk, loss_gradient)
-            tower.end_step()
+        with self._discarded_on_error():
+            for tower in self.towers:
+                losses += tower.replay(before_chunk, loss_gradient)
+                tower.end_step()
         self.chunk_loss = _sum(losses) if losses else None
+
+    def discard_step(self) -> None:
+        """Let go of a step that is not to be completed: its batch, representations and kept graphs.
+
+        An error in `encode`, `replay` or `step` does this, too.
+        """
+        for tower in self.towers:
+            tower.end_step()
+
+    @contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        """Around a part of a step, which an error ends."""
+        try:
+            yield
+        except BaseException:
+            self.discard_step()
+            raise
 
     @property
     def keep_bytes(self) -> float | None:

@@ -164,8 +164,9 @@ class TowerPasses:
         return self.forward_chunk(i)
 
     def end_step(self) -> None:
-        """Let go of the batch, its representations and the cast weights."""
+        """Let go of the batch, its representations, the kept graphs and the cast weights."""
         self.representations = torch.empty(0)
+        self.graphs.outputs.clear()
         self.inputs = None
         self.cast_weights.end_step()
 

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -153,6 +154,37 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert cache.num_kept_graphs == [0, 0], "no tower takes the room of another's graphs"
     assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1
+
+
+class Watched(nn.Linear):
+    """Notes what its passes made, and fails in one of them."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(3, 2)
+        self.made: list[weakref.ref[Tensor]] = []
+        self.fails_at = fails_at
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.made += [weakref.ref(x), weakref.ref(y)]
+        if len(self.made) == 2 * self.fails_at:
+            raise ZeroDivisionError
+        return y
+
+
+@pytest.mark.parametrize("fails_at", [2, 4, 5], ids=["first pass", "the other tower's first pass", "second pass"])
+def test_a_step_that_fails_leaves_nothing_in_memory(fails_at: int) -> None:
+    """One encoder serves both towers, with two chunks each. If there is a second pass, no graphs are kept."""
+    encoder = Watched(fails_at)
+    loss = lambda u, v: (u @ v.T).square().sum()  # noqa: E731
+    cache = GradCache([encoder] * 2, loss, chunks=2, keep_bytes=math.inf if fails_at < 5 else 0)
+    batches = [torch.randn(4, 3), torch.randn(4, 3)]
+    held = [weakref.ref(batch) for batch in batches]
+    with suppress(ZeroDivisionError):
+        cache.step(*batches)
+    del batches
+    assert [ref() for ref in held + encoder.made] == [None] * (2 + len(encoder.made))
+    assert all(len(tower.representations) == 0 for tower in cache.towers)
 
 
 KEEP, MEASURE, DISCARD, NO_GRAPH, *_ = GraphPolicy
