@@ -34,6 +34,8 @@ class StepAgreement:
     # The maximum over ranks of [text chunks, is unknown, wants save], and for a captioner of one entry for each rank. A
     # rank sends the number of its caption labels in its own entry, and zeros in the entries of the others.
     message: AsyncReduction
+    # This rank's next batch, on which the ranks agree, if it had arrived.
+    batch: HostBatch | None = None
     # This rank's texts of the next step, if they had arrived and are sorted.
     texts: SortedTexts | None = None
 
@@ -83,10 +85,13 @@ class StepInputs:
         `chunk_size`: texts of a chunk. A collective if texts are sorted and the agreement does not have the number of
         chunks.
         """
-        texts: ChunkLoader | None = self.agreement.texts if self.agreement else None
+        agreement = self.agreement
+        if agreement and agreement.batch is not None:
+            assert agreement.batch is batch, "the ranks have agreed on another batch"
+        texts: ChunkLoader | None = agreement.texts if agreement else None
         texts = texts or self.local_texts(batch, chunk_size)
         if isinstance(texts, SortedTexts):
-            num_chunks = self.agreement.num_text_chunks if self.agreement else 0
+            num_chunks = agreement.num_text_chunks if agreement else 0
             if not num_chunks:
                 [num_chunks] = self.world.all_reduce_max(texts.num_chunks)
             texts.split(num_chunks)
@@ -132,7 +137,7 @@ class StepInputs:
         labels = [] if caption_labels is None else self.world.one_hot_by_rank(caption_labels)
         is_unknown = int(upcoming is None)
         message = self.world.all_reduce_max_async(text_chunks, is_unknown, int(wants_save), *labels)
-        self.agreement = StepAgreement(message, sorted_texts)
+        self.agreement = StepAgreement(message, upcoming, sorted_texts)
         return self.agreement
 
 

@@ -29,6 +29,7 @@ from clipscale.config.sections import (
     OptimConfig,
 )
 from clipscale.config.train_config import TrainConfig
+from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
@@ -41,7 +42,7 @@ from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
-from clipscale.step.train_step import StepResult, TrainStep
+from clipscale.step.train_step import TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.checkpoints import ONE_RANK
 from tests.support.gradients import assert_same, gradients
@@ -120,17 +121,11 @@ def step_of(case: Case, world: World) -> TrainStep:
     return build_step(config, world, model, precision, sizes, loss, sorts_captions=case.is_sorted)
 
 
-def one_step(
-    step: TrainStep,
-    rank: int,
-    ranks: int,
-    teachers: tuple[TeacherFeatures, ...] = (),
-) -> StepResult:
-    """Run a step with this rank's share of the batch. After the first one the ranks have agreed on the next."""
+def share_of(rank: int, ranks: int, teachers: tuple[TeacherFeatures, ...] = ()) -> HostBatch:
+    """This rank's share of the batch."""
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     pixels, tokens, taught = (x[share] for x in (*captioned(BATCH), taught_features()))
-    batch = host_batch(pixels, tokens, KEYS[share], dict.fromkeys(teachers, taught))
-    return run_step(step, batch, upcoming=batch)
+    return host_batch(pixels, tokens, KEYS[share], dict.fromkeys(teachers, taught))
 
 
 class Answer(NamedTuple):
@@ -147,10 +142,11 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
     answers = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
-        one_step(step, rank, ranks, case.teachers)
+        batch = share_of(rank, ranks, case.teachers)
+        run_step(step, batch, upcoming=batch)
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
-        result = one_step(step, rank, ranks, case.teachers)
+        result = run_step(step, batch, upcoming=batch)
         losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
         answers.append(Answer(losses, gradients(step.model), *step.cache.num_kept_graphs, sum(encoded)))
     return answers
@@ -346,7 +342,7 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
     step.cache.keep_bytes = math.inf
-    one_step(step, rank, ranks)
+    run_step(step, share_of(rank, ranks))
     return gradients(step.model), *step.cache.num_kept_graphs
 
 

@@ -46,6 +46,7 @@ MAX_REPORTS = 64
 class PendingBatch:
     """A batch that the workers are filling."""
 
+    host_batch: HostBatch
     done: list[int]  # rows that each worker has filled
     unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, StreamPosition] = field(default_factory=dict)
@@ -138,16 +139,15 @@ class TrainStream:
             self._positions = self.wait_for_batch(before)
             del self._batches[before]
             self._request(before + len(self._arena.slots))  # into the slot of the previous batch
-        return self._batch(step)
+        return self._batches[step].host_batch
 
     def upcoming(self) -> HostBatch | None:
         """The batch that `next_batch` will return, if all its samples have arrived; otherwise None. Does not wait."""
         self._receive([])
-        step = self._step + 1
-        batch = self._batches.get(step)
-        return self._batch(step) if batch and not batch.unfinished else None
+        batch = self._batches.get(self._step + 1)
+        return batch.host_batch if batch and not batch.unfinished else None
 
-    def _batch(self, step: int) -> HostBatch:
+    def _host_batch(self, step: int) -> HostBatch:
         def wait(stop: int) -> None:
             batch = self._batches[step]
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
@@ -186,7 +186,7 @@ class TrainStream:
 
     def _request(self, step: int) -> None:
         """Let the workers fill a batch, after those requested before."""
-        self._batches[step] = PendingBatch([0] * len(self._rows), set(range(len(self._rows))))
+        self._batches[step] = PendingBatch(self._host_batch(step), [0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
     def wait_for_batch(self, step: int) -> dict[int, StreamPosition]:

@@ -50,7 +50,8 @@ def test_the_upcoming_batch_is_the_next_one(tmp_path: Path) -> None:
                 time.sleep(0.01)
             assert upcoming
             announced = content(upcoming)
-            assert announced == content(stream.next_batch())
+            batch = stream.next_batch()
+            assert batch is upcoming and announced == content(batch)
 
 
 def test_workers_read_while_the_memory_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
