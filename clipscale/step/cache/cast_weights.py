@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -141,10 +142,11 @@ def layers_to_cast(
     encoder: nn.Module, autocast: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[tuple[CastLayer, torch.dtype]]:
     """The layers whose weights autocast casts, each with the type that it casts to."""
+    dtype_on = cache(partial(autocast_dtype, autocast))
     for layer in encoder.modules():
         if isinstance(layer, CastLayer) and layer.takes_cast:
             weight, _ = layer.weights()
-            dtype = autocast_dtype(autocast, weight.device.type)
+            dtype = dtype_on(weight.device.type)
             if dtype and weight.dtype == torch.float32 and not has_hooks(weight):
                 yield layer, dtype
 

@@ -274,6 +274,19 @@ def test_a_weight_is_cast_once_however_many_chunks() -> None:
     assert layers and all(layer.cast is None for layer in layers), "an evaluation uses the new weights"
 
 
+def test_autocast_is_asked_for_its_type_once_however_many_layers() -> None:
+    contexts = []
+
+    def autocast() -> torch.autocast:
+        contexts.append(BF16())
+        return contexts[-1]
+
+    encoder = nn.Sequential(*(CastLinear(nn.Linear(6, 6)) for _ in range(4)))
+    GradCache([encoder], lambda u: u.float().square().sum(), chunks=2, autocast=autocast).step(torch.randn(6, 6))
+    passes = 2 * 3
+    assert len(contexts) == passes + 1
+
+
 def test_a_packed_projection_with_adapters_is_cast_once() -> None:
     pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
     model = small_model(lora=3)
