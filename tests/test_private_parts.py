@@ -90,6 +90,8 @@ def names_in(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
         return {word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)}
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if re.fullmatch(r"([\w.-]+/)+[\w.-]+", node.value):  # a file
+            return {*re.split(r"[/.]", node.value)}
         # `_token` alone may be the end of a name.
         return {*node.value.split(".")} if re.fullmatch(r"([a-z]\w*\.)+_\w+|_[a-z]+(_[a-z]+)+", node.value) else set()
     return set()
@@ -124,6 +126,7 @@ PLANTED = {
     "an import": "from theirs import _embeds",
     "a module": "import theirs._embeds",
     "a string": "getattr(encoder, '_embeds')",
+    "a file": "source('theirs/_embeds.py')",
 }
 
 

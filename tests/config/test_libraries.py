@@ -33,6 +33,14 @@ def test_the_table_of_tags_is_open_clips() -> None:
     assert table.get_pretrained_cfg("ViT-B-32", tag) == open_clip.get_pretrained_cfg("ViT-B-32", tag)
 
 
+def test_the_table_of_tags_is_read_without_what_fetches_weights() -> None:
+    """Importing that takes a second. A wrong tag is answered sooner."""
+    code = "import sys; from clipscale.config.libraries import pretrained; print(pretrained().list_pretrained()[0]); "
+    code += "print({'torch', 'open_clip', 'safetensors.torch', 'huggingface_hub'} & sys.modules.keys())"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.splitlines() == [str(open_clip.list_pretrained()[0]), "set()"]
+
+
 def test_a_package_that_a_model_does_not_need_is_hidden_while_open_clip_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

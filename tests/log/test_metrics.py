@@ -227,6 +227,11 @@ def test_a_service_that_is_silent_at_the_start_has_a_line(
     assert "waiting for wandb" in capsys.readouterr().err
 
 
+def test_wandb_is_found_where_the_program_has_hidden_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert sinks.wandb_module().Settings
+
+
 @pytest.mark.slow  # it starts wandb's service
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture

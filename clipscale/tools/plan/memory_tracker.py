@@ -27,9 +27,9 @@ ROUND = 512
 FREQUENT = {
     torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.sum.dim_IntList,
     torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default, torch.ops.aten.empty_like.default,
-    torch.ops.aten.zeros_like.default, torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor,
+    torch.ops.aten.zeros_like.default, torch.ops.aten.add.Tensor,
     torch.ops.aten.add_.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.logaddexp.out,
-    torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out,
     torch.ops.aten.linalg_vector_norm.default,
 }  # fmt: skip
 
