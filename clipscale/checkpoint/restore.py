@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.goal import Goal
 from clipscale.common.remote import NO_CREDENTIALS, no_credentials
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.disk import TEMPORARY, discard
 from clipscale.run_folder.names import METRICS, checkpoints_of, settings_of_run, step_of
 from clipscale.run_folder.set_aside import set_aside_records
@@ -107,7 +107,10 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
         goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
         own = checkpoints_of(run)
         earlier = [path for path in in_store if own and step_of(path) <= step_of(own[-1])]
-        best = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, [*own, *earlier])) if goal else None
+        best = None
+        if goal:
+            finder = BestFinder(run, Goal.parse("checkpoint.best", goal))
+            best = finder.among(map(step_of, [*own, *earlier]))
         for path in earlier:
             if step_of(path) == best and not (run / path).exists():
                 name = f"the best checkpoint, {path.name},"

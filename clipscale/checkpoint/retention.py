@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.names import step_of
 
 
@@ -16,7 +16,7 @@ class Retention:
     # Checkpoints at multiples of this many steps stay; 0: none.
     every: int = 0
     # The best checkpoint stays; None if there is no measure of the best.
-    best: Best | None = None
+    best: BestFinder | None = None
 
     def outdated(self, checkpoints: list[Path], up_to: str) -> list[Path]:
         """Which of the `checkpoints`, sorted by step, to delete. Those after the one named `up_to` are left alone."""

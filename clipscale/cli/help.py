@@ -80,13 +80,13 @@ def show_section(name: str, section: str) -> None:
         key: summary(config) for key, config in sections.items()
     }
     declared = settings_of(verb.settings)
-    described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
-    if not described and section not in meaning:
+    shown = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
+    if not shown and section not in meaning:
         names = [*meaning, *declared]
         raise UserError(f"{name} --help {section}: no such section or setting{did_you_mean(section, names)}")
     if section in meaning:
         print(f"{section}: {meaning[section]}")
-    describe(described)
+    describe(shown)
     if section in groups:
         columns((f"{section}={option}", preset_title(section, option)) for option in group_options()[section])
 

@@ -48,7 +48,7 @@ class AnyModel(RunModel):
 class EvalRunConfig(AnyModel):
     """`clipscale eval`: zero-shot and retrieval results of a run (also in RUN/eval/), or of any `model.weights`."""
 
-    ONLY: ClassVar = {
+    USED_SETTINGS: ClassVar = {
         "model": EVAL_MODEL_SETTINGS,
         "eval": "sets batch limit suite root weights",
         "launch": "procs timeout_s",

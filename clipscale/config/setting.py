@@ -82,12 +82,12 @@ class Setting:
 def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     """All settings of a dataclass by name in the order of declaration, nested sections flattened to dotted names.
 
-    A dataclass that uses only a part of a section has a dictionary ONLY: section -> the names that it uses.
+    A dataclass that uses only a part of a section has a dictionary USED_SETTINGS: section -> the names that it uses.
     """
     settings: dict[str, Setting] = {}
     inside = sections_of(declared)
     defaults = declared()
-    only = getattr(declared, "ONLY", {})
+    only = getattr(declared, "USED_SETTINGS", {})
     for each in fields(declared):
         name = prefix + each.name
         if each.name in inside:

@@ -274,7 +274,7 @@ def default_run_name(config: TrainConfig) -> str:
 PRETRAINING_LR = 5e-4
 
 
-def warnings(config: TrainConfig) -> list[str]:
+def doubtful_settings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     found = []
     if config.loss.backend == "triton" and config.distill.teachers:

@@ -86,7 +86,7 @@ class RawSample:
     # for. The number is the same whether the sample is wanted or not, with an index or without.
     num_bytes: int = 0
     # How many of these bytes links stand for.
-    linked: int = 0
+    link_bytes: int = 0
 
     # The number of earlier copies of this sample in the shard, which sample weights make.
     repeat: int = 0

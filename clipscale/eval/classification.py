@@ -17,7 +17,7 @@ from clipscale.eval.sets.item import EvalSet, Measurement
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSet(EvalSet):
     kind = "classification"
-    main = ("top1",)
+    default_main_metrics = ("top1",)
 
     answers: Sequence[int]
     classnames: Sequence[str]

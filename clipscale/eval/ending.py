@@ -8,11 +8,11 @@ from clipscale.common.terminal import log_line
 from clipscale.eval.expected import Expected
 from clipscale.eval.run import ResultsFile
 from clipscale.log.table import print_results, with_start
-from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.names import checkpoints_of, step_of
 
 
-def print_summary(result: RunResult, *, precision: str, expected: Expected, best: Best | None) -> None:
+def print_summary(result: RunResult, *, precision: str, expected: Expected, best: BestFinder | None) -> None:
     """Print the last lines. `precision`: the one of the run's evaluations. `best`: see `checkpoint.Retention`."""
     folder = Path(result["run"])
     step = result["step"]

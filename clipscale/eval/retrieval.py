@@ -95,7 +95,7 @@ class RetrievalSet(EvalSet):
     """Published captions. As in clip-benchmark, each caption is right for its own image alone, equal ones or not."""
 
     kind = "retrieval"
-    main = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
+    default_main_metrics = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
     # What a warning says about equal captions and pictures.
     equal_rule: ClassVar[str] = "an equal caption of another picture is wrong, as in clip-benchmark"
 

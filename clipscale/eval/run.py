@@ -120,8 +120,9 @@ def evaluate(
             measurement = eval_set.measure(encoder)
             for sized_set, metrics in zip(sized_sets(eval_set, evaluation.sizes), measurement.metrics, strict=True):
                 metrics["broken"] = measurement.broken.total()
-                if sized_set.metric:
-                    metrics["main"] = sum(metrics[name] for name in sized_set.metric) / len(sized_set.metric)
+                if sized_set.main_metrics:
+                    main = [metrics[name] for name in sized_set.main_metrics]
+                    metrics["main"] = sum(main) / len(main)
                 results[sized_set.label] = metrics
                 if file is None or not world.is_rank0:
                     continue
@@ -147,7 +148,7 @@ def measurement_facts(eval_set: EvalSet) -> dict[str, object]:
     """The facts on which the results of a set depend: its images, its prompts, and versions."""
     facts: dict[str, object] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     facts |= eval_set.facts()
-    if eval_set.metric:
-        facts["main"] = list(eval_set.metric)
+    if eval_set.main_metrics:
+        facts["main"] = list(eval_set.main_metrics)
     versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}
     return facts | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -90,4 +90,5 @@ def _known_set(entry: KnownSet, folder: Path) -> EvalSet:
             f"eval.root: {folder} brings no prompts; take the webdataset of {entry.name}, which has the published ones "
             f"({entry.source}), or write them into {file}"
         )
-    return replace(eval_set, name=entry.name, metric=(entry.metric,) if entry.metric else eval_set.main)
+    main_metrics = (entry.metric,) if entry.metric else eval_set.default_main_metrics
+    return replace(eval_set, name=entry.name, main_metrics=main_metrics)

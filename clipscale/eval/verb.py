@@ -53,8 +53,9 @@ def work(config: EvalRunConfig) -> Results:
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)
-        described = {} if run else {"model": asdict(config.model)}  # wandb has those of a run from its training
-        with closing(open_sinks(folder, wandb_mode, world.is_rank0 and config.log.tensorboard, described)) as sinks:
+        model_settings = {} if run else {"model": asdict(config.model)}  # wandb has those of a run from its training
+        with_tensorboard = world.is_rank0 and config.log.tensorboard
+        with closing(open_sinks(folder, wandb_mode, with_tensorboard, model_settings)) as sinks:
             show_task("loading the model")
             model, settings, step = run_on_all_ranks(
                 world,

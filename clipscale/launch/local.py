@@ -29,7 +29,7 @@ from clipscale.common.signals import SIGNALS, blocked, set_signal_of_parents_end
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, warnings
+from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, doubtful_settings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.lifecycle.stopping import (
@@ -111,7 +111,7 @@ def check_train(config: TrainConfig) -> None:
         return
     if config.log.wandb_mode == "online" and not wandb_module().login(prompt=False, verify=False):
         raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or WANDB_MODE=offline")
-    for warning in warnings(config):
+    for warning in doubtful_settings(config):
         terminal.print_line(f"warning: {warning}", error=True)
 
 

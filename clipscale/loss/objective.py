@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """The facts of an objective."""
+    """What a loss is a sum of, and what computing it needs. OBJECTIVES has one for each name."""
 
     # (a, b): the weights of the mean cross-entropy from image to text, and from text to image. None leaves that
     # direction out.

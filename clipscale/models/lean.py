@@ -1,5 +1,7 @@
 """A shorter forward pass for open_clip's own transformers: the same parameters and features, with less work.
 
+Each class `Lean...` is open_clip's class of that name without the work that changes no feature:
+
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.

@@ -14,7 +14,7 @@ from clipscale.run_folder.names import EVAL, checkpoints_of, path_of, read_evalu
 
 
 @dataclass(frozen=True)
-class Best:
+class BestFinder:
     """Finds the best of a run's checkpoints, by the results of the run's own evaluations."""
 
     run: Path
@@ -77,7 +77,7 @@ def best_of(run: Path) -> Path:
     goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
     if not goal:
         raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
-    step = Best(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, checkpoints_of(run)))
+    step = BestFinder(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, checkpoints_of(run)))
     if step is None:
         raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / EVAL}; give a step's number")
     return path_of(run, step)

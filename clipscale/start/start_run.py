@@ -22,7 +22,7 @@ from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.log.step_records import StepRecords
-from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.start.build import build
 from clipscale.start.folder_changes import prepare_checkpoint_to_resume, prepare_folder_and_log
 from clipscale.start.resolve import ResolvedRun, resolve
@@ -166,7 +166,7 @@ def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:
     settings = resolved.config.checkpoint
     best = None
     if settings.best:
-        best = Best(resolved.folder, Goal.parse("checkpoint.best", settings.best))
+        best = BestFinder(resolved.folder, Goal.parse("checkpoint.best", settings.best))
     return checkpoint.Retention(settings.keep, settings.keep_every, best)
 
 

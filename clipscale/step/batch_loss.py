@@ -65,11 +65,11 @@ class BatchLoss:
             for features, scale in zip(teacher_features, self.teacher_scales, strict=True)
         ]
         with self.autocast():
-            value = self._value(image_features, text_features, sameness_keys, teachers)
+            value = self._loss_of_size(image_features, text_features, sameness_keys, teachers)
             for size in self.feature_sizes:
                 images = unit_rows(image_features[:, :size], MIN_LENGTH)
                 texts = unit_rows(text_features[:, :size], MIN_LENGTH)
-                value = value + self._value(images, texts, sameness_keys, teachers)
+                value = value + self._loss_of_size(images, texts, sameness_keys, teachers)
             return value
 
     def loss_of_pairs(
@@ -82,7 +82,7 @@ class BatchLoss:
             images.contiguous(), texts.contiguous(), sameness_keys=sameness_keys, teacher_features=teacher_features
         )
 
-    def _value(
+    def _loss_of_size(
         self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None, teachers: Sequence[Teacher]
     ) -> Tensor:
         """The loss of features of one size."""

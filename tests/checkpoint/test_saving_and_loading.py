@@ -27,7 +27,7 @@ from clipscale.common.goal import Goal
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
-from clipscale.run_folder.chosen_checkpoint import Best, locate
+from clipscale.run_folder.chosen_checkpoint import BestFinder, locate
 from clipscale.run_folder.names import checkpoints_of, path_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from tests.conftest import Capture
@@ -272,7 +272,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, goal: str, 
     values = {1: 0.3, 2: 0.2, 3: 0.7, 4: math.nan, 5: 0.7, 6: 0.6}
     for step, value in values.items():
         write_result(tmp_path, step, value, goal.rpartition("/")[2])
-    retention = checkpoint.Retention(1, best=Best(tmp_path, Goal.parse("checkpoint.best", goal)))
+    retention = checkpoint.Retention(1, best=BestFinder(tmp_path, Goal.parse("checkpoint.best", goal)))
     saver = saver_of(tmp_path, retention)
     for step in range(1, 8):
         saver.save(checkpoint.CheckpointState(step, **some_state()), wait=True)
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
     for step, value in ((1, 0.7), (2, 0.5)):
         write_result(tmp_path, step, value)
-    retention = checkpoint.Retention(best=Best(tmp_path, Goal.parse("checkpoint.best", "birds/top1")))
+    retention = checkpoint.Retention(best=BestFinder(tmp_path, Goal.parse("checkpoint.best", "birds/top1")))
     saver = saver_of(tmp_path, retention)
     saver.save(checkpoint.CheckpointState(1, **some_state()))
     assert not saver.is_best_so_far(2)

@@ -17,8 +17,8 @@ from clipscale.config.train_config import (
     TrainConfig,
     beyond_published,
     change_lines,
+    doubtful_settings,
     to_yaml,
-    warnings,
     with_length,
 )
 
@@ -32,19 +32,19 @@ LAST = TowerConfig(train="1")
 
 
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
-    assert warnings(config()) == []
-    assert warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
-    [line] = warnings(config(model=ModelConfig(image=TowerConfig(train="none"))))
+    assert doubtful_settings(config()) == []
+    assert doubtful_settings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
+    [line] = doubtful_settings(config(model=ModelConfig(image=TowerConfig(train="none"))))
     assert "model.image.weights=PATH" in line
-    assert warnings(config(model=ModelConfig(lora=4))) == [
+    assert doubtful_settings(config(model=ModelConfig(lora=4))) == [
         "model.lora=4 adapts random weights; give what it adapts, model.weights=..."
     ]
 
 
 def test_kernels_that_the_teachers_loss_does_not_have_give_a_warning() -> None:
     kernels = LossConfig(backend="triton")
-    assert warnings(config(loss=kernels)) == []
-    [line] = warnings(config(loss=kernels, distill=DistillConfig(["big"])))
+    assert doubtful_settings(config(loss=kernels)) == []
+    [line] = doubtful_settings(config(loss=kernels, distill=DistillConfig(["big"])))
     assert line.startswith("loss.backend=triton:") and "loss.backend=auto" in line
 
 
@@ -62,7 +62,7 @@ def test_kernels_that_the_teachers_loss_does_not_have_give_a_warning() -> None:
 def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
     model: dict[str, Any], lr: float, rate: str
 ) -> None:
-    lines = warnings(config(model=ModelConfig(**model), optim=OptimConfig(lr=lr)))
+    lines = doubtful_settings(config(model=ModelConfig(**model), optim=OptimConfig(lr=lr)))
     assert len(lines) == bool(rate)
     assert not lines or (f"optim.lr={lr:g}" in lines[0] and rate in lines[0])
 

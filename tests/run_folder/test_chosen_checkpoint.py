@@ -6,7 +6,7 @@ import pytest
 
 from clipscale.common import files
 from clipscale.common.goal import Goal
-from clipscale.run_folder.chosen_checkpoint import Best
+from clipscale.run_folder.chosen_checkpoint import BestFinder
 from tests.support.checkpoints import write_result
 
 
@@ -16,7 +16,7 @@ def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path:
     for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
         results = {"birds (limit 9)": {"top1": value}} | ({"birds": {"top1": 0.4}} if step == 1 else {})
         files.write_json(tmp_path / f"eval/step_{step:08d}.json", {"results": results})
-    assert Best(tmp_path, Goal("birds", "top1")).among([1, 2, 3]) == 2
+    assert BestFinder(tmp_path, Goal("birds", "top1")).among([1, 2, 3]) == 2
 
 
 @pytest.mark.parametrize(("goal", "line"), [("birds/top11", "metrics: top1"), ("dogs/top1", "metrics: none")])
@@ -24,7 +24,7 @@ def test_a_goal_without_a_result_names_the_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], goal: str, line: str
 ) -> None:
     write_result(tmp_path, 1, 0.3)
-    assert not Best(tmp_path, Goal.parse("checkpoint.best", goal)).report_improvement(1, None)
+    assert not BestFinder(tmp_path, Goal.parse("checkpoint.best", goal)).report_improvement(1, None)
     assert line in caplog.text + "".join(capsys.readouterr())
 
 

@@ -282,7 +282,7 @@ def open_stream(
     `image_size`: the side of the model's pictures in pixels. `gpu`: page-lock the batch memory. `free`: see
     `check_memory`. Raises UserError for settings or shards that cannot work.
     """
-    chosen = parse_selection(config, takes_first=bool(shards.teachers))
+    selection = parse_selection(config, takes_first=bool(shards.teachers))
     empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
     pad = int(empty[-1])
     start = start_positions(shards, position, share)
@@ -300,7 +300,7 @@ def open_stream(
         tokenizer=tokenizer,
         pad=pad,
         end_is_pad=ends_with_pad(empty, other, pad),
-        selection=chosen,
+        selection=selection,
         start_of=start,
         share=share,
         samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),

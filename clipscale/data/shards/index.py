@@ -232,18 +232,18 @@ def scan_shard(url: str, subset: Subset | None = None) -> IndexEntry:
     state = Store().state(url)
     failure = ReadFailure()
     offsets = [0]
-    linked = 0
+    link_bytes = 0
     weight = 0.0
     for raw in read_shard(url, failure, lambda _: False, {}, subset=subset):
         offsets.append(offsets[-1] + raw.num_bytes)
-        linked += raw.linked
+        link_bytes += raw.link_bytes
         weight += 0 if raw.repeat else raw.keep_probability  # the first copy has the sample's weight
     error = failure.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
-    # With links every header is needed: only the linked files say how many bytes a sample has.
-    has_offsets = samples > 0 and subset is None and not linked
+    # With links every header is needed: only the link_bytes files say how many bytes a sample has.
+    has_offsets = samples > 0 and subset is None and not link_bytes
     packed = pack(offsets) if has_offsets else None
     return IndexEntry(
         name_in_index(url),

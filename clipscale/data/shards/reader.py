@@ -221,7 +221,7 @@ class OpenShard:
     # Whether each sample keeps its json member, wanted or not, as `RawSample.json_bytes`.
     keeps_json: bool = False
     # Bytes before this offset are counted in `num_bytes` of earlier samples.
-    counted: int = 0
+    counted_until: int = 0
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
         """Yields what `Archive.samples` yields. A server has a time for each sample."""
@@ -236,7 +236,7 @@ class OpenShard:
     def seek(self, offset: int) -> None:
         """Go on with the sample that begins at this offset; for new `samples`."""
         self.archive.seek(offset)
-        self.counted = offset
+        self.counted_until = offset
 
     def read(self, sample: RawSample, members: Iterator[Member], wanted: bool) -> None:
         """Fill in the sample: its size, and if it is `wanted`, the members that have a size limit."""
@@ -246,7 +246,7 @@ class OpenShard:
             if "." in member.extension:
                 dotted.append(member.extension)
             if member.offset is not None:
-                sample.linked += padded_size(member.size)
+                sample.link_bytes += padded_size(member.size)
             is_admitted = sample.admit(member.name, member.extension, member.size, size_limits, member.link_error)
             is_readable_json = member.extension == "json" and member.size <= MAX_TEXT_BYTES and not member.link_error
             is_kept_json = self.keeps_json and is_readable_json and not sample.json_bytes
@@ -258,8 +258,8 @@ class OpenShard:
                 sample.json_bytes = content
         if dotted and size_limits:
             sample.note_cut_names(dotted, size_limits)
-        sample.num_bytes = self.archive.offset - self.counted + sample.linked
-        self.counted = self.archive.offset
+        sample.num_bytes = self.archive.offset - self.counted_until + sample.link_bytes
+        self.counted_until = self.archive.offset
 
 
 def all_samples(shard: OpenShard, reads_content: Callable[[int], bool]) -> Iterator[RawSample]:
@@ -291,7 +291,7 @@ def indexed_samples(
         key, members = sample_members
         sample = RawSample(shard.url, key, number, {})
         shard.read(sample, members, wanted=True)
-        if sample.linked or shard.archive.offset != stop:
+        if sample.link_bytes or shard.archive.offset != stop:
             sample.mark_unusable("outdated_index", "it is an earlier version's; run `clipscale data index` again")
         yield sample
 

@@ -96,16 +96,16 @@ class EvalSet(ABC):
     """Images in reading order, each with its answer."""
 
     kind: ClassVar[str]
-    # The main metric of this kind of set in a suite is the mean of these.
-    main: ClassVar[tuple[str, ...]]
+    # The `main_metrics` of a set of this kind, unless its suite names others.
+    default_main_metrics: ClassVar[tuple[str, ...]]
 
     name: str
     path: Path
     images: Sequence[ImageRef]
     # For each image: its class, or its captions, one or more.
     answers: Sequence[object]
-    # The set's main metric is the mean of these. Empty: the set is of no suite.
-    metric: tuple[str, ...] = ()
+    # Their mean is the set's main metric, `main` in its results. Empty: the set is of no suite, and has none.
+    main_metrics: tuple[str, ...] = ()
     # Additions to the label of its results: `ema`, `limit 100`, `size 64`. Empty: the whole set, trained weights.
     marks: tuple[str, ...] = ()
 

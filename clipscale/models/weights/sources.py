@@ -40,7 +40,7 @@ SET = "::"
 RUN = "run:"
 # End of the name of a file that lists files of weights.
 INDEX = ".index.json"
-# Of a description: the value with which open_clip makes a logit bias.
+# The key of a description that makes open_clip give the model a logit bias, which begins at its value.
 INIT_BIAS = "init_logit_bias"
 # Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
@@ -378,18 +378,18 @@ def _pretrained(tag: str, name: str, origin: str) -> dict[str, object]:
         raise UserError(
             f"{origin} is not a file, a folder, a run or a tag of model.name={name}{did_you_mean(tag, tags)}; {hint}"
         )
-    described = table.get_pretrained_cfg(name, tag)
-    has_quick_gelu = described.get("quick_gelu", False)
+    entry = table.get_pretrained_cfg(name, tag)
+    has_quick_gelu = entry.get("quick_gelu", False)
     if has_quick_gelu != model_description(name).get("quick_gelu", False):
         right_name = name.removesuffix("-quickgelu") + ("-quickgelu" if has_quick_gelu else "")
         raise UserError(f"{origin} was trained with another activation; take model.name={right_name}")
-    return dict(described)
+    return dict(entry)
 
 
 def _of_tag(tag: str, name: str, origin: str) -> Source:
     import open_clip
 
-    described = _pretrained(tag, name, origin)
+    entry = _pretrained(tag, name, origin)
     with announced(f"{origin}, which is fetched"):
-        path = Path(open_clip.download_pretrained(described))
-    return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(described)))
+        path = Path(open_clip.download_pretrained(entry))
+    return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(entry)))

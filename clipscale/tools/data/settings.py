@@ -99,7 +99,7 @@ class SelectSettings:
 class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
-    ONLY: ClassVar = {
+    USED_SETTINGS: ClassVar = {
         "data": "captions filter only_keys sample_weights",
     }
 

@@ -22,7 +22,7 @@ IMAGE, TEXT = SIDES = ("image", "text")
 class EmbedConfig(AnyModel):
     """`clipscale embed`: features of the pictures and texts in `data.train`, by a run or any `model.weights`."""
 
-    ONLY: ClassVar = {
+    USED_SETTINGS: ClassVar = {
         "model": EVAL_MODEL_SETTINGS,
         "data": "train captions",
         "launch": "procs timeout_s",

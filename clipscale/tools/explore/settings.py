@@ -17,7 +17,7 @@ from clipscale.run_folder.names import existing_run
 class ExploreConfig(AnyModel):
     """`clipscale explore`: a local page that searches what `embed` has written."""
 
-    ONLY: ClassVar = {
+    USED_SETTINGS: ClassVar = {
         "model": EVAL_MODEL_SETTINGS,
         "data": "train",
     }

@@ -96,10 +96,10 @@ def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
         used.update([text] if text else [])
         yield Pair(str(path.relative_to(folder)), base._replace(name=str(path)), [], {}, caption)
     others = set(listed).difference(pictures, used)
-    described = {name for path in others.difference(texts) for name in (path, path.with_suffix(""))}
+    names = {name for path in others.difference(texts) for name in (path, path.with_suffix(""))}
     for path in sorted(others):
         reason = "linked_folder" if path.is_dir() else path.suffix.lower() or "no_suffix"
-        if reason not in TEXTS or path.with_suffix("") not in described:
+        if reason not in TEXTS or path.with_suffix("") not in names:
             yield Pair(str(path.relative_to(folder)), base, [], {}, broken=reason)
 
 
