@@ -87,7 +87,7 @@ def build_step(
         optimizer=optimizer,
         ema=WeightEma(config.ema, model) if config.ema else None,
         clip_norm=config.optim.clip_norm,
-        chunk_device=chunk_sizes.device,
+        chunk_sizes=chunk_sizes,
     )
 
 

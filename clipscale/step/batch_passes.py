@@ -157,8 +157,31 @@ class CaptionerLosses(TypedDict, total=False):
     caption_loss: float
 
 
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of the global batch, on the device, and what its numbers mean on the host."""
+
+    # 0-d, the loss of the features.
+    contrastive: Tensor
+    # 0-d, a captioner's mean cross entropy; None if there is none.
+    caption: Tensor | None = None
+    caption_weight: float = 0.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the host reads back."""
+        return [self.contrastive] if self.caption is None else [self.contrastive, self.caption]
+
+    def on_host(self, contrastive: float, caption: float | None = None) -> tuple[float, CaptionerLosses]:
+        """The loss from the host's values of `tensors`; and both of its terms by name, or {} if there is one."""
+        if caption is None:
+            return contrastive, {}
+        value = contrastive + self.caption_weight * caption
+        return value, {"contrastive_loss": contrastive, "caption_loss": caption}
+
+
 class BatchPasses(Protocol):
-    """A batch's two passes, and the terms of its loss: `TwoTowerPasses` or `CaptionerPasses`."""
+    """A batch's two passes, and its loss: `TwoTowerPasses` or `CaptionerPasses`."""
 
     @property
     def cache(self) -> GradCache: ...
@@ -185,14 +208,8 @@ class BatchPasses(Protocol):
     def replay(self, before_chunk: Poll) -> None:
         """Second pass, after the loss's backward pass: the gradients of the parameters."""
 
-    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
-        """The terms of the global batch's loss, 0-d. A collective.
-
-        `contrastive`: the loss of the features. Call it after the replay.
-        """
-
-    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
-        """The step's loss from the host values of `loss_terms`; and the two terms by name, or {} if there is one."""
+    def step_loss(self, contrastive: Tensor) -> StepLoss:
+        """The loss of the step, after the replay. A collective. `contrastive`: the loss of the features."""
 
 
 @dataclass
@@ -225,9 +242,5 @@ class TwoTowerPasses:
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk)
 
-    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
-        return [contrastive]
-
-    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
-        [contrastive] = terms
-        return contrastive, {}
+    def step_loss(self, contrastive: Tensor) -> StepLoss:
+        return StepLoss(contrastive)

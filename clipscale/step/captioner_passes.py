@@ -16,7 +16,7 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.sorted_texts import SortedPairs, SortedTexts
 from clipscale.data.loader.to_device import Images, PairLoader
 from clipscale.models.captioner import count_caption_labels
-from clipscale.step.batch_passes import CaptionerLosses, EncodedBatch, StepAgreement, StepInputs
+from clipscale.step.batch_passes import EncodedBatch, StepAgreement, StepInputs, StepLoss
 from clipscale.step.cache.grad_cache import GradCache
 
 
@@ -79,20 +79,12 @@ class CaptionerPasses:
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)
 
-    def loss_terms(self, contrastive: Tensor) -> list[Tensor]:
-        """The contrastive loss and the mean cross entropy; the first alone if nothing was trained."""
-        if self.cache.chunk_loss is None:  # no chunk had a second pass
-            return [contrastive]
+    def step_loss(self, contrastive: Tensor) -> StepLoss:
+        if self.cache.chunk_loss is None:  # no chunk had a second pass, because nothing trains
+            return StepLoss(contrastive)
         caption_loss_sum = self.cache.chunk_loss.clone()  # the sum over ranks is in place
         self.inputs.world.all_reduce_sum_(caption_loss_sum)
-        return [contrastive, caption_loss_sum / self.num_labels]
-
-    def combine_loss_terms(self, *terms: float) -> tuple[float, CaptionerLosses]:
-        contrastive, *caption_losses = terms
-        if not caption_losses:
-            return contrastive, {}
-        [caption] = caption_losses
-        return contrastive + self.caption_weight * caption, {"contrastive_loss": contrastive, "caption_loss": caption}
+        return StepLoss(contrastive, caption_loss_sum / self.num_labels, self.caption_weight)
 
 
 def own_caption_labels(batch: HostBatch) -> int:

@@ -22,7 +22,7 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement
+from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement, StepLoss
 from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
@@ -101,8 +101,8 @@ class TrainStep:
     ema: WeightEma | None
     # Largest global gradient norm. None or 0: gradients are not clipped.
     clip_norm: float | None
-    # The kind of device on which the cache's chunk sizes were measured.
-    chunk_device: str
+    # The cache's chunk sizes, which a checkpoint holds.
+    chunk_sizes: ChunkSizes
     # Whether the towers run compiled code.
     is_compiled: bool = False
     # Whether an update has begun and not ended. If an error ends it, some weights may be updated and others not.
@@ -137,7 +137,7 @@ class TrainStep:
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            numbers = self.check_and_update(self.passes.loss_terms(value), stream, step)
+            numbers = self.check_and_update(self.passes.step_loss(value), stream, step)
         return StepResult(
             numbers=numbers,
             agreement=agreement,
@@ -198,7 +198,7 @@ class TrainStep:
 
     # ---- update ----
 
-    def check_and_update(self, loss_terms: list[Tensor], stream: TrainStream, step: int) -> StepNumbers:
+    def check_and_update(self, loss: StepLoss, stream: TrainStream, step: int) -> StepNumbers:
         """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
 
         A collective. Raises as `run` does.
@@ -210,7 +210,7 @@ class TrainStep:
             self.poison_gradients()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
-        numbers = self.read_numbers(loss_terms, norm)
+        numbers = self.read_numbers(loss, norm)
         is_bad = numbers.overflows if self.precision.scaler else not numbers.is_finite
         if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
             self.raise_if_failed_or_diverged(numbers, stream, step)
@@ -227,11 +227,10 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def read_numbers(self, loss_terms: list[Tensor], norm: Tensor) -> StepNumbers:
+    def read_numbers(self, loss: StepLoss, norm: Tensor) -> StepNumbers:
         """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *values = Readback.start(norm, *loss_terms).read()
-        loss, captioner_losses = self.passes.combine_loss_terms(*values)
-        return StepNumbers(loss, captioner_losses, grad_norm)
+        grad_norm, *values = Readback.start(norm, *loss.tensors).read()
+        return StepNumbers(*loss.on_host(*values), grad_norm)
 
     def raise_if_failed_or_diverged(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
         """Raise the reason why the numbers are not finite. A collective.
@@ -282,11 +281,6 @@ class TrainStep:
             self.ema.update()
 
     # ---- chunks and their memory ----
-
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """Samples per chunk of each tower."""
-        return ChunkSizes(self.cache.chunks[0], self.cache.chunks[-1], self.chunk_device)
 
     def set_keep_bytes_if_unknown(self, timer: StepTimer) -> None:
         """With `cache.keep=auto`, after the first update, set the memory for kept graphs to what this step left free.

@@ -162,24 +162,26 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
 
 def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
     passes = captioner_passes(torch.tensor(10.0), labels=4, weight=3.0)
-    losses = [float(value) for value in passes.loss_terms(torch.tensor(2.0))]
-    assert losses == [2.0, 2.5]
-    assert passes.combine_loss_terms(*losses) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
+    loss = passes.step_loss(torch.tensor(2.0))
+    values = [float(value) for value in loss.tensors]
+    assert values == [2.0, 2.5]
+    assert loss.on_host(*values) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
 def test_the_sum_over_ranks_leaves_the_caches_own_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`GradCache.chunk_loss` is this rank's, however often the terms are asked for."""
+    """`GradCache.chunk_loss` is this rank's, however often the loss is asked for."""
     monkeypatch.setattr(World, "all_reduce_sum_", lambda world, tensor: tensor.mul_(2))
     passes = captioner_passes(torch.tensor(10.0), labels=4)
-    assert [float(passes.loss_terms(torch.tensor(2.0))[1]) for _ in range(2)] == [5.0, 5.0]
+    assert [float(passes.step_loss(torch.tensor(2.0)).tensors[1]) for _ in range(2)] == [5.0, 5.0]
     assert passes.cache.chunk_loss == 10
 
 
 def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     value = torch.tensor(2.0)
     passes = captioner_passes(None)
-    assert passes.loss_terms(value) == [value]
-    assert passes.combine_loss_terms(2.0) == (2.0, {})
+    loss = passes.step_loss(value)
+    assert loss.tensors == [value]
+    assert loss.on_host(2.0) == (2.0, {})
 
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:

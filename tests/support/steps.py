@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.batch.chunks import ChunkSizes
 from clipscale.batch.text_layout import ONE_CAPTION
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.shard_stream import lengths
@@ -41,7 +42,7 @@ def small_step(precision: str = "fp32", *, world: World = ONE_RANK, parallel: st
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         ema=None,
         clip_norm=None,
-        chunk_device="cpu",
+        chunk_sizes=ChunkSizes(chunk, chunk, "cpu"),
     )
 
 
