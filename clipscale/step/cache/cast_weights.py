@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.half_precision import Cast, CastLayer
-from clipscale.step.cache.gradient_sync import is_collective, is_ddp, offers_no_sync
+from clipscale.step.cache.gradient_sync import finds_unused, is_collective, offers_no_sync
 
 
 @dataclass
@@ -162,8 +162,3 @@ def autocast_dtype(autocast: Callable[[], AbstractContextManager[object]], devic
 def has_hooks(weight: Tensor) -> bool:
     """Whether somebody has registered a hook on the weight's gradient."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
-def finds_unused(encoder: nn.Module) -> bool:
-    """Whether DDP notes in every chunk, by its hooks, which parameters have a gradient."""
-    return is_ddp(encoder) and encoder.find_unused_parameters

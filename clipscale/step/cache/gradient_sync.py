@@ -16,6 +16,11 @@ def is_ddp(encoder: object) -> TypeGuard[DistributedDataParallel]:
     return isinstance(encoder, DistributedDataParallel)
 
 
+def finds_unused(encoder: object) -> bool:
+    """Whether DDP notes in every chunk, by its hooks, which parameters have a gradient."""
+    return is_ddp(encoder) and encoder.find_unused_parameters
+
+
 class GradientSync(Protocol):
     """An encoder that sums its gradients over ranks in its own way, as clipscale's `ShardedTower` does.
 
