@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from clipscale.cli.planned import PlanProcess, planned
+from clipscale.cli.planned import planning
 from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.files import check_writable, unused_path
@@ -206,20 +206,18 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     plans = config.plan and no_launcher and not resumes_other_batch(config)
     # The server of the workers has open_clip without transformers.
     forked = workers_fork_here and not needs_transformers(config.model.description)
-    plan_process = PlanProcess(config, forked=forked) if plans else None
     try:
         with exit_on_signal(local.NOTHING_TO_SAVE):
             announce_task("loading torch")
             if workers_fork_here:
                 warm_up()  # beside the imports of training
-        with planned(plan_process) if plan_process else nullcontext():
+        with planning(config, forked=forked) if plans else nullcontext() as check_plan:
             with exit_on_signal(local.NOTHING_TO_SAVE):
                 from clipscale.lifecycle.run_lock import wait_until_free
 
                 if no_launcher:
                     wait_until_free(Path(config.run))
-            wait = plan_process.wait if plan_process else None
-            return cast(RunResult, local.launch(config, isolated=isolated, before_run=wait))
+            return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
     except StoppedError as stopped:
         if not advice and result_written(config.run) not in (None, earlier_result):  # it came when all was done
             return read_result(Path(config.run) / RESULT)

@@ -32,13 +32,7 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, doubtful_settings
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.launcher_variables import check_launcher_variables
-from clipscale.lifecycle.stopping import (
-    check_interrupted,
-    effective_signal,
-    exit_on_signal,
-    has_received_signal,
-    stop_message,
-)
+from clipscale.lifecycle.stopping import effective_signal, exit_on_signal, has_received_signal, stop_message
 from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
@@ -120,11 +114,12 @@ def launch(
     main: str = TRAIN_FUNCTION,
     *,
     isolated: bool = False,
-    before_run: Callable[[], None] | None = None,
+    check_plan: Callable[[], None] | None = None,
 ) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
-    `before_run` is called before a call here, when everything is imported; workers start without it.
+    `check_plan` waits for the plan of a run, and raises UserError if the run cannot fit. A call here comes after it.
+    Several workers do not wait: rank 0 calls it in a thread, and they are ended if it raises.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
@@ -137,10 +132,10 @@ def launch(
         count = num_workers(config)
         if count == 1 and not isolated:
             run = imported_main(main, config)
-            if before_run:
-                before_run()
+            if check_plan:
+                check_plan()
             return run(config)
-    return launch_workers(config, main, count)  # torch has handlers of its own
+    return launch_workers(config, main, count, check_plan)  # torch has handlers of its own
 
 
 def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
@@ -180,7 +175,9 @@ def run_under_torchrun(config: LaunchSettings, main: str) -> object:
     return result
 
 
-def launch_workers(config: LaunchSettings, main: str, count: int) -> object:
+def launch_workers(
+    config: LaunchSettings, main: str, count: int, check_plan: Callable[[], None] | None = None
+) -> object:
     """Start `count` workers and wait for their end. Raises as `launch`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -215,8 +212,7 @@ def launch_workers(config: LaunchSettings, main: str, count: int) -> object:
         before = tempfile.tempdir
         tempfile.tempdir = folder  # torch leaves its error files there
         try:
-            check_interrupted()
-            return elastic_launch(elastic, worker_main)(config, main, Path(folder))[0]
+            return elastic_launch(elastic, worker_main)(config, main, check_plan, Path(folder))[0]
         except ChildFailedError as error:
             raise cause_of_end(error, Path(folder)) from None
         except SignalException as error:
@@ -246,12 +242,14 @@ def numa_options(device: str, count: int) -> "NumaOptions | None":
     return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
-def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
+def worker_main(config: LaunchSettings, main: str, check_plan: Callable[[], None] | None, folder: Path) -> object:
     """The main function of a process that `launch_workers` starts. It writes its failure to the folder."""
     set_signal_of_parents_end(signal.SIGKILL)
     prepare_output()
     ignore_output_errors()
     terminal.show_task("loading torch")
+    if check_plan and ranks.rank() == 0:
+        threading.Thread(target=end_if_refused, args=(check_plan, folder), daemon=True).start()
     try:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
@@ -263,6 +261,18 @@ def worker_main(config: LaunchSettings, main: str, folder: Path) -> object:
     if has_received_signal():
         end_soon()
     return result
+
+
+def end_if_refused(check_plan: Callable[[], None], folder: Path) -> None:
+    """Wait for the plan of the run, and end this process if the run cannot fit. The launcher then ends the others.
+
+    Runs in a thread, so that the workers' first step does not wait: they are ready about as soon as the plan is.
+    """
+    try:
+        check_plan()
+    except UserError as error:
+        leave_failure(folder, ranks.rank(), error)
+        os._exit(2)
 
 
 def end_soon() -> None:

@@ -44,34 +44,6 @@ def effective_signal(number: int) -> int:
 
 # Set once a signal has come to work that handles signals.
 _received = Event()
-# Set while `interrupt` asks the main thread to leave its work.
-_interrupted = Event()
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Around work that another thread may `interrupt`. At the end, clears a late interrupt, so that it cannot end the
-    work that follows."""
-    try:
-        yield
-    finally:
-        _interrupted.clear()
-
-
-def interrupt() -> None:
-    """Interrupt the main thread, as Ctrl-C does.
-
-    The signal alone may be lost: a background shell ignores SIGINT, and an import may swallow it. So the interrupt is
-    also noted, and work that begins to handle signals looks at the note.
-    """
-    _interrupted.set()
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def check_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was an `interrupt`. Called where work installs signal handlers of its own."""
-    if _interrupted.is_set():
-        raise KeyboardInterrupt
 
 
 def has_received_signal() -> bool:
@@ -117,8 +89,6 @@ def handling_signals(
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, handler)
-        if _interrupted.is_set():
-            handler(signal.SIGINT, None)
         yield
     finally:
         signal.set_wakeup_fd(outer)
@@ -192,7 +162,6 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
     Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
     `suffix`: the end of the line about the signal.
     """
-    check_interrupted()
     first = _FirstSignal(suffix)
     with handling_signals(first.interrupt_work, first.end_if_stuck):
         try:

@@ -1,11 +1,12 @@
-"""The plan of a run that starts: a refusal reaches the run, whatever it does (the rest: tools/plan/test_planner)."""
+"""The plan of a run that starts: the run waits for it, and may be refused (the rest: tools/plan/test_planner)."""
 
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,22 +15,17 @@ from typing import Any
 import pytest
 
 from clipscale.checkpoint.format import meta_text, values_text
-from clipscale.cli.planned import PlanProcess, planned
+from clipscale.cli.planned import planning
 from clipscale.cli.planned import send_plan as planners
-from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.config.train_config import TrainConfig
-from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.run_folder.names import META, path_of
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
-REFUSED = {"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}
 
-
-def answer(_: PlanProcess) -> tuple[Record, str]:
+def refuse(connection: Connection, config: TrainConfig) -> None:
     time.sleep(0.5)  # a run that did not wait would have begun
-    return REFUSED, ""
+    connection.send(({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}, ""))
 
 
 def connect_to_nobody(_: BaseProcess) -> None:
@@ -48,17 +44,15 @@ def moved(connection: Connection, config: TrainConfig) -> None:
 
 @pytest.mark.parametrize(
     ("work", "reason"),
-    [(die, "its process ended with status 3"), (moved, f"ModuleNotFoundError: import of {start.__package__}.planner")],
+    [(die, "its process has ended"), (moved, f"ModuleNotFoundError: import of {start.__package__}.planner")],
 )
 def test_a_planner_that_fails_costs_a_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], work: Callable[..., None], reason: str
 ) -> None:
     monkeypatch.setattr("clipscale.cli.planned.send_plan", work)
-    said = ""
-    with planned(PlanProcess(TrainConfig(device="cpu"), forked=False)):
-        while "no plan" not in said:
-            time.sleep(0.05)
-            said += capfd.readouterr().err
+    with planning(TrainConfig(device="cpu"), forked=False) as check_plan:
+        check_plan()
+    said = capfd.readouterr().err
     assert f"no plan: {reason}" in said and said.count("\n") == 1, said
 
 
@@ -68,37 +62,43 @@ def test_a_run_whose_server_dies_while_it_imports_starts_without_a_plan(
     monkeypatch.setattr(BaseProcess, "start", connect_to_nobody)
     status, _, err = cli(*tiny(f"data.train={shards}", "run=a", "samples=32", "plan=true", "data.workers=0"))
     assert status == 0, err
-    assert "no plan: its process does not start: EOFError" in err
+    assert "no plan: its process has ended" in err
 
 
+@pytest.mark.parametrize("procs", [1, 2])
 def test_a_run_that_cannot_fit_this_machine_is_refused(
-    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, procs: int
 ) -> None:
-    """The run would last for hours. It waits for its plan, and so leaves nothing."""
-    monkeypatch.setattr(PlanProcess, "_answer", answer)
-    status, _, err = cli(*tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true"))
+    """The run would last for hours. One process waits for its plan, and so leaves nothing."""
+    monkeypatch.setattr("clipscale.cli.planned.send_plan", refuse)
+    words = tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true", f"launch.procs={procs}")
+    status, _, err = cli(*words)
     assert status == 2, err
     assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in err
-    assert not (tmp_path / "runs/a").exists()
+    assert procs > 1 or not (tmp_path / "runs/a").exists()
 
 
-@pytest.mark.parametrize("loading", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_where_it_handles_signals(
-    monkeypatch: pytest.MonkeyPatch, loading: Any
+@pytest.mark.slow  # it starts the command, whose workers print
+def test_the_plan_of_several_processes_is_printed_once(
+    shards: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """An import swallows the interrupt, or a background script ignores it."""
-    monkeypatch.setattr(PlanProcess, "_answer", answer)
-    before = signal.signal(signal.SIGINT, loading)
+    """They do not wait for it."""
+    words = tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true", "launch.procs=2")
+    command = [sys.executable, "-m", "clipscale", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        plan_process = PlanProcess(TrainConfig(), forked=False)
-        with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(plan_process):
-            with suppress(KeyboardInterrupt):
-                time.sleep(2)
-            with exit_on_signal():
-                time.sleep(60)
-                pytest.fail("the run goes on")
+        assert process.stdout
+        said = ""
+        while not ("plan: fits" in said and "step=" in said):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        process.terminate()
+        rest, _ = process.communicate(timeout=60)
     finally:
-        signal.signal(signal.SIGINT, before)
+        process.kill()
+    assert (said + rest).count("plan: fits") == 1
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,12 @@ def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
 ) -> None:
     planned_runs: list[TrainConfig] = []
 
-    monkeypatch.setattr("clipscale.cli.train_verb.PlanProcess", lambda config, **_: planned_runs.append(config))
+    @contextmanager
+    def planning(config: TrainConfig, *, forked: bool) -> Iterator[None]:
+        planned_runs.append(config)
+        yield
+
+    monkeypatch.setattr("clipscale.cli.train_verb.planning", planning)
     monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
     for run, step, written in (("a", 4, 16), ("b", 2, 32), ("b", 9, 64)):
         path = path_of(tmp_path / "runs" / run, step)

@@ -102,7 +102,7 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
     """A scheduler signals the launcher: with the status of a stopped run it would queue the job for ever."""
 
     def elastic_launch(elastic: Any, entry: Any) -> Any:
-        def launched(config: TrainConfig, main: str, folder: Path) -> None:
+        def launched(config: TrainConfig, main: str, check_plan: None, folder: Path) -> None:
             local.leave_failure(folder, 0, UnwritableError("the disk is full"))
             raise SignalException("", signal.SIGTERM)
 
@@ -168,7 +168,7 @@ def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
     assert local.launch(config, f"{__name__}:this_process") == {"pid": os.getpid()}
-    monkeypatch.setattr(local, "launch_workers", lambda config, main, count: {"count": count})
+    monkeypatch.setattr(local, "launch_workers", lambda config, main, count, check_plan: {"count": count})
     assert local.launch(config, isolated=True) == {"count": 1}
     config = replace(config, launch=LaunchConfig(procs=3))
     with refused(r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):

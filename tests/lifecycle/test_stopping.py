@@ -19,10 +19,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.launch import local
 from clipscale.lifecycle import signal_poller
 from clipscale.lifecycle.signal_poller import SignalPoller
-from clipscale.lifecycle.stopping import SignalError, exit_on_signal, interrupt, interruptible
+from clipscale.lifecycle.stopping import SignalError, exit_on_signal
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps
@@ -75,26 +74,6 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_an_interrupt_that_is_lost_is_heard_where_the_work_handles_signals() -> None:
-    """torch handles signals where it starts the workers of a run of several processes."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interruptible():
-            interrupt()
-            with pytest.raises(KeyboardInterrupt), exit_on_signal():
-                pytest.fail("the work begins")
-            poller = SignalPoller(ONE_RANK)
-            with poller, pytest.raises(SignalError):
-                poller.poll()
-            with pytest.raises(KeyboardInterrupt):
-                local.launch_workers(TrainConfig(device="cpu"), local.TRAIN_FUNCTION, 2)
-        later = SignalPoller(ONE_RANK)
-        with later, exit_on_signal():
-            later.poll()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("call", "works"), [(2, False), (len(SIGNALS) + 1, True)], ids=["set", "restored"])

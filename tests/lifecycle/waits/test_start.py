@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -84,12 +86,18 @@ def start_of_a_checkpoint(config: TrainConfig) -> dict:
     return {}
 
 
-def started(config: TrainConfig, main: str, output: Path) -> None:
+def wait_for_a_plan(run: str) -> None:
+    """A planner that does not answer."""
+    Path(run).mkdir()
+    os.read(os.pipe()[0], 1)
+
+
+def started(config: TrainConfig, main: str, output: Path, check_plan: Callable[[], None] | None = None) -> None:
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     mock.patch("multiprocessing.parent_process", lambda: None).start()  # as of a command
     try:
-        local.launch(config, main)
+        local.launch(config, main, check_plan=check_plan)
     except StoppedError as stopped:
         os.write(2, f"{stopped}\n".encode())
         os._exit(128 + stopped.number)
@@ -114,7 +122,12 @@ def test_a_start_ends_at_once(tmp_path: Path, main: Callable[[TrainConfig], dict
     process = forks().Process(target=started, args=(config, f"{__name__}:{main.__name__}", tmp_path / "err"))
     with mock.patch.object(local, "TRAIN_FUNCTION", f"{__name__}:{main.__name__}"):
         process.start()
-    while not (tmp_path / "run").exists():
+    ends_at_once(process, tmp_path, number)
+
+
+def ends_at_once(process: BaseProcess, folder: Path, number: signal.Signals) -> None:
+    """Send the signal when the folder `run` is there, and look at the end of the process that `started` runs in."""
+    while not (folder / "run").exists():
         time.sleep(0.01)
     time.sleep(0.2)
     assert process.pid
@@ -125,7 +138,15 @@ def test_a_start_ends_at_once(tmp_path: Path, main: Callable[[TrainConfig], dict
     assert process.exitcode == 128 + counted
     assert time.monotonic() - sent < HEARD_S
     name = "" if number is signal.SIGINT else f" by {counted.name}"
-    assert (tmp_path / "err").read_text().splitlines()[-1].startswith(f"stopped{name}")
+    assert (folder / "err").read_text().splitlines()[-1].startswith(f"stopped{name}")
+
+
+def test_a_start_that_waits_for_its_plan_ends_at_once(tmp_path: Path) -> None:
+    config = TrainConfig(run=str(tmp_path / "run"), device="cpu", launch=LaunchConfig(procs=1))
+    given = (config, local.TRAIN_FUNCTION, tmp_path / "err", partial(wait_for_a_plan, config.run))
+    process = forks().Process(target=started, args=given)
+    process.start()
+    ends_at_once(process, tmp_path, signal.SIGTERM)
 
 
 def commanded(words: list[str], output: Path) -> None:
