@@ -14,6 +14,7 @@ from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
 from clipscale.config.train_config import beyond_published
+from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
@@ -48,6 +49,11 @@ class SecondPasses:
     operations: float
 
 
+def local_batch_of(config: PlanConfig) -> int:
+    """A rank's samples of a batch."""
+    return BatchShare(config.batch, 0, config.ranks).local_batch
+
+
 class Prediction:
     """Predicts the steps of a run on a machine."""
 
@@ -56,7 +62,7 @@ class Prediction:
         self.config = config
         self.gpu = gpu
         self.dry_run = dry_run
-        self.local_batch = config.batch // config.ranks
+        self.local_batch = local_batch_of(config)
         # Memory of cuBLAS, which torch's allocator counts.
         self.workspace = 0
         # Memory that torch's allocator does not count.
@@ -215,7 +221,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 def open_dry_run(config: PlanConfig, gpu: Hardware | None) -> AbstractContextManager[DryRun]:
     """A dry run of the plan. Raises UserError."""
-    check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.texts_per_sample)
+    check_sizes(config.cache.sizes, local_batch_of(config), config.data.text_layout.texts_per_sample)
     show_task(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
     return dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes)
 
@@ -225,9 +231,9 @@ def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: Dry
     for remedy in remedies:
         config = remedy.config
         with suppress(UserError):  # it does not go together with the run
-            check_sizes(config.cache.sizes, config.batch // config.ranks, config.data.text_layout.texts_per_sample)
+            check_sizes(config.cache.sizes, local_batch_of(config), config.data.text_layout.texts_per_sample)
             with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
-                if Prediction(config, gpu, known).fits(config.batch // config.ranks):
+                if Prediction(config, gpu, known).fits(local_batch_of(config)):
                     return remedy
     return None
 
