@@ -58,11 +58,11 @@ def needs_transformers(description: Record) -> bool:
 def unneeded_packages(description: Record, *, fetches: bool) -> list[str]:
     """Packages that open_clip and timm import if they find them, for seconds, and that this model does not need.
 
-    Empty if open_clip is imported already. `fetches`: its weights may be fetched.
+    Empty if open_clip is imported already. `fetches`: its weights may be fetched. `clipscale.__main__` hides wandb.
     """
     if needs_transformers(description) or "open_clip" in sys.modules:
         return []
-    return ["transformers", "wandb"] if fetches else ["transformers", "wandb", "huggingface_hub"]
+    return ["transformers"] if fetches else ["transformers", "huggingface_hub"]
 
 
 @cache
