@@ -32,10 +32,10 @@ from clipscale.eval.places import check_places
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.run_folder.names import (
-    META,
     RESULT,
     check_own,
     checkpoint_to_resume,
+    described_values,
     path_of,
     path_or_run,
     read_result,
@@ -167,8 +167,7 @@ def resumes_other_batch(config: TrainConfig) -> bool:
     if config.stages or not checkpoint:
         return False
     try:
-        meta = files.read_json(checkpoint / META)["meta"]
-        return bool(meta["values"]["batch"] != config.batch)
+        return bool(described_values(checkpoint)["batch"] != config.batch)
     except files.DAMAGED_OR_FOREIGN:
         return False
 

@@ -113,6 +113,15 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
+def described_values(checkpoint: Path) -> Record:
+    """A checkpoint's values other than tensors, without torch and without a look at their checksum.
+
+    A start reads them by `checkpoint.read_description`. Raises files.DAMAGED_OR_FOREIGN.
+    """
+    files.check_inside(checkpoint / META, checkpoint)
+    return cast(Record, files.read_json(checkpoint / META)["meta"]["values"])
+
+
 def check_own(run: Path) -> None:
     """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
 

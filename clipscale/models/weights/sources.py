@@ -31,7 +31,7 @@ from clipscale.models.weights.descriptions import (
 from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import META, is_run, run_folder, settings_of_run
+from clipscale.run_folder.names import described_values, is_run, run_folder, settings_of_run
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.
@@ -278,8 +278,7 @@ def _in_run(folder: Path, origin: str, key: str) -> Source:
         folder = locate(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
     with files.damage_to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
-        files.check_inside(folder / META, folder)
-        trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
+        trained = ModelConfig.of(described_values(folder)["model_config"])
     return Source(origin, folder, model=trained, key=key)
 
 
