@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from clipscale import __version__, checkpoint
-from clipscale.common.errors import LoaderError
+from clipscale.common.errors import LoaderError, UserError
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -35,7 +35,9 @@ from clipscale.launch import local
 from clipscale.log.records import StepRecord
 from clipscale.run_folder.names import checkpoints_of, step_of
 from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.train_step import StepResult
 from clipscale.train import train
+from clipscale.train_loop import TrainLoop
 from clipscale.trained_model import load_model
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
@@ -228,9 +230,40 @@ def losing_a_loader(rank: int, world_size: int, config: TrainConfig, error: Exce
 
     with (
         mock.patch.multiple(InProcessWorker, fill=record, receive=lose),
-        pytest.raises(LoaderError, match="was killed by SIGKILL"),
+        pytest.raises(UserError, match="was killed by SIGKILL") as ended,
     ):
         train(config)
+    assert ended.value.exit_status == LoaderError.exit_status, "the same command may succeed later"
+
+
+def mistaken_alone(rank: int, world_size: int, config: TrainConfig) -> bool:
+    """A rank of a run; the last one raises an error of the user after two steps, on which the ranks do not agree. The
+    others lose it. Returns whether this rank saves."""
+    run_step = TrainLoop.run_step
+    error = (
+        UserError("found by one rank alone") if rank == world_size - 1 else RuntimeError("Connection closed by peer")
+    )
+
+    def step(run: TrainLoop) -> StepResult:
+        if run.step == 2:
+            raise error
+        return run_step(run)
+
+    with (
+        mock.patch.object(TrainLoop, "run_step", step),
+        mock.patch.object(TrainLoop, "save_at_once") as save,
+        pytest.raises(type(error), match=str(error)),
+    ):
+        train(config)
+    return bool(save.called)
+
+
+@pytest.mark.parametrize(("world_size", "saves"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_alone_saves_nothing(shards: str, tmp_path: Path, world_size: int, saves: bool) -> None:
+    """A save is a collective, in which it would wait for the others. If there are none, it saves."""
+    config = four_step_config(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
+    run = run_ranks if world_size > 1 else lambda function, ranks, *given: [function(0, ranks, *given)]
+    assert run(mistaken_alone, world_size, config) == [saves] * world_size
 
 
 @pytest.mark.parametrize(

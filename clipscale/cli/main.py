@@ -12,7 +12,7 @@ from typing import cast
 from clipscale import __version__
 from clipscale.cli import completion, help, train_verb
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LoaderError, StoppedError, UnreachableError, UserError
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.hardware import prepare_torch
 from clipscale.common.limits import as_user_error
 from clipscale.common.output import ignore_output_errors, prepare_output
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedError as stopped:
         if is_main_rank():
             print_line(stopped, error=True)
-        return 128 + stopped.number
+        return stopped.exit_status
     except Exception as failure:
         explained_failure = as_user_error(failure)
         if not isinstance(explained_failure, UserError | OSError):  # OSError: a folder without permission, a full disk
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if is_main_rank():  # all ranks compose, and make the same mistakes
             print_failure(explained_failure)
-        may_pass = isinstance(explained_failure, LoaderError | UnreachableError)
-        return 2 if isinstance(explained_failure, UserError) and not may_pass else 1
+        return explained_failure.exit_status if isinstance(explained_failure, UserError) else 1
     finally:
         clear()
 

@@ -13,22 +13,23 @@ class UserError(Exception):
     """A mistake in the settings, the data or the machine that the user can fix.
 
     The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without
-    a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
+    a traceback and exits with `exit_status`. Control characters, such as newlines in the value, are escaped.
     """
 
-    # Whether every rank raises it at the same place; set by `raise_on_all_ranks` in distributed/agreement.py.
-    is_on_all_ranks = False
+    # Of the command line.
+    exit_status = 2
 
     def __init__(self, message: object) -> None:
         super().__init__(printable(message))
 
 
 class StoppedError(UserError):
-    """A signal ended the work; a run has saved if it had trained. The command line exits with 128 + `number`."""
+    """A signal ended the work; a run has saved if it had trained."""
 
     def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.number = number
+        self.exit_status = 128 + number
 
 
 class DataError(UserError):
@@ -36,13 +37,15 @@ class DataError(UserError):
 
 
 class LoaderError(DataError):
-    """A data worker has died or is silent, or the storage is out of reach. The command line exits with status 1: the
-    same command may succeed later.
-    """
+    """A data worker has died or is silent, or the storage is out of reach. The same command may succeed later."""
+
+    exit_status = 1
 
 
 class UnreachableError(UserError):
-    """The ranks do not reach each other. The command line exits with status 1: the same command may succeed later."""
+    """The ranks do not reach each other. The same command may succeed later."""
+
+    exit_status = 1
 
 
 def clear_frames(error: BaseException) -> None:

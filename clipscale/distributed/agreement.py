@@ -1,4 +1,4 @@
-"""Ranks agree on errors: if one rank raises UserError, all do, at the same place.
+"""Ranks agree on errors: if one rank raises UserError, all raise an AgreedError of it, at the same place.
 
 Otherwise the others would wait for that rank in the next collective. Only UserErrors are agreed on. After another error
 its process ends, and then the launcher ends the others.
@@ -7,19 +7,35 @@ its process ends, and then the launcher ends the others.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, Self, TypeVar, cast
 
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 
 T = TypeVar("T")
 
+
+class AgreedError(UserError):
+    """An error that every rank raises, at the same place, so that a collective may follow. Only this module makes one.
+
+    `error`: that of the first rank which has one. Message and exit status are its own.
+    """
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(error)
+        self.error = error
+        self.exit_status = error.exit_status
+
+    def __reduce__(self) -> tuple[type[Self], tuple[UserError]]:
+        return type(self), (self.error,)  # a worker's is sent to its launcher
+
+
 # Seconds between the messages of a rank 0 whose work takes long.
 HEARTBEAT_S = 1.0
 
 
 def run_on_rank0(world: World, work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 alone. Returns its result, or raises its UserError, on all ranks. A collective.
+    """Call `work` on rank 0 alone. Returns its result, or raises AgreedError, on all ranks. A collective.
 
     Another error than UserError leaves rank 0 alone: see `run_on_all_ranks`.
     """
@@ -76,10 +92,13 @@ def sending_heartbeats(world: World) -> Iterator[None]:
 def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """Call `work` on every rank, and gather the ranks' errors. A collective. Returns this rank's result.
 
-    If any rank raises UserError, every rank raises the first of them. Any other error of `work` leaves this rank alone,
-    without the collective. The others wait in it until this process has ended with that error and the launcher, ours or
-    torchrun, ends them; without a launcher, until `World.timeout`.
+    If any rank raises UserError, every rank raises an AgreedError of the first of them; in a run of one rank the error
+    stays as it is. Any other error of `work` leaves this rank alone, without the collective. The others wait in it
+    until this process has ended with that error and the launcher, ours or torchrun, ends them; without a launcher,
+    until `World.timeout`.
     """
+    if world.size == 1:
+        return work()
     problem: UserError | None = None
     try:
         result = work()
@@ -92,11 +111,12 @@ def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Raise an error that every rank raises, at the same place; see `is_raised_on_all_ranks`."""
-    error.is_on_all_ranks = True
-    raise error
+    """Raise AgreedError. Called on every rank, at the same place."""
+    if isinstance(error, AgreedError):
+        raise error
+    raise AgreedError(error) from error
 
 
-def is_raised_on_all_ranks(world: World, error: Exception) -> bool:
-    """Whether every rank raises this error at the same place, so that a collective may follow."""
-    return world.size == 1 or (isinstance(error, UserError) and error.is_on_all_ranks)
+def own_error(error: Exception) -> Exception:
+    """The error itself, or the one on which the ranks have agreed."""
+    return error.error if isinstance(error, AgreedError) else error

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.terminal import is_main_rank, log_warning
-from clipscale.distributed.agreement import is_raised_on_all_ranks, raise_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import AgreedError, own_error, raise_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
@@ -40,16 +40,16 @@ class Savable(Protocol):
 def can_save_after(error: Exception, run: Savable) -> bool:
     """Whether the completed steps can be saved after an error in the run's loop: only if all of these hold.
 
-    - Every rank raises it at the same place, because a save is a collective.
+    - Every rank raises it at the same place (AgreedError), because a save is a collective.
     - It did not interrupt an update: after half an update some weights are new and others old.
     - The folder is still this run's.
 
     A save also needs every rank's position in the data, for which `save_at_once` asks. If a rank does not know its own,
     `save_at_once` raises the loader's error on all ranks and saves nothing.
     """
-    if isinstance(error, FolderInUseError):
+    if isinstance(own_error(error), FolderInUseError):
         return False
-    return is_raised_on_all_ranks(run.world, error) and not run.is_updating
+    return (run.world.size == 1 or isinstance(error, AgreedError)) and not run.is_updating
 
 
 @contextmanager
@@ -62,10 +62,11 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
     """
     try:
         yield
-    except SignalError as signal:  # raised on all ranks
-        run.save_at_once()
-        raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
     except (UserError, OSError, *OUT_OF_MEMORY) as error:
+        signal = own_error(error)
+        if isinstance(signal, SignalError):  # raised on all ranks
+            run.save_at_once()
+            raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
         if can_save_after(error, run):
             try:
                 run.save_at_once()

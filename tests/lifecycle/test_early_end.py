@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.checkpoint.saving import UnwritableError
-from clipscale.common.errors import LoaderError, UserError
-from clipscale.distributed.agreement import raise_on_all_ranks
+from clipscale.common.errors import LoaderError, StoppedError, UserError
+from clipscale.distributed.agreement import AgreedError, raise_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.lifecycle.early_end import (
     can_save_after,
@@ -58,6 +58,16 @@ class Run:
         self.is_saved = True
 
 
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_run_saves_after_a_signal(agreed: bool) -> None:
+    """A signal that comes while one rank waits for samples is agreed on later, as the failure of its stream."""
+    run = Run(2)
+    signalled = SignalError(signal.SIGTERM)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM after step 4 and saved"), saving_on_early_end(run):
+        raise shared(signalled) if agreed else signalled
+    assert run.is_saved
+
+
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError("no space")])
 def test_a_run_saves_if_an_evaluation_finds_no_memory(error: Exception) -> None:
     """The error remains the run's end."""
@@ -78,11 +88,11 @@ class Unwritable(Run):
         raise self.failure
 
 
-def shared(error: UserError) -> UserError:
+def shared(error: UserError) -> AgreedError:
     """An error that is raised on all ranks."""
-    with pytest.raises(UserError):
+    with pytest.raises(AgreedError) as raised:
         raise_on_all_ranks(error)
-    return error
+    return raised.value
 
 
 @pytest.mark.parametrize(

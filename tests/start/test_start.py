@@ -28,6 +28,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.position import DataPosition
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
+from clipscale.distributed.agreement import AgreedError
 from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
@@ -337,14 +338,18 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
     assert sum("is damaged" in message and "continues" in message for message in caplog.messages) == len(records)
 
 
-def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run/env.json"))
+def start_on_a_full_disk(rank: int, world_size: int, config: TrainConfig) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", str(Path(config.run) / "env.json"))
     with (
         mock.patch("clipscale.start.folder_changes.open_run_log", side_effect=full),
-        refused(r"run=.*env\.json cannot be written \(No space left on device\)") as ended,
+        pytest.raises(AgreedError, match=r"run=.*env\.json cannot be written \(No space left on device\)"),
     ):
-        train(four_step_config(shards, tmp_path / "run"))
-    assert ended.value.is_on_all_ranks
+        train(config)
+
+
+def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
+    """Rank 0 alone writes records."""
+    run_ranks(start_on_a_full_disk, 2, four_step_config(shards, tmp_path / "run"))
 
 
 def test_a_goal_means_one_evaluated_set() -> None:
