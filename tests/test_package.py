@@ -120,7 +120,7 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.eval": ["cli/*", "config/*", "eval/places.py", "eval/verb.py", "tools/*"],
-    "clipscale.config.data": ["config/*", "data/*", "tools/*"],
+    "clipscale.config.data": ["config/*", "data/*", "start/*", "tools/*"],
     "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
     "clipscale.config.sections": [
         "config/*",

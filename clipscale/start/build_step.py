@@ -6,6 +6,7 @@ from functools import partial
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
+from clipscale.config.data import DataConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.subset import subset_of
@@ -24,30 +25,25 @@ from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 
 
-def build_loss(
+def build_step(
     config: TrainConfig,
+    world: World,
     model: ClipModel,
     precision: Precision,
+    chunk_sizes: ChunkSizes,
     teachers: Sequence[TeacherFeatures] = (),
     *,
     repeats: bool = False,
-) -> BatchLoss:
-    """The loss of the run's batches.
+    sorts_captions: bool = False,
+) -> TrainStep:
+    """Build the step of a model with its initial weights: loss, passes, optimizer, average. A collective.
 
-    `repeats`: whether a sample may be in a batch twice. Raises UserError for kernels that do not take such samples,
-    and for a model without the bias that the objective needs.
+    Here the settings of a step end: what it calls gets plain values, or its own section.
+
+    `repeats`: whether a sample may be in a batch twice. `sorts_captions`: see StepInputs. Raises UserError.
     """
-    if repeats and config.loss.backend == "triton":
-        raise UserError(
-            f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
-            f"data.sample_weights={config.data.sample_weights} asks for; take loss.backend=auto"
-        )
-    if OBJECTIVES[config.loss.objective].needs_bias and model.logit_bias is None:
-        raise UserError(
-            f"loss.objective={config.loss.objective}: the model of these weights has no logit bias; give "
-            "model.init_bias=-10, or take loss=clip"
-        )
-    return BatchLoss(
+    check_loss(config.loss.objective, config.loss.backend, model, config.data.sample_weights if repeats else None)
+    loss = BatchLoss(
         model,
         autocast=precision.autocast,
         objective=config.loss.objective,
@@ -60,25 +56,35 @@ def build_loss(
         distill_weights=config.distill.weights,
     )
 
+    parallel = config.launch.parallel
+    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
+    make_cache = partial(
+        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
+    )
+    passes: BatchPasses
+    if config.trains_captioner:
+        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
+        passes = CaptionerPasses(
+            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
+            inputs=inputs,
+            caption_weight=config.caption.weight,
+            frozen_images=model.image if is_frozen(model.image) else None,
+            autocast=precision.autocast,
+        )
+    else:
+        towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+        if model.decoder is not None:
+            model.decoder.requires_grad_(False)
+        passes = TwoTowerPasses(
+            cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
+            inputs=inputs,
+            text_layout=config.data.text_layout,
+        )
 
-def build_step(
-    config: TrainConfig,
-    world: World,
-    model: ClipModel,
-    precision: Precision,
-    chunk_sizes: ChunkSizes,
-    loss: BatchLoss,
-    *,
-    sorts_captions: bool,
-) -> TrainStep:
-    """Build the step of a model with its initial weights: passes, optimizer, average. A collective.
-
-    `sorts_captions`: see StepInputs. Raises UserError.
-    """
-    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
     # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
-    is_sharded = config.launch.parallel != "ddp"
-    optimizer = build_optimizer(model, config.optim, is_sharded=is_sharded, scales=model.rate_factors(config.model))
+    optimizer = build_optimizer(
+        model, config.optim, is_sharded=parallel != "ddp", scales=model.rate_factors(config.model)
+    )
     return TrainStep(
         world=world,
         model=model,
@@ -91,42 +97,22 @@ def build_step(
     )
 
 
-def build_passes(
-    config: TrainConfig,
-    world: World,
-    model: ClipModel,
-    precision: Precision,
-    chunk_sizes: ChunkSizes,
-    loss: BatchLoss,
-    *,
-    sorts_captions: bool,
-) -> BatchPasses:
-    """Wrap what is encoded, and build its gradient cache: two towers, or a captioner's encoder of pairs."""
-    parallel = config.launch.parallel
-    make_cache = partial(
-        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
-    )
-    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
-    if config.trains_captioner:
-        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
-        return CaptionerPasses(
-            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            inputs=inputs,
-            caption_weight=config.caption.weight,
-            frozen_images=model.image if is_frozen(model.image) else None,
-            autocast=precision.autocast,
+def check_loss(objective: str, backend: str, model: ClipModel, sample_weights: str | None) -> None:
+    """Raise UserError for kernels that do not take a sample twice in a batch, as `sample_weights` may ask for, and for
+    a model without the bias that the objective needs."""
+    if sample_weights is not None and backend == "triton":
+        raise UserError(
+            f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
+            f"data.sample_weights={sample_weights} asks for; take loss.backend=auto"
         )
-    towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
-    if model.decoder is not None:
-        model.decoder.requires_grad_(False)
-    return TwoTowerPasses(
-        cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-        inputs=inputs,
-        text_layout=config.data.text_layout,
-    )
+    if OBJECTIVES[objective].needs_bias and model.logit_bias is None:
+        raise UserError(
+            f"loss.objective={objective}: the model of these weights has no logit bias; give "
+            "model.init_bias=-10, or take loss=clip"
+        )
 
 
-def samples_repeat(config: TrainConfig) -> bool:
-    """Whether sample weights may put a sample into an epoch twice, and so into a batch."""
-    subset = subset_of(config.data)
+def samples_repeat(data: DataConfig) -> bool:
+    """Whether sample weights may put a sample into an epoch twice, and so into a batch. Raises UserError."""
+    subset = subset_of(data)
     return subset is not None and subset.table.max_copies > 1

@@ -226,7 +226,7 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
         assert streams[0].workers.processes[0].exitcode is None  # type: ignore[union-attr]
         raise UserError("impossible")
 
-    monkeypatch.setattr("clipscale.start.build.open_stream", opened)
+    monkeypatch.setattr("clipscale.start.open_data.open_stream", opened)
     monkeypatch.setattr(part, impossible)
     config = four_step_config(shards, tmp_path / "run")
     with refused("impossible"):

@@ -34,7 +34,7 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.start.build_step import build_loss, build_step
+from clipscale.start.build_step import build_step
 from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.cast_weights import CastWeights
@@ -116,9 +116,8 @@ def step_of(case: Case, world: World) -> TrainStep:
     model, precision = model_of(case), Precision.set_up(case.precision, CPU)
     if case.precision != "fp32":
         precision.cast_frozen_(model.image, model.text)
-    loss = build_loss(config, model, precision, case.teachers)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
-    return build_step(config, world, model, precision, sizes, loss, sorts_captions=case.is_sorted)
+    return build_step(config, world, model, precision, sizes, case.teachers, sorts_captions=case.is_sorted)
 
 
 def share_of(rank: int, ranks: int, teachers: tuple[TeacherFeatures, ...] = ()) -> HostBatch:

@@ -27,7 +27,7 @@ from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_f
 from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
-from clipscale.start.build_step import build_loss, build_step, samples_repeat
+from clipscale.start.build_step import build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.pair_encoder import PairEncoder, pair_encoder
@@ -258,10 +258,9 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
         model.decoder.takes_wanted = False
     repeats = False
     with suppress(UserError):  # a plan needs no file of sample weights
-        repeats = samples_repeat(config)
+        repeats = samples_repeat(config.data)
     teachers = assumed_teachers(config, model)
-    loss = build_loss(config, model, precision, teachers, repeats=repeats)
-    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, loss, sorts_captions=False)
+    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, teachers, repeats=repeats)
     if on_gpu:
         choose_foreach(step.optimizer)
     return step

@@ -13,7 +13,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.start.build_step import build_loss, build_step
+from clipscale.start.build_step import build_step
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
@@ -44,9 +44,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
             keeps_graphs=True,
             pairs=pair_encoder(model) if config.trains_captioner else None,
         )
-    return build_step(
-        config, world, model, precision, sizes, build_loss(config, model, precision), sorts_captions=False
-    )
+    return build_step(config, world, model, precision, sizes)
 
 
 def measured_config(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:

@@ -1,0 +1,113 @@
+"""The data of a run that starts, the schedule that its length decides, and the disk that its checkpoints need."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from clipscale.common.errors import UserError
+from clipscale.common.memory import free_memory
+from clipscale.common.terminal import show_task
+from clipscale.config.train_config import TrainConfig, samples_of
+from clipscale.data.loader.position import merge_positions
+from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
+from clipscale.data.order import BatchShare
+from clipscale.data.shards.features import TeacherFeatures, find_teachers
+from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
+from clipscale.distributed.world import World
+from clipscale.models.flops import unbuilt_encoders
+from clipscale.models.tokenizer import Tokenizer
+from clipscale.run_folder.disk import check_room
+from clipscale.start.resolve import ResolvedRun
+from clipscale.step.optim import STATE_ENTRIES, Schedule
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """The training data, and the schedule that its length decides."""
+
+    stream: TrainStream
+    schedule: Schedule
+    teachers: tuple[TeacherFeatures, ...]
+    local_batch: int
+
+
+def open_data(
+    resolved: ResolvedRun, image_size: int, tokenizer: Tokenizer, world: World, undo: ExitStack
+) -> OpenedData:
+    """Open the training data, at its start or at the checkpoint's position. `undo` closes it. A collective.
+
+    Raises UserError, also if ranks read different shards or the disk has no room for a checkpoint.
+    """
+    config = resolved.config
+    show_task("opening the shards")
+    share = BatchShare(config.batch, world.rank, world.size)
+    teachers = run_long_on_rank0(
+        world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
+    )
+    free = free_memory()
+    world.barrier()  # no rank allocates before all have read the free memory
+    position = resolved.resumed.position if resolved.resumed else None
+    shards = order_shards(
+        config.data,
+        share,
+        config.seed,
+        position,
+        on_rank0=partial(run_long_on_rank0, world),
+        largest_divisor=resolved.largest_divisor,
+        teachers=teachers,
+    )
+    stream = undo.enter_context(
+        open_stream(
+            config.data,
+            share,
+            image_size,
+            tokenizer,
+            shards,
+            position=position,
+            gpu=world.device.type == "cuda",
+            free=free,
+        )
+    )
+    if world.size > 1:
+        stream.defer_failures()
+    check_streams(resolved, stream, world)
+    epoch_samples = stream.epoch_samples
+    schedule = Schedule.build(
+        config.schedule,
+        config.optim,
+        config.batch,
+        samples_of(config, epoch_samples),
+        epoch_samples,
+        resolved.stage.first_step,
+    )
+    if resolved.step < schedule.end:
+        run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))
+    return OpenedData(stream, schedule, teachers, share.local_batch)
+
+
+def check_streams(resolved: ResolvedRun, stream: TrainStream, world: World) -> None:
+    """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
+    num_streams = merge_positions(world.all_gather_object(stream.position())).num_streams
+    divisor = resolved.largest_divisor(num_streams)
+    if divisor < num_streams:
+        batches = sorted({stage.global_batch for stage in resolved.stages})
+        raise UserError(
+            f"stages: batches of {batches} are not all multiples of the {num_streams} shard streams of the data; "
+            f"choose others, or set data.shard_streams={divisor}"
+        )
+
+
+def least_saved_bytes(config: TrainConfig) -> int:
+    """A lower bound of a checkpoint's bytes.
+
+    Counts the weights of the towers with `train=all`: all their layers train, or have adapters with `model.lora`.
+    Without adapters it also counts their moving average, and the state of the optimizers in STATE_ENTRIES.
+    """
+    encoders = unbuilt_encoders(config.model)
+    model = config.model
+    towers = (encoders.visual, model.image), (encoders.text, model.text)
+    size = sum(p.nbytes for tower, settings in towers if settings.groups is None for p in tower.parameters())
+    if model.lora:
+        return size
+    copies_in_average = 1 if config.ema else 0
+    return size * (1 + copies_in_average + STATE_ENTRIES.get(config.optim.name, 0))
