@@ -1,12 +1,10 @@
 """How a run starts, on one page: resolve, build, announce, open the log. `train_loop.py` has what follows."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
@@ -16,8 +14,8 @@ from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval.ending import print_summary
 from clipscale.eval.expected import Expected
-from clipscale.eval.run import Evaluation, sized_sets
-from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.goals import check_goals
+from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
@@ -103,7 +101,8 @@ def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     sets = run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
-    check_goals(config, sets)
+    goals = {"checkpoint.best": config.checkpoint.best, "sweep.metric": config.sweep.metric}
+    check_goals(goals, sets, config.loss.sizes)
     return Evaluation(
         sets=sets,
         batch_size=config.eval.batch,
@@ -112,27 +111,6 @@ def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
         uses_ema=config.eval.weights == "ema",
         facts={"precision": config.precision},
     )
-
-
-def check_goals(config: TrainConfig, sets: Sequence[EvalSet]) -> None:
-    """Raise UserError for a `checkpoint.best` or `sweep.metric` that the evaluation of these sets does not have."""
-    labels = [[each.label for each in sized_sets(one, config.loss.sizes)] for one in sets]
-    for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
-        if goal:
-            check_goal(key, goal, [whole for whole, *_ in labels], [label for _, *sized in labels for label in sized])
-
-
-def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None = None) -> None:
-    """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's.
-
-    `sized`: the names of results by the first numbers of the features. They are meant only where no set itself is.
-    """
-    parsed = Goal.parse(key, goal)
-    found = parsed.possible_sets(labels) or parsed.possible_sets(sized or [])
-    if len(found) != 1:
-        what = "several such sets are" if found else "no such set is"
-        names = ", ".join(found or [*labels, *(sized or [])])
-        raise UserError(f"{key}={goal}: {what} evaluated; give SET/METRIC of {names}")
 
 
 def intervals_of(config: TrainConfig, evaluation: Evaluation) -> Intervals:
@@ -153,31 +131,13 @@ def build_saver(
 
     `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
     """
-    retention = retention_of(resolved)
-    if uploader is None:
-        uploader = start_uploader(resolved, retention, world)
+    settings = resolved.config.checkpoint
+    best = BestFinder(resolved.folder, Goal.parse("checkpoint.best", settings.best)) if settings.best else None
+    retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
+    if uploader is None and settings.copy:
+        uploader = checkpoint.CheckpointUploader(resolved.folder, settings.copy, retention)
+        if world.is_rank0:
+            uploader.start()
     is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
     last_begun_step = resolved.step if is_in_folder else None
     return checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
-
-
-def retention_of(resolved: ResolvedRun) -> checkpoint.Retention:
-    """Which checkpoints of the run stay."""
-    settings = resolved.config.checkpoint
-    best = None
-    if settings.best:
-        best = BestFinder(resolved.folder, Goal.parse("checkpoint.best", settings.best))
-    return checkpoint.Retention(settings.keep, settings.keep_every, best)
-
-
-def start_uploader(
-    resolved: ResolvedRun, retention: checkpoint.Retention, world: World
-) -> checkpoint.CheckpointUploader | None:
-    """What copies the run's checkpoints, of which rank 0 copies the newest at once; None without `checkpoint.copy`."""
-    address = resolved.config.checkpoint.copy
-    if not address:
-        return None
-    uploader = checkpoint.CheckpointUploader(resolved.folder, address, retention)
-    if world.is_rank0:
-        uploader.start()
-    return uploader

@@ -37,7 +37,6 @@ from clipscale.run_folder.names import RESULT, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.build import build
 from clipscale.start.resolve import precision_notices, resolve
-from clipscale.start.start_run import check_goal
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
@@ -350,14 +349,6 @@ def start_on_a_full_disk(rank: int, world_size: int, config: TrainConfig) -> Non
 def test_a_record_that_cannot_be_written_ends_the_start_of_all_ranks(shards: str, tmp_path: Path) -> None:
     """Rank 0 alone writes records."""
     run_ranks(start_on_a_full_disk, 2, four_step_config(shards, tmp_path / "run"))
-
-
-def test_a_goal_means_one_evaluated_set() -> None:
-    check_goal("checkpoint.best", "holdout/loss", ["objects", "shop/holdout (limit 9)"])
-    with refused(r"checkpoint\.best=holdout/loss: several such sets are evaluated; .* of shop/holdout, zoo/holdout"):
-        check_goal("checkpoint.best", "holdout/loss", ["shop/holdout", "objects", "zoo/holdout"])
-    with refused(r"sweep\.metric=birds/top1: no such set is evaluated; .* of objects"):
-        check_goal("sweep.metric", "birds/top1", ["objects"])
 
 
 def test_a_best_checkpoint_may_be_that_of_a_size(shards: str, tmp_path: Path) -> None:
