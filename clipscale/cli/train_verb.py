@@ -179,50 +179,64 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     that resumes the sweep after a signal; else empty. Raises as `launch.local.launch`, and UserError for a run that
     cannot fit.
     """
-    resumes_by_itself = bool(config.run) and config.resume == "auto"
+    same_command_resumes = bool(config.run) and config.resume == "auto"
     config = with_defaults(config)
-    earlier_result = result_written(config.run)
-    no_launcher = not ranks.under_launcher()
-    if no_launcher:
-        if MAX_SAMPLES in os.environ:
-            log_line(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
-        if is_missing(config.data.train or ()):
-            from clipscale.tools.data import demo
-
-            demo.main()
+    if not ranks.under_launcher():
+        make_demo_if_missing(config)
         result = result_if_complete(config)
         if result:
-            from clipscale.log.table import print_results
-
-            step = result["step"]
-            log_line(
-                f"run={config.run} is complete at step {step}: nothing is left to train; "
-                "give more samples= to train further"
-            )
-            print_results(result["eval"], f"{Path(config.run).name}, step {step}")
+            print_complete(config, result)
             return result
-    workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
-    plans = config.plan and no_launcher and not resumes_other_batch(config)
-    # The server of the workers has open_clip without transformers.
-    forked = workers_fork_here and not needs_transformers(config.model.description)
+    earlier_result = result_written(config.run)
     try:
-        with exit_on_signal(local.NOTHING_TO_SAVE):
-            announce_task("loading torch")
-            if workers_fork_here:
-                warm_up()  # beside the imports of training
-        with planning(config, forked=forked) if plans else nullcontext() as check_plan:
-            with exit_on_signal(local.NOTHING_TO_SAVE):
-                from clipscale.lifecycle.run_lock import wait_until_free
-
-                if no_launcher:
-                    wait_until_free(Path(config.run))
-            return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
+        return launch_and_plan(config, isolated=isolated)
     except StoppedError as stopped:
         if not advice and result_written(config.run) not in (None, earlier_result):  # it came when all was done
             return read_result(Path(config.run) / RESULT)
-        if not (advice or has_checkpoint(config)):
-            raise
-        if not advice:
+        if not advice and has_checkpoint(config):
             own = f"continue with {shlex.quote(f'run={config.run}')} resume=auto"
-            advice = "the same command resumes it" if resumes_by_itself else own
+            advice = "the same command resumes it" if same_command_resumes else own
+        if not advice:
+            raise
         raise StoppedError(f"{stopped}; {advice}", stopped.number) from None
+
+
+def make_demo_if_missing(config: TrainConfig) -> None:
+    """Make the demo's data if the run trains on it and it is not there. Before that, a limit on samples is printed."""
+    if MAX_SAMPLES in os.environ:
+        log_line(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
+    if is_missing(config.data.train or ()):
+        from clipscale.tools.data import demo
+
+        demo.main()
+
+
+def print_complete(config: TrainConfig, result: RunResult) -> None:
+    """Print the result of a run that is complete."""
+    from clipscale.log.table import print_results
+
+    step = result["step"]
+    log_line(
+        f"run={config.run} is complete at step {step}: nothing is left to train; give more samples= to train further"
+    )
+    print_results(result["eval"], f"{Path(config.run).name}, step {step}")
+
+
+def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:
+    """Wait until the run's folder is free, and start the run. What it needs is imported while it is planned."""
+    no_launcher = not ranks.under_launcher()
+    workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
+    with exit_on_signal(local.NOTHING_TO_SAVE):
+        announce_task("loading torch")
+        if workers_fork_here:
+            warm_up()  # beside the imports of training
+    plans = config.plan and no_launcher and not resumes_other_batch(config)
+    # The server of the workers has open_clip without transformers.
+    forked = workers_fork_here and not needs_transformers(config.model.description)
+    with planning(config, forked=forked) if plans else nullcontext() as check_plan:
+        with exit_on_signal(local.NOTHING_TO_SAVE):
+            from clipscale.lifecycle.run_lock import wait_until_free
+
+            if no_launcher:
+                wait_until_free(Path(config.run))
+        return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
