@@ -1,12 +1,10 @@
 """Reads the samples of one shard stream in order: window after window, each shuffled."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 from itertools import count, islice
-from typing import NamedTuple
 
 from clipscale.data.addresses import basename
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
@@ -113,6 +111,8 @@ class WindowCursor:
 
 # An epoch, a segment in it, and a sample of the segment, which may be missing.
 Item = tuple[int, Segment, RawSample]
+# A sample that a reader gives out, with its segment.
+Given = tuple[Segment, RawSample]
 
 
 @dataclass
@@ -132,13 +132,6 @@ class Window:
         item = self.items.pop()
         self.num_bytes -= item[2].num_bytes
         return item
-
-
-class Progress(NamedTuple):
-    """Says that one more sample was read."""
-
-    # The bytes of the window that is being read, so far.
-    window_bytes: int
 
 
 class WindowEnd(Enum):
@@ -199,18 +192,67 @@ class ShardReader:
         # All samples from the position on, with their segments.
         self.items = self._items()
 
-    def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
+    def _items(self) -> Generator[Given, None, None]:
         """Give out each window while the next one is read."""
-        with closing(self._read_windows()) as steps:
-            for step in steps:
-                if isinstance(step, Window):
-                    while self._outgoing.items:
-                        yield self._next_outgoing()
-                    self._outgoing = step
-                else:
-                    yield from self._make_room(step.window_bytes)
+        try:
+            for epoch, segment in self._segments():
+                yield from self._read_segment(epoch, segment)
+        finally:
+            self._raw_samples.close()
 
-    def _make_room(self, bytes_read: int) -> Iterator[tuple[Segment, RawSample]]:
+    def _segments(self) -> Iterator[tuple[int, Segment]]:
+        """All segments from the position on, with their epochs."""
+        skip = self.index
+        order = self._shards.order
+        assert not isinstance(order, WeightedSources), "each source has a reader of its own"
+        for epoch in count(self.epoch):
+            for segment in order.segments(self._stream_id, epoch, skip):
+                yield epoch, segment
+            skip = 0
+
+    def _read_segment(self, epoch: int, segment: Segment) -> Iterator[Given]:
+        """Read the windows of one segment. Gives out the window before each."""
+        url = self._shards.urls[segment.shard]
+        cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
+        failure = ReadFailure()
+        self._open(url, failure, cursor)
+        is_last = False
+        while not is_last:
+            raws = yield from self._read_window(cursor)
+            end = WindowEnd.of(cursor, raws)
+            needs_others = end is WindowEnd.CUT and cursor.is_partly_in_segment
+            if end is not WindowEnd.FULL:
+                cursor.resize(len(raws))
+            if needs_others:
+                # The smaller window has another order, so other samples of it belong to the segment. Some of them may
+                # have been skipped: read the window again.
+                self._open(url, failure, cursor)
+                self._skip(cursor.start)
+                continue
+            missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
+            samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
+            is_last = not cursor.advance()
+            if end is WindowEnd.SHARD_END:
+                is_last = True
+                samples += _placeholder_of_rest(cursor, failure, url)
+            while self._outgoing.items:
+                yield self._next_outgoing()
+            self._outgoing = Window.of(epoch, segment, samples)
+
+    def _read_window(self, cursor: WindowCursor) -> Generator[Given, None, list[RawSample]]:
+        """Read and return the samples of the current window, up to WINDOW_BYTES. Gives out earlier ones meanwhile."""
+        raws = []
+        num_bytes = 0
+        for raw in islice(self._raw_samples, cursor.size):
+            self._store.poll()
+            raws.append(raw)
+            num_bytes += raw.num_bytes
+            yield from self._make_room(num_bytes)
+            if num_bytes > WINDOW_BYTES or cursor.segment is self.abandoned:
+                break
+        return raws
+
+    def _make_room(self, bytes_read: int) -> Iterator[Given]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
 
         `bytes_read`: bytes of the window that is being read. A call after each sample that is read spreads requests
@@ -221,7 +263,7 @@ class ShardReader:
             if self._outgoing.num_bytes + bytes_read <= WINDOW_BYTES:
                 break
 
-    def _next_outgoing(self) -> tuple[Segment, RawSample]:
+    def _next_outgoing(self) -> Given:
         """The next sample to give out. Moves the position."""
         epoch, segment, sample = self._outgoing.pop()
         if epoch != self.epoch:
@@ -231,70 +273,6 @@ class ShardReader:
         if segment is self.abandoned:
             sample = RawSample.missing(sample.url, "fruitless_shard", sample.url)
         return segment, sample
-
-    def _read_windows(self) -> Generator[Progress | Window, None, None]:
-        """Read all windows from the position on. Yields after each sample, and each window at its end."""
-        skip = self.index
-        order = self._shards.order
-        assert not isinstance(order, WeightedSources), "each source has a reader of its own"
-        for epoch in count(self.epoch):
-            for segment in order.segments(self._stream_id, epoch, skip):
-                yield from self._read_segment(epoch, segment)
-            skip = 0
-
-    def _read_segment(self, epoch: int, segment: Segment) -> Generator[Progress | Window, None, None]:
-        """Read the windows of one segment. Yields as `_read_windows`."""
-        url = self._shards.urls[segment.shard]
-        cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
-        failure = ReadFailure()
-        self._open(url, failure, cursor)
-        try:
-            while True:
-                raws, end = yield from self._read_window(failure, cursor)
-                missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
-                samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
-                is_last = not cursor.advance()
-                if end is WindowEnd.SHARD_END:
-                    is_last = True
-                    samples += _placeholder_of_rest(cursor, failure, url)
-                yield Window.of(epoch, segment, samples)
-                if is_last:
-                    return
-        finally:
-            self._raw_samples.close()
-
-    def _read_window(
-        self, failure: ReadFailure, cursor: WindowCursor
-    ) -> Generator[Progress, None, tuple[list[RawSample], WindowEnd]]:
-        """Read the current window. Yields after each sample. Returns the samples, and where the window ended.
-
-        If it did not end FULL, it is shrunk to the samples that were read.
-        """
-        while True:
-            raws = yield from self._read_samples(cursor)
-            end = WindowEnd.of(cursor, raws)
-            needs_others = end is WindowEnd.CUT and cursor.is_partly_in_segment
-            if end is not WindowEnd.FULL:
-                cursor.resize(len(raws))
-            if not needs_others:
-                return raws, end
-            # The smaller window has another order, so other samples of it belong to the segment. Some of them may have
-            # been skipped: read the window again.
-            self._open(self.url, failure, cursor)
-            self._skip(cursor.start)
-
-    def _read_samples(self, cursor: WindowCursor) -> Generator[Progress, None, list[RawSample]]:
-        """Read the samples of the current window, up to WINDOW_BYTES. Yields after each one. Returns them."""
-        raws = []
-        num_bytes = 0
-        for raw in islice(self._raw_samples, cursor.size):
-            self._store.poll()
-            raws.append(raw)
-            num_bytes += raw.num_bytes
-            yield Progress(num_bytes)
-            if num_bytes > WINDOW_BYTES or cursor.segment is self.abandoned:
-                break
-        return raws
 
     def _skip(self, samples: int) -> None:
         for _ in islice(self._raw_samples, samples):
