@@ -1,0 +1,287 @@
+"""The order of a run's loop: steps, evaluations, saves and the end. Its parts are fakes, which note what is asked."""
+
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale import train_loop
+from clipscale.checkpoint import CheckpointDescription
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.config.optimizer_policy import OptimizerPolicy
+from clipscale.config.stages import Stage
+from clipscale.eval.run import Evaluation
+from clipscale.lifecycle.intervals import Intervals
+from clipscale.step.optim import Schedule
+from clipscale.train_loop import TrainLoop
+from tests.support.checkpoints import ONE_RANK
+from tests.support.user_errors import refused
+
+BATCH = 12
+RESULTS = {"birds": {"top1": 0.5}}
+
+
+class Step:
+    """A step of one chunk. `during(number)` is called in its middle; `saves_after`: the steps whose ranks wish it."""
+
+    def __init__(self, diary: list[str], during: Callable[[int], None], saves_after: tuple[int, ...]) -> None:
+        self.diary = diary
+        self.during = during
+        self.saves_after = saves_after
+        self.model = torch.nn.Module()
+        self.model.register_parameter("logit_scale", torch.nn.Parameter(torch.zeros(())))
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        self.precision = SimpleNamespace(autocast=nullcontext)
+        self.cache = SimpleNamespace(num_chunk_passes=lambda rows: 2)
+        self.ema = None
+        self.is_compiled = False
+        self.is_updating = False
+
+    def run(
+        self, batch: "Batch", stream: object, step: int, *, wants_save: bool, before_chunk: Callable[[], None]
+    ) -> object:
+        self.during(step)
+        before_chunk()
+        self.diary.append(f"step {step}")
+        numbers = SimpleNamespace(loss=float(step), overflows=False)
+        return SimpleNamespace(numbers=numbers, wants_save=wants_save or step in self.saves_after, timer=None)
+
+    @contextmanager
+    def rollback_on_error(self, stream: object) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.diary.append("rollback")
+            raise
+
+    def set_keep_bytes_if_unknown(self, timer: object) -> None:
+        pass
+
+
+class Batch:
+    def __len__(self) -> int:
+        return BATCH
+
+    def tokens(self, start: int, stop: int) -> None:
+        pass
+
+
+class Part:
+    """Any other part of the loop. Notes that it is closed."""
+
+    def __init__(self, diary: list[str], name: str, **attributes: object) -> None:
+        self.diary = diary
+        self.name = name
+        vars(self).update(attributes)
+
+    def close(self) -> None:
+        self.diary.append(f"close {self.name}")
+
+
+class Saver(Part):
+    """Notes each save. `best`: the steps that are better than those before."""
+
+    def __init__(self, diary: list[str], best: tuple[int, ...]) -> None:
+        super().__init__(diary, "saver", last_begun_step=0)
+        self.best = best
+
+    def is_best_so_far(self, step: int) -> bool:
+        return step in self.best
+
+    def save(self, state: CheckpointDescription, *, wait: bool) -> None:
+        assert state.samples == state.step * BATCH and state.loss == state.step
+        self.diary.append(f"save {state.step}" + " and wait" * wait)
+        self.last_begun_step = state.step
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def wait_for_copy(self, within_s: float) -> None:
+        self.diary.append("wait for the copy")
+
+
+class Records(Part):
+    """Notes when a step's record is written, in the order in which the loop asks for it."""
+
+    def __init__(self, diary: list[str]) -> None:
+        super().__init__(diary, "records")
+        self.unwritten: list[int] = []
+
+    def add(self, record: dict[str, Any], result: object, logit_scale: object) -> None:
+        assert record["samples"] == record["step"] * BATCH
+        self.unwritten.append(record["step"])
+
+    def flush(self) -> None:
+        self.diary += [f"record {step}" for step in self.unwritten]
+        self.unwritten.clear()
+
+    log_if_ready = flush
+
+    def log_evaluation(self, step: int, results: object) -> None:
+        self.diary.append(f"record evaluation {step}")
+
+    def show_progress(self, task: str, done: int, total: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.flush()
+        super().close()
+
+
+class Loop:
+    """A loop of four steps, which one can run, and the diary of its parts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        intervals: Intervals = Intervals(),  # noqa: B008
+        sets: int = 1,
+        step: int = 0,
+        during: Callable[["Loop", int], None] = lambda loop, step: None,
+        saves_after: tuple[int, ...] = (),
+        best: tuple[int, ...] = (),
+    ) -> None:
+        self.diary: list[str] = []
+        stream = Part(
+            self.diary, "stream", next_batch=Batch, set_poll=lambda poll: None, raise_failure=lambda: None, waited_s=0
+        )
+        parts: dict[str, Any] = {
+            "train_step": Step(self.diary, lambda number: during(self, number), saves_after),
+            "stream": stream,
+            "records": Records(self.diary),
+            "saver": Saver(self.diary, best),
+            "evaluation": Evaluation(sets=["birds"] * sets),  # type: ignore[list-item]
+        }
+        self.loop = TrainLoop(
+            world=ONE_RANK,
+            lock=None,
+            folder=folder,
+            stage=Stage(
+                global_batch=BATCH,
+                first_step=0,
+                first_sample=0,
+                is_last=True,
+                optimizer_policy=OptimizerPolicy.TAKE_FITTING,
+            ),
+            step=step,
+            loss=math.nan,
+            schedule=Schedule(peak=0.1, total=4, warmup=0, cooldown=0, final=0.0, is_cosine=True, first_step=0),
+            intervals=intervals,
+            checkpoint_template=CheckpointDescription(),
+            print_summary=lambda result: self.diary.append(f"summary of step {result['step']}"),
+            **parts,
+        )
+
+    def events(self, *words: str) -> list[str]:
+        """What the diary says of these alone."""
+        return [event for event in self.diary if event.startswith(words)]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
+    """Makes loops whose evaluation, and whose gathering of a checkpoint's content, are fakes too."""
+
+    def made(**options: Any) -> Loop:
+        loop = Loop(tmp_path, **options)
+
+        def evaluate(*given: object, file: Any, **named: object) -> dict[str, dict[str, float]]:
+            loop.diary.append(f"evaluate {loop.loop.step}")
+            return RESULTS
+
+        monkeypatch.setattr(train_loop, "evaluate", evaluate)
+        monkeypatch.setattr(train_loop, "gather_checkpoint_state", lambda description, *_: description)
+        return loop
+
+    return made
+
+
+def test_a_run_evaluates_and_saves_between_its_steps_and_ends_with_both(make: Callable[..., Loop]) -> None:
+    """A step's record is written before what is done next. The last save comes before the last evaluation."""
+    run = make(intervals=Intervals(evaluates_at_start=True, eval_steps=2, save_steps=3))
+    result = run.loop.run()
+    assert run.diary == [
+        "evaluate 0", "record evaluation 0",
+        "step 1",
+        "record 1", "step 2",
+        "record 2", "evaluate 2", "record evaluation 2",
+        "step 3",
+        "record 3", "save 3",
+        "step 4",
+        "record 4", "save 4 and wait",
+        "evaluate 4", "record evaluation 4",
+        "close stream", "close saver", "close records",
+        "summary of step 4",
+    ]  # fmt: skip
+    assert result == {"run": str(run.loop.folder), "step": 4, "loss": 4.0, "eval": RESULTS}
+
+
+@pytest.mark.parametrize(
+    ("options", "saves"),
+    [
+        ({}, ["save 4 and wait"]),
+        ({"saves_after": (1,)}, ["save 1", "save 4 and wait"]),
+        ({"intervals": Intervals(eval_steps=1), "best": (2,)}, ["save 2", "save 4 and wait"]),
+        ({"intervals": Intervals(), "best": (2,)}, ["save 4 and wait"]),  # it is not evaluated there
+        ({"intervals": Intervals(save_steps=2), "saves_after": (2, 4)}, ["save 2", "save 4 and wait"]),
+        ({"intervals": Intervals(save_seconds=1e-9)}, ["save 1", "save 2", "save 3", "save 4 and wait"]),
+    ],
+)
+def test_a_step_is_saved_once_whatever_the_reasons(
+    make: Callable[..., Loop], options: dict[str, Any], saves: list[str]
+) -> None:
+    run = make(**options)
+    run.loop.run()
+    assert run.events("save") == saves
+
+
+def test_a_complete_run_is_evaluated_again_and_not_saved(make: Callable[..., Loop]) -> None:
+    run = make(step=4, intervals=Intervals(evaluates_at_start=True, eval_steps=1, save_steps=1))
+    assert run.loop.run()["step"] == 4
+    assert run.events("step", "save", "evaluate") == ["evaluate 4"]
+
+
+def test_a_run_without_sets_has_no_results(make: Callable[..., Loop]) -> None:
+    run = make(sets=0)
+    assert run.loop.run()["eval"] == {} and not run.events("evaluate")
+
+
+def signalled(loop: Loop, step: int) -> None:
+    if step == 3:
+        loop.loop.signal_poller.number = signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("saves_after", "events"),
+    [((), ["step 2", "rollback", "save 2 and wait"]), ((2,), ["step 2", "save 2", "rollback"])],
+)
+def test_a_signal_discards_the_step_and_saves_the_one_before_it(
+    make: Callable[..., Loop], saves_after: tuple[int, ...], events: list[str]
+) -> None:
+    """A step that is saved already is not saved again. The run waits for its copy all the same."""
+    run = make(during=signalled, saves_after=saves_after)
+    with pytest.raises(StoppedError, match="step 2"):
+        run.loop.run()
+    actual = run.events("step", "rollback", "save", "wait", "close", "evaluate", "summary")
+    assert actual == [
+        "step 1", *events, "wait for the copy", "close stream", "close saver", "close records"
+    ]  # fmt: skip
+
+
+def diverged(loop: Loop, step: int) -> None:
+    if step == 3:
+        raise UserError("step 3: the loss is nan")
+
+
+def test_a_mistake_in_a_step_saves_the_steps_before_it_and_remains_the_end(make: Callable[..., Loop]) -> None:
+    run = make(during=diverged)
+    with refused("the loss is nan"):
+        run.loop.run()
+    assert run.events("step", "rollback", "save") == ["step 1", "step 2", "rollback", "save 2 and wait"]
+    assert not run.events("summary")
