@@ -53,7 +53,8 @@ PAGES["--help"] = "".join(
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.M | re.S)
 TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (ROOT / "Makefile").read_text(), re.M)))
 # Commands between the words, which may leave something out: shells read them, and nothing checks them.
-INLINE, IN_TEXT = re.compile(r"`(clipscale [^`]*)`"), "in the text"
+INLINE = re.compile(r"`(clipscale [^`]*)`")
+IN_TEXT = "in the text"
 # Programs that a shell only notes; `block` says where one begins.
 PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch tar torchrun clipscale"
 
@@ -277,7 +278,9 @@ def test_python_blocks_work() -> None:
 
     for code in (b.code for b in BLOCKS if b.language == "python" and not b.needs):
         images, texts = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=-1)
-        queries, passages, encoder = torch.randn(8, 4), torch.randn(16, 4), torch.nn.Linear(4, 4)
+        queries = torch.randn(8, 4)
+        passages = torch.randn(16, 4)
+        encoder = torch.nn.Linear(4, 4)
         names = {
             "clipscale": clipscale, "setting": setting, "logit_scale": torch.tensor(10.0),
             "image_features": images.requires_grad_(), "text_features": texts, "queries": queries, "passages": passages,
@@ -344,7 +347,8 @@ def test_the_pages_exchange_is_exact() -> None:
 
 
 # Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.
-CODE, QUOTED = re.compile(r"`([^`]+)`"), re.compile(r"'[^']*'|\"[^\"]*\"")
+CODE = re.compile(r"`([^`]+)`")
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 PATTERN = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)*=\S*?(?:\[\S*?\]|[*?]|\{\S*?,)")
 
 
@@ -372,7 +376,8 @@ def test_every_command_runs_as_it_stands(
 ) -> None:
     """In one shell, since both read it alike. What the page makes is not there yet; its other runs are of the demo."""
     beside(tmp_path)
-    script, made = "", set[str]()
+    script = ""
+    made = set[str]()
     for words in (ours(words) for block, words in commands if block in RUN and block.page == page and ours(words)):
         values = {key: value for key, _, value in (word.partition("=") for word in words)}
         script += "".join(f"clipscale train experiment=demo run={run}\n" for run in sorted(runs_of(words) - made))

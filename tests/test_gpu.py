@@ -138,7 +138,8 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
         loss = partial(scaled_loss, model)
         torch.manual_seed(5)
         if cached:
-            device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
+            device = torch.device(DEVICE)
+            hosts = [pinned(pixels), pinned(tokens)]
             rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, is_resident=False) for x in hosts]
             towers = [model.image, model.text]
             cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
@@ -156,7 +157,8 @@ class HostRows:
     """Rows of host memory; `transient`: pairs that are overwritten by the third request after theirs."""
 
     def __init__(self, host: torch.Tensor, transient: bool) -> None:
-        self.host, self.asked = pinned(host), 0
+        self.host = pinned(host)
+        self.asked = 0
         self.window = pinned(torch.empty(3, 2, host.shape[1], dtype=host.dtype)) if transient else None
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
@@ -169,7 +171,8 @@ class HostRows:
 @pytest.mark.parametrize("transient", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
 def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident: bool, transient: bool) -> None:
-    device, side = torch.device(DEVICE), 2**18
+    device = torch.device(DEVICE)
+    side = 2**18
     peaks = []
     for count in (8, 64):
         host = torch.arange(count, dtype=torch.int64)[:, None].expand(count, side).to(torch.uint8).contiguous()

@@ -14,7 +14,8 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 # cache does not count.
 LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
 # Options of glibc's mallopt(3): the free memory at the heap's end that is given back, and the blocks outside the heap.
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 def free_memory() -> int:

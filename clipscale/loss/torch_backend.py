@@ -49,7 +49,8 @@ class TorchBackend:
         n = len(block.rows)
         m = len(block.cols)
         if self.is_dense:
-            height, width = n, m
+            height = n
+            width = m
         else:
             height, width = self.similarity.tile_shape(self.runtime.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))

@@ -143,7 +143,8 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
 @pytest.mark.parametrize("lost", ["checkpoints/step_00000002", "checkpoints", "checkpoints/*/meta.json"])
 def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path, lost: str) -> None:
     root = tmp_path / "a [1]*?#%20 [b"
-    run, store = root / "run", root / "store"
+    run = root / "run"
+    store = root / "store"
     save(root, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
@@ -156,7 +157,8 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
 
 def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_its_own(tmp_path: Path) -> None:
     """The run keeps its own records, too."""
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
@@ -179,7 +181,8 @@ def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
 
 def test_results_that_the_run_has_set_aside_leave_the_store(tmp_path: Path) -> None:
     """A later start from the copy would take them for results of the steps that were trained again."""
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     save(tmp_path, [1])
     for step in (1, 2, 3):
         write_result(run, step, 0.5)
@@ -223,7 +226,8 @@ def test_a_checkpoint_stays_on_the_disk_from_the_moment_when_it_is_listed_for_it
 
 def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Capture) -> None:
     save(tmp_path, [1, 2, 3], keep_newest=0)
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     shutil.rmtree(run)
     (path_of(store, 3) / "meta.json").unlink()
     (path_of(store, 2) / ".metadata").write_bytes(b"")
@@ -239,7 +243,8 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: Capture, *, is_damaged: bool) -> None:
     save(tmp_path, [2, 3, 4], keep_newest=0)
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     for step, score in ((2, 0.9), (3, 0.1), (4, 0.5)):
         write_result(store, step, score)
     (store / "config.yaml").write_text("checkpoint: {best: birds/top1}")
@@ -258,7 +263,8 @@ def test_a_later_start_takes_the_best_checkpoint_that_did_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     save(tmp_path, [2, 4], keep_newest=0)
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     for step, score in ((2, 0.9), (4, 0.5)):
         write_result(store, step, score)
     (store / "config.yaml").write_text("checkpoint: {best: birds/top1}")
@@ -281,7 +287,8 @@ def test_a_later_start_takes_the_best_checkpoint_that_did_not_come_back(
 
 def test_a_damaged_config_yaml_of_the_store_costs_the_best_checkpoint_alone(tmp_path: Path, capsys: Capture) -> None:
     save(tmp_path, [1])
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     (store / "config.yaml").write_text("{")
     shutil.rmtree(run)
     assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 1)
@@ -339,7 +346,8 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two at once would remove each other's unfinished files."""
-    busy, overlaps = Lock(), []
+    busy = Lock()
+    overlaps = []
 
     def slow(*given: Any) -> None:
         overlaps.append(busy.locked())
@@ -356,7 +364,8 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
 
 def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has room for two checkpoints; for a while somebody else's file takes it."""
-    store, foreign = tmp_path / "store", tmp_path / "store/other/file"
+    store = tmp_path / "store"
+    foreign = tmp_path / "store/other/file"
     room = 0
 
     def put(self: LocalFileSystem, source: str, target: str, **options: object) -> None:
@@ -407,7 +416,8 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    run, store = tmp_path / "run", tmp_path / "store"
+    run = tmp_path / "run"
+    store = tmp_path / "store"
     save(tmp_path, [1])
     (store / "metrics.jsonl").write_text("a line")
     before = {*tmp_path.rglob("*")}

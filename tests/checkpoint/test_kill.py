@@ -59,7 +59,8 @@ def kill(child: int) -> None:
 
 def until(true: Callable[[], bool], work: Callable[..., Any], given: Any) -> float:
     """Let a process work until something is true, and kill it. Returns how long it took."""
-    begun, child = time.monotonic(), begin(work, given)
+    begun = time.monotonic()
+    child = begin(work, given)
     while not true():
         time.sleep(0.005)
         assert time.monotonic() - begun < 1000
@@ -86,11 +87,13 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     or in its save. No kill takes back what was saved. `copied`: whether the run is copied to S3; then half of the kills
     of each kind also remove the run's folder.
     """
-    numbers, run = random.Random(SEED), tmp_path / "killed"
+    numbers = random.Random(SEED)
+    run = tmp_path / "killed"
     kills = int(os.environ.get("CLIPSCALE_KILLS", 20 if copied else 100))
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
     config = ten_step_config(demo, run, batch=16, samples=16 * 10**6, model=model)
-    chunks, often = CacheConfig(chunk=["6", "8"]), CheckpointConfig(every="1", keep=2)
+    chunks = CacheConfig(chunk=["6", "8"])
+    often = CheckpointConfig(every="1", keep=2)
     if copied:
         request.getfixturevalue("s3")
         often = replace(often, copy="s3://bucket/killed")
@@ -100,7 +103,8 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     longest = 2 * until(lambda: len(losses(run)) >= 2, train, config)
     saved = [newest_step(run)]
     for number in range(kills):
-        child, begun = begin(train, config), time.monotonic()
+        child = begin(train, config)
+        begun = time.monotonic()
         while number % 2 and newest_step(run) <= saved[-1]:
             time.sleep(0.005)
             assert time.monotonic() - begun < 300, f"seed {SEED}, kill {number}: no checkpoint within 300 s"

@@ -25,8 +25,10 @@ from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model
 
 CPU = torch.device("cpu")
-GATHER, SUM = "all-gathers", "reduce-scatters"
-CHUNKS, LAYERS = 3, 2
+GATHER = "all-gathers"
+SUM = "reduce-scatters"
+CHUNKS = 3
+LAYERS = 2
 # Both towers' blocks, and what is outside of them.
 GROUPS = 2 * (LAYERS + 1)
 CASES = [
@@ -41,7 +43,8 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.bytes = {GATHER: 0, SUM: 0}, {GATHER: 0, SUM: 0}
+        self.calls = {GATHER: 0, SUM: 0}
+        self.bytes = {GATHER: 0, SUM: 0}
         self.reductions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +72,14 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
 
     Stage 0: FSDP2 as it is by itself, summing gradients with the last chunk alone.
     """
-    model, world = small_model(LAYERS), World(rank, ranks, CPU)
+    model = small_model(LAYERS)
+    world = World(rank, ranks, CPU)
 
     def autocast() -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=half)
 
-    inputs, both = samples(2 * CHUNKS, seed=1 + rank), (model.image, model.text)
+    inputs = samples(2 * CHUNKS, seed=1 + rank)
+    both = (model.image, model.text)
     with torch.no_grad(), autocast():  # one after the other, without FSDP2
         alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip(both, inputs)]
     towers = [wrap(world, tower, f"zero{stage or 3}", torch.bfloat16 if half else torch.float32) for tower in both]
@@ -145,7 +150,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.scores = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.words = nn.Embedding(30, 16)
+        self.scores = nn.Linear(16, 30)
         self.scores.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,8 +166,10 @@ def unlike(rank: int, ranks: int) -> list[float]:
     """
     torch.manual_seed(0)
     convnext = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
-    x, tokens = torch.randn(2, 3, 64, 64), torch.arange(6)
-    world, tied = World(rank, ranks, CPU), Tied()
+    x = torch.randn(2, 3, 64, 64)
+    tokens = torch.arange(6)
+    world = World(rank, ranks, CPU)
+    tied = Tied()
     expected = convnext(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = tied(tokens)
@@ -179,7 +187,8 @@ def test_repeated_blocks_inside_repeated_blocks_are_sharded_and_tied_weights_kee
 
 def own_tower_twice(rank: int, ranks: int) -> list[bool]:
     """Whether open_clip's own text tower gives the same features as alone, in each of two passes of a step."""
-    tower, tokens = small_model(lean=False).text, samples(4)[1]
+    tower = small_model(lean=False).text
+    tokens = samples(4)[1]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         alone = tower(tokens)
         sharded = wrap(World(rank, ranks, CPU), tower, "zero2", torch.bfloat16)
@@ -196,7 +205,8 @@ REDUCED = {keep: [2 + 2 * (keep > 0), 2, 2] for keep in (0, 3000)}
 
 def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
     """How often each of three steps reduces something over ranks, and the graphs kept if other ranks' are larger."""
-    world, counts = World(rank, ranks, CPU), []
+    world = World(rank, ranks, CPU)
+    counts = []
     for keep in REDUCED:
         m = models()
         towers = [wrap(world, m[name], "ddp", torch.float32) for name in ("image", "text")]
@@ -222,11 +232,13 @@ def test_gradients_are_reduced_once_for_each_tower_and_ranks_keep_the_same_graph
 
 def crowded(rank: int, ranks: int, stages: str, full: bool) -> tuple[dict[str, Tensor], list[int]]:
     """Gradients of two steps, and the graphs kept in each. `full`: the second rank's GPU has no room for a second."""
-    plan, calls = GraphBudget.plan, count()
+    plan = GraphBudget.plan
+    calls = count()
     on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
     GraphBudget.plan = on_gpu  # type: ignore[method-assign]
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
-    model, world = small_model(LAYERS, dropout=0.4), World(rank, ranks, CPU)
+    model = small_model(LAYERS, dropout=0.4)
+    world = World(rank, ranks, CPU)
     pairs = zip((model.image, model.text), stages.split())
     towers = [wrap(world, tower, stage, torch.float32) for tower, stage in pairs]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, 5.0), chunks=2, keep_bytes=math.inf)

@@ -25,7 +25,8 @@ class Tiled(LossRuntime):
 
     def __init__(self, tiles: TileShape, tma: bool | None = None) -> None:
         super().__init__()
-        self.shape, self.tma = tiles, tma
+        self.shape = tiles
+        self.tma = tma
 
     def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return self.shape
@@ -65,9 +66,11 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
     if kind == "aligned":  # the positives stand out, as after training
         v[:n] = u + 0.3 * v[:n]
     elif kind == "equal":
-        u[:], v[:] = u[0], u[0]
+        u[:] = u[0]
+        v[:] = u[0]
     elif kind == "orthogonal":
-        u, v = torch.eye(n, width, dtype=torch.float64), torch.eye(m, width, dtype=torch.float64)
+        u = torch.eye(n, width, dtype=torch.float64)
+        v = torch.eye(m, width, dtype=torch.float64)
     elif kind == "low":  # every cosine near -1
         u, v = u[:1] + 0.05 * u, -u[:1] + 0.05 * v
     elif kind == "obtuse":  # every cosine near -0.6: at scale 100 all log-sum-exps lie 60 to 120 nats below a reference

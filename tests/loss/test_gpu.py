@@ -73,18 +73,22 @@ def test_extra_memory_is_linear_in_the_batch(backend: str) -> None:
         contrastive_loss(u, v, torch.tensor(1.0, device="cuda", requires_grad=True), backend=backend).backward()
         extras.append(torch.cuda.max_memory_allocated() - before - u.nbytes - v.nbytes)
     assert extras[-1] < 2 * 2**30, f"{[x / 2**20 for x in extras]} MiB at N = 16k, 32k, 64k"
-    last, first = extras[2] - extras[1], extras[1] - extras[0]
+    last = extras[2] - extras[1]
+    first = extras[1] - extras[0]
     assert last < 2.5 * first + 2**28, f"it grows faster than the batch: {[x / 2**20 for x in extras]} MiB"
 
 
 @only_on_cuda
 def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     """(3.5 million, 640) has 2.24e9 numbers: an offset held in 32 bits would wrap around."""
-    n, width, m = 3_500_000, 640, 300
+    n = 3_500_000
+    width = 640
+    m = 300
     if torch.cuda.mem_get_info()[0] < 30e9:
         pytest.skip("needs 30 GB of device memory")
     u = torch.randn(n, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5
-    v, scale = u[-m:].clone(), torch.tensor(10.0, device=DEVICE)
+    v = u[-m:].clone()
+    scale = torch.tensor(10.0, device=DEVICE)
     rows, cols = (Side(x, lse_weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse = rows.initial_lse()
     cols.lse = cols.initial_lse()

@@ -62,7 +62,8 @@ def test_without_the_check_what_is_not_finite_stays_visible() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("side", ["images", "positives", "hard negatives"])
 def test_one_bad_number_anywhere_is_found(side: str, objective: str, bad: float) -> None:
-    u, v = U.clone(), V.clone()
+    u = U.clone()
+    v = V.clone()
     {"images": u[3:4], "positives": v[3:4], "hard negatives": v[7:8]}[side][0, 1] = bad
     if (side, objective) == ("hard negatives", "softmax_text"):  # where they have no part
         assert contrastive_loss(u, v, 10.0, objective=objective).isfinite()
@@ -84,7 +85,8 @@ def test_one_bad_number_anywhere_is_found(side: str, objective: str, bad: float)
 def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(types: str) -> None:
     """`types`: of images, of texts, and in which both are multiplied."""
     images, texts, operands = (getattr(torch, name) for name in types.split())
-    u, v = U.to(images), V.to(texts)
+    u = U.to(images)
+    v = V.to(texts)
     actual = results(contrastive_loss, u, v, 10.0)
     assert (actual[1].dtype, actual[2].dtype) == (images, texts)
     true = oracle(u.to(operands), v.to(operands), 10.0)
@@ -95,8 +97,10 @@ def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(types: st
 
 def test_float16_and_bfloat16_meet_in_the_type_that_holds_both() -> None:
     """Texts exceed float16's largest number, and images have more digits than bfloat16."""
-    u, v = (2**-10 * U).half(), 2.0**20 * V.bfloat16()
-    actual, true = results(contrastive_loss, u, v, 0.01), oracle(u.float(), v.float(), 0.01)
+    u = (2**-10 * U).half()
+    v = 2.0**20 * V.bfloat16()
+    actual = results(contrastive_loss, u, v, 0.01)
+    true = oracle(u.float(), v.float(), 0.01)
     for name, x, t in zip(("value", "images", "texts", "scale"), actual, true):
         bar = 2.0 ** {torch.float16: -11, torch.bfloat16: -8}.get(x.dtype, -16)
         assert error(x, t, 1e-30) < bar, f"{name}: {error(x, t, 1e-30):.1e}"
@@ -122,7 +126,8 @@ def test_a_module_runs_under_the_callers_autocast_in_both_passes() -> None:
             seen.append(scores.dtype)
             return scores
 
-    u, v = U.clone().requires_grad_(), V.clone().requires_grad_()
+    u = U.clone().requires_grad_()
+    v = V.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         value = contrastive_loss(u, v, 10.0, similarity=Watching(4))
     value.backward()
@@ -145,7 +150,8 @@ def test_a_module_may_have_a_parameter_that_no_score_uses() -> None:
 
 def test_strides_do_not_matter() -> None:
     wide = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)).double()
-    u, v = wide[:, ::2].T[:4].T, wide.flip(0)[:, 1:9:2]
+    u = wide[:, ::2].T[:4].T
+    v = wide.flip(0)[:, 1:9:2]
     assert not u.is_contiguous()
     assert_exact(results(contrastive_loss, u, v, 3.0), oracle(u, v, 3.0), 3.0, 1e-10, "strided views")
 
@@ -162,7 +168,9 @@ def test_the_scale_may_be_any_tensor_of_one_element(shape: tuple[int, ...]) -> N
 def test_torch_compile_around_it_gives_what_eager_gives() -> None:
     torch.manual_seed(0)
     head = nn.Linear(4, 4)
-    u, v, log_scale = U.clone(), V.clone(), torch.tensor(2.0, requires_grad=True)
+    u = U.clone()
+    v = V.clone()
+    log_scale = torch.tensor(2.0, requires_grad=True)
 
     def step(u: Tensor, v: Tensor) -> Tensor:
         return 2 * contrastive_loss(F.normalize(head(u), dim=1), F.normalize(v, dim=1), log_scale.exp())

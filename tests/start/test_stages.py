@@ -106,7 +106,8 @@ def stopped(undisturbed: Path, folder: Path, step: int) -> Path:
 
 def same(one: Path, other: Path, step: int) -> bool:
     """Whether two runs have the same losses and weights."""
-    ours, reference = weights(one, step), weights(other, step)
+    ours = weights(one, step)
+    reference = weights(other, step)
     return curve(one) == curve(other) and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
@@ -177,9 +178,12 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     resumed.stream.close()
     resumed.records.close()
     step = resumed.train_step
-    before, encoders = weights(run, 3), torch.nn.Module()
-    encoders.visual, encoders.text = step.model.image.encoder, step.model.text.encoder
-    image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"
+    before = weights(run, 3)
+    encoders = torch.nn.Module()
+    encoders.visual = step.model.image.encoder
+    encoders.text = step.model.text.encoder
+    image = "image.encoder.positional_embedding"
+    text = "text.encoder.positional_embedding"
     expected = {"visual.positional_embedding": before[image], "text.positional_embedding": before[text]}
     resize_pos_embed(expected, encoders)
     resize_text_pos_embed(expected, encoders)
@@ -235,7 +239,8 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
 
 def test_all_stages_are_evaluated_by_the_last_ones_loss(shards: str, tmp_path: Path) -> None:
     """The losses that `checkpoint.best` compares are of one kind, and those of `clipscale eval`."""
-    run, pairs = tmp_path / "run", pair_set(tmp_path / "pairs")
+    run = tmp_path / "run"
+    pairs = pair_set(tmp_path / "pairs")
     stages: list[dict] = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6, "loss": "softmax_image"}]
     train(staged(shards, run, stages, ema=0.0, eval=EvalConfig(sets=[str(pairs)], every=1)))
     for step in (1, 4):

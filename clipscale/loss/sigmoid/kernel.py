@@ -60,7 +60,8 @@ def sigmoid_kernel(
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    scale_, bias_ = tl.load(scale), tl.load(bias)
+    scale_ = tl.load(scale)
+    bias_ = tl.load(bias)
     rows = tile_row * BM + tl.arange(0, BM)
     WIDTH: tl.constexpr = BN // 4
     dots_by_quarter = quarters(dots)
@@ -83,7 +84,8 @@ def sigmoid_kernel(
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
         product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)
-    out, count = sums + tl.program_id(0), tl.num_programs(0)
+    out = sums + tl.program_id(0)
+    count = tl.num_programs(0)
     tl.store(out, tl.sum(value, axis=0))
     tl.store(out + count, tl.sum(total, axis=0))
     tl.store(out + 2 * count, tl.sum(product, axis=0))

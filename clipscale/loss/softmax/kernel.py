@@ -60,7 +60,8 @@ def lse_kernel(
     are so far below it that the sum underflows, all sums are computed again, each relative to its own largest score.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
-    rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
+    rows = tile_row * BM + tl.arange(0, BM)
+    cols = tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
     dots = where_inside(dots, NEG_INF, rows, cols, n, m)
     scale = tl.load(factor)
@@ -122,7 +123,8 @@ def softmax_gradient_kernel(
     scale = tl.load(factor)
     rows = tile_row * BM + tl.arange(0, BM)
     row_at = tl.minimum(rows, n - 1)
-    r, a = tl.load(row_lse + row_at), tl.load(row_weight + row_at)
+    r = tl.load(row_lse + row_at)
+    a = tl.load(row_weight + row_at)
     WIDTH: tl.constexpr = BN // 4
     dots_by_quarter = quarters(dots)
     product = tl.zeros((BM,), tl.float32)
@@ -130,7 +132,8 @@ def softmax_gradient_kernel(
         first_col = tile_col * BN + quarter * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
         col_at = tl.minimum(cols, m - 1)
-        c, b = tl.load(col_lse + col_at), tl.load(col_weight + col_at)
+        c = tl.load(col_lse + col_at)
+        b = tl.load(col_weight + col_at)
         g = a[:, None] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -r[:, None]))
         g += b[None, :] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and the gradient is what this subtraction leaves.
@@ -154,7 +157,8 @@ def join_kernel(partials, lse, lines, n, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
     for line in tl.range(lines, num_stages=4):
         pointer = partials + 2 * line * n + indices
-        reference, terms = tl.load(pointer), tl.load(pointer + n)
+        reference = tl.load(pointer)
+        terms = tl.load(pointer + n)
         largest = tl.maximum(top, reference)
         total = total * tl.exp2(top - largest) + terms * tl.exp2(reference - largest)
         top = largest

@@ -24,7 +24,8 @@ HIDES_DOTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (
 def tile_position(n, m, BM: tl.constexpr, BN: tl.constexpr):
     """This program's tile row and tile column."""
     program = tl.program_id(0)
-    high, wide = tl.cdiv(n, BM), tl.cdiv(m, BN)
+    high = tl.cdiv(n, BM)
+    wide = tl.cdiv(m, BN)
     first = program // (GROUP * wide) * GROUP
     height = tl.minimum(high - first, GROUP)
     rest = program % (GROUP * wide)
@@ -43,7 +44,8 @@ def tile_dots(
     dots = tl.zeros((BM, BN), dtype=tl.float32)
     if TMA:
         for k in range(0, depth, BK):
-            left, right = u.load([tile_row * BM, k]), v.load([tile_col * BN, k])
+            left = u.load([tile_row * BM, k])
+            right = v.load([tile_col * BN, k])
             dots = tl.dot(left, right.T, dots, input_precision="ieee")
     else:
         rows = tl.minimum(tile_row * BM + tl.arange(0, BM), n - 1).to(tl.int64)

@@ -92,7 +92,9 @@ def listed(file: Path, shift: int = 0) -> Path:
 )
 def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, order: str, name: str) -> None:
     """A resume with the same list, written again, goes on in it. With another list the data is read from its start."""
-    full, part, file = write(tmp_path / "full", FULL), write(tmp_path / "part", PART), listed(tmp_path / name)
+    full = write(tmp_path / "full", FULL)
+    part = write(tmp_path / "part", PART)
+    file = listed(tmp_path / name)
 
     def opened(folder: Path, **options: Any) -> TrainStream:
         sources = {"train": [f"{folder}/[01].tar", f"{folder}/[23].tar"], "weights": [1.0, 2.0]}
@@ -115,7 +117,8 @@ def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, ord
 
 
 def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, file = write(tmp_path / "full", FULL), listed(tmp_path / "keys.txt")
+    full = write(tmp_path / "full", FULL)
+    file = listed(tmp_path / "keys.txt")
     count = lambda: open_stream(full, batch=4, only_keys=str(file)).epoch_samples  # noqa: E731
     assert count() == 32
     with monkeypatch.context() as patch:
@@ -182,7 +185,8 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
         alike = [sample_id("0.tar", f"{shard}-{i:02d}") for (shard, i), other in WEIGHTS.items() if other == weight]
         share = weight % 1
         for chosen in [*([sample] for sample in alike), alike]:
-            draws, actual = epochs * len(chosen), sum(counts[sample] for sample in chosen)
+            draws = epochs * len(chosen)
+            actual = sum(counts[sample] for sample in chosen)
             most = len(chosen) * weight + 4 * (draws * share * (1 - share)) ** 0.5
             assert abs(actual - draws * weight) <= most, f"weight {weight}: {actual} in {draws} draws"
     batches = contents(open_stream(tmp_path / "shards", **options), 20)
@@ -212,7 +216,8 @@ def test_a_resume_at_every_place_goes_on_with_every_copy(tmp_path: Path, order: 
     options: dict = {"batch": 4, "shard_streams": 4, "shuffle": 5, "sample_weights": str(file), "order": order}
     opened = partial(open_stream, tmp_path / "shards", **options)
     stream = opened()
-    places, whole = [positions([stream])], []
+    places = [positions([stream])]
+    whole = []
     for _ in range(16):  # over an epoch
         whole += contents(stream, 1)
         places.append(positions([stream]))

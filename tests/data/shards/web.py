@@ -42,7 +42,8 @@ class Web:
         match = re.match(r"bytes=(\d+)-(\d+)$", asked)
         if not match:
             return 200, headers | {"Content-Length": str(len(data))}, data
-        start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
+        start = int(match[1])
+        stop = min(int(match[2]) + 1, len(data))
         if start >= len(data):
             return 416, {"Content-Range": f"bytes */{len(data)}", "Content-Length": "0"}, b""
         headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", "Content-Length": str(stop - start)}
@@ -77,7 +78,8 @@ def serving(web: Web) -> Iterator[Web]:
         wbufsize = 1 << 20
 
         def do_GET(self) -> None:
-            number, asked = len(web.requests), self.headers.get("Range", "")
+            number = len(web.requests)
+            asked = self.headers.get("Range", "")
             web.requests.append((self.path, asked))
             status, headers, body = web.answer(
                 self.path, asked, {name.lower(): value for name, value in self.headers.items()}
@@ -85,9 +87,13 @@ def serving(web: Web) -> Iterator[Web]:
             fault = web.fault(number, self.path, body)
             match fault:
                 case "503":
-                    status, headers, body = 503, {"Content-Length": "0"}, b""
+                    status = 503
+                    headers = {"Content-Length": "0"}
+                    body = b""
                 case "429":
-                    status, headers, body = 429, {"Content-Length": "0", "Retry-After": "86400"}, b""
+                    status = 429
+                    headers = {"Content-Length": "0", "Retry-After": "86400"}
+                    body = b""
                 case "short":
                     body = body[: len(body) // 2]
                     headers["Content-Length"] = str(len(body))

@@ -53,7 +53,8 @@ def extreme(n: int, m: int, width: int) -> tuple[Tensor, Tensor]:
     towards = torch.eye(1, width, dtype=torch.float64)
     generator = torch.Generator().manual_seed(n)
     noise = [0.05 * torch.randn(x, width, generator=generator, dtype=torch.float64) / width**0.5 for x in (n, m)]
-    u, v = towards + noise[0], -towards + noise[1]
+    u = towards + noise[0]
+    v = -towards + noise[1]
     v[m // 2] = u[n // 3]
     return normalize(u, dim=1), normalize(v, dim=1)
 
@@ -226,10 +227,12 @@ def unit(*numbers: float) -> Tensor:
 @pytest.mark.parametrize("gap", [0.0, pytest.param(0.3, marks=LONG)])
 def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float) -> None:
     """Two rows with a perfect positive, and a third whose column lies tens of nats below them."""
-    u, v = torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
+    u = torch.zeros(3, 8, dtype=torch.float64)
+    v = torch.zeros(3, 8, dtype=torch.float64)
     u[0, 0] = u[1, 1] = v[0, 0] = 1
     u[2, 3], u[2, 4] = unit(0.1029)
-    v[1, 1], v[1, 4] = c, gap
+    v[1, 1] = c
+    v[1, 4] = gap
     v[1, 2] = math.sqrt(max(0.0, 1 - c * c - gap * gap))
     v[2, 1], v[2, 3] = unit(0.236)
     assert_nothing_is_lost(normalize(u, dim=1), normalize(v, dim=1))
@@ -266,7 +269,8 @@ def assert_full_tiles_lose_nothing(below: int, spread: int, seed: int) -> None:
     Each tile has one perfect pair. All other scores lie `below` to `below + spread` powers of two under its score.
     """
     tiles = LossRuntime().tile_shape(torch.device(DEVICE), torch.float32)
-    n, powers = math.lcm(tiles.rows, tiles.cols), 100 * math.log2(math.e)
+    n = math.lcm(tiles.rows, tiles.cols)
+    powers = 100 * math.log2(math.e)
     under = below + spread * torch.rand(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     perfect = torch.arange(0, n, tiles.rows)
     under[perfect, perfect] = 0

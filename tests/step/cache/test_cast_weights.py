@@ -49,7 +49,8 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 
 def tied(**options: Any) -> ClipModel:
     model = small_model(**options)
-    first, second = model.image.encoder.transformer.resblocks[0].mlp, model.text.encoder.transformer.resblocks[0].mlp
+    first = model.image.encoder.transformer.resblocks[0].mlp
+    second = model.text.encoder.transformer.resblocks[0].mlp
     second.c_fc.weight = first.c_fc.weight
     return model
 
@@ -118,7 +119,8 @@ def test_gradients_are_those_of_autograd(name: str, keep: float) -> None:
 
 def test_a_hook_sees_every_gradient_of_its_weight() -> None:
     """The first hook doubles a gradient; the second multiplies the sum so far, chunk by chunk."""
-    expected, model = plain(small_model()), hooked()
+    expected = plain(small_model())
+    model = hooked()
     seen = []
     blocks = model.image.encoder.transformer.resblocks
     blocks[0].mlp.c_fc.weight.register_hook(lambda gradient: seen.append(len(seen)))
@@ -186,7 +188,8 @@ def gradients_in_chunks(
 ) -> dict[str, Tensor]:
     """The gradients of `SomeLayers` after two steps. `first`: see `begins_with`."""
     torch.manual_seed(0)
-    encoder, x = SomeLayers(), begins_with(first, rank)
+    encoder = SomeLayers()
+    x = begins_with(first, rank)
     cache = GradCache([encoder], lambda u: u.float().square().sum(), chunks=chunks, keep_bytes=keep, autocast=BF16)
     for _ in range(2):  # the first measures a graph
         encoder.zero_grad()
@@ -223,7 +226,8 @@ def test_a_layer_that_only_one_of_two_towers_calls_has_its_gradient() -> None:
     found = []
     for start_step in (CastWeights.start_step, lambda *arguments: None):
         torch.manual_seed(0)
-        encoder, x = SomeLayers(), torch.randn(8, 6)
+        encoder = SomeLayers()
+        x = torch.randn(8, 6)
         x[:, 0] = -1
         loss = lambda u, v: (u.float() @ v.float().T).square().sum()  # noqa: E731
         cache = GradCache([encoder] * 2, loss, chunks=2, keep_bytes=math.inf, autocast=BF16)

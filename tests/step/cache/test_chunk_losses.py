@@ -18,7 +18,10 @@ from clipscale.distributed.world import World
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 
-N, TOKENS, VOCABULARY, WIDTH = 13, 6, 17, 5
+N = 13
+TOKENS = 6
+VOCABULARY = 17
+WIDTH = 5
 CPU = torch.device("cpu")
 
 
@@ -36,7 +39,8 @@ class Pairs(nn.Module):
 
     def features(self, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Image and text features (N, 2, D), the image's own before it has length 1, and the embedded tokens."""
-        image, embedded = self.image(pixels), self.embedding(tokens)
+        image = self.image(pixels)
+        embedded = self.embedding(tokens)
         return F.normalize(torch.stack([image, self.text(embedded.mean(1))], 1), dim=-1), image, embedded
 
     def cross_entropy(self, image: Tensor, embedded: Tensor, tokens: Tensor) -> Tensor:
@@ -78,7 +82,8 @@ def one_graph(model: Pairs, chunk: int, kept: int, weight: float) -> tuple[Tenso
     It goes chunk by chunk for the order of random numbers: a decoder in the second pass uses those with which the first
     pass of the next chunk begins.
     """
-    rows, total = [], torch.zeros((), dtype=torch.float64)
+    rows = []
+    total = torch.zeros((), dtype=torch.float64)
     for i, (pixels, tokens) in enumerate(zip(*(x.split(chunk) for x in batch()))):
         features, image, embedded = model.features(pixels, tokens)
         after = RandomState.now()
@@ -121,7 +126,8 @@ def test_gradient_and_value_are_those_of_one_graph(keep: float, chunk: int, drop
 def test_the_chunks_losses_have_a_weight_that_may_be_known_late() -> None:
     """A mean over tokens that are counted meanwhile has such a weight. Kept graphs take it, too."""
     for keep in (0.0, math.inf):
-        actual, required = model_of(0.4), model_of(0.4)
+        actual = model_of(0.4)
+        required = model_of(0.4)
         torch.manual_seed(5)
         cached = GradCache([actual], contrast, chunks=4, keep_bytes=keep)
         cached.backward(contrast(*cached.encode(batch())))
@@ -133,7 +139,8 @@ def test_the_chunks_losses_have_a_weight_that_may_be_known_late() -> None:
 
 
 def test_a_scaler_scales_both_losses_and_no_value() -> None:
-    required, actual = model_of(0.0, torch.float32), model_of(0.0, torch.float32)
+    required = model_of(0.0, torch.float32)
+    actual = model_of(0.0, torch.float32)
     pixels, tokens = batch()
     inputs = pixels.float(), tokens
     plain = GradCache([required], contrast, chunks=4).step(inputs)
@@ -158,7 +165,8 @@ def test_a_chunks_loss_that_is_scaled_already_is_refused() -> None:
 def test_several_towers_add_their_losses_and_one_without_is_as_ever() -> None:
     torch.manual_seed(0)
     pair = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in ("first", "second")}).double()
-    first, second = pair["first"], pair["second"]
+    first = pair["first"]
+    second = pair["second"]
     x = torch.randn(10, 4, dtype=torch.float64)
 
     def penalised(x: Tensor) -> ChunkOutput:
@@ -181,7 +189,8 @@ def test_several_towers_add_their_losses_and_one_without_is_as_ever() -> None:
 
 def test_frozen_towers_leave_the_decoder_to_train_alone() -> None:
     """The representations have no graph then."""
-    required, actual = model_of(0.0), model_of(0.0)
+    required = model_of(0.0)
+    actual = model_of(0.0)
     for model in (required, actual):
         model.requires_grad_(False)
         model.decoder.requires_grad_(True)
@@ -191,7 +200,8 @@ def test_frozen_towers_leave_the_decoder_to_train_alone() -> None:
 
 
 def test_representation_maps_the_representations_alone() -> None:
-    required, actual = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    required = nn.Linear(4, 3).double()
+    actual = nn.Linear(4, 3).double()
     required.load_state_dict(actual.state_dict())
     x = torch.randn(10, 4, dtype=torch.float64)
 

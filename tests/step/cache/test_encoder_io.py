@@ -40,7 +40,8 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
     def loss(q: Tensor, p: Tensor) -> Tensor:
         return F.cross_entropy(q @ p.T, torch.arange(len(q)))
 
-    queries, passages = inputs(6, 1), inputs(15, 2)
+    queries = inputs(6, 1)
+    passages = inputs(15, 2)
     loss(required(**queries), required(**passages)).backward()
     for keep in (0, math.inf):
         actual.zero_grad()
@@ -70,7 +71,8 @@ def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> No
     loss(required["pair"](a, b), gain([c, 2.0]), required["tokens"](d)).backward()
     expected = gradients(required) | {"scale": scale.grad}
     for keep in (0, math.inf):
-        actual, scale.grad = copy.deepcopy(required), None
+        actual = copy.deepcopy(required)
+        scale.grad = None
         actual.zero_grad()
         cache = GradCache([actual["pair"], gain, actual["tokens"]], loss, chunks=[4, 2, 100], keep_bytes=keep)
         cache.step((a, b), [c, 2.0], d)
@@ -84,7 +86,8 @@ class Output(UserDict[str, Tensor]):
 @pytest.mark.parametrize("keep", [0, math.inf])
 def test_inputs_may_be_any_mapping_and_outputs_anything_with_a_representation(keep: float) -> None:
     """Mappings lie within mappings. One tower returns a tensor, the other a tuple with a mapping."""
-    required, actual = models(), models()
+    required = models()
+    actual = models()
     images, texts = batch(11)
     required["head"](required["image"](images), 2 * required["text"](texts)).backward()
 
@@ -119,8 +122,11 @@ def test_a_model_of_transformers_takes_a_batch_encoding_and_its_output_is_mapped
     def first(output: Any) -> Tensor:
         return output.last_hidden_state[:, 0]
 
-    queries, passages, options = tokens(5), tokens(10), {"scale": 0.5, "target": torch.tensor([0, 2, 4, 6, 8])}
-    required, actual = copy.deepcopy(bert), copy.deepcopy(bert)
+    queries = tokens(5)
+    passages = tokens(10)
+    options = {"scale": 0.5, "target": torch.tensor([0, 2, 4, 6, 8])}
+    required = copy.deepcopy(bert)
+    actual = copy.deepcopy(bert)
     value = loss(first(required(**queries)), first(required(**passages)), **options)
     value.backward()
     cache = GradCache([actual, actual], loss, chunks=[2, 3], representation=first)

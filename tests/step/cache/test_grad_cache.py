@@ -38,7 +38,8 @@ def test_loss_and_gradient_equal_one_graphs(
     n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs = batch(n, dtype)
-    required, actual = models(dropout, dtype), models(dropout, dtype)
+    required = models(dropout, dtype)
+    actual = models(dropout, dtype)
     torch.manual_seed(5)
     expected = one_graph([required["image"], required["text"]], required["head"], inputs, chunks)
     cache = GradCache([actual["image"], actual["text"]], actual["head"], chunks=chunks, keep_bytes=keep)
@@ -78,7 +79,9 @@ def test_how_many_chunks_are_left_is_known_from_the_first_on(n: int, chunks: lis
 
 @pytest.mark.parametrize("frozen", ["image", "text"])
 def test_a_frozen_encoder_runs_once_and_gets_no_gradient(frozen: str) -> None:
-    required, actual, calls = models(0.4), models(0.4), []
+    required = models(0.4)
+    actual = models(0.4)
+    calls = []
     for m in (required, actual):
         m[frozen].requires_grad_(False)
     actual[frozen].register_forward_hook(lambda *_: calls.append(1))
@@ -93,7 +96,8 @@ def test_a_frozen_encoder_runs_once_and_gets_no_gradient(frozen: str) -> None:
 
 
 def test_steps_add_their_gradients_times_the_scale() -> None:
-    plain, scaled = models(dtype=torch.float32), models(dtype=torch.float32)
+    plain = models(dtype=torch.float32)
+    scaled = models(dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     GradCache([plain["image"], plain["text"]], plain["head"], chunks=4).step(*batch(12, torch.float32))
     cache = GradCache([scaled["image"], scaled["text"]], scaled["head"], chunks=4, scaler=scaler)
@@ -106,7 +110,8 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its
     weights.
     """
-    required, actual = models(dtype=torch.float32), models(dtype=torch.float32)
+    required = models(dtype=torch.float32)
+    actual = models(dtype=torch.float32)
     inputs = batch(12, torch.float32)
 
     def autocast() -> Any:

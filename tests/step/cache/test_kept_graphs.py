@@ -23,7 +23,8 @@ from clipscale.step.cache.kept_graphs import (
 )
 from tests.support.towers import samples, small_model
 
-N, CHUNK = 12, 2
+N = 12
+CHUNK = 2
 
 
 def cached(
@@ -80,7 +81,8 @@ def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch
 
 def test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them() -> None:
     """A linear layer saves its input and its weight, transposed or not."""
-    layer, x = nn.Linear(100, 100), torch.randn(2, 100, requires_grad=True)
+    layer = nn.Linear(100, 100)
+    x = torch.randn(2, 100, requires_grad=True)
     for function in (layer, lambda x: x @ layer.weight, lambda x: x @ layer.weight.T[:, :50]):
         with measured_graph() as size:
             function(x)
@@ -88,7 +90,8 @@ def test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them() -> N
 
 
 def test_kept_chunks_have_no_second_pass() -> None:
-    model, calls = small_model(), []
+    model = small_model()
+    calls = []
     image, text = graphs_of(model)
     model.image.register_forward_hook(lambda *_: calls.append("image"))
     model.text.register_forward_hook(lambda *_: calls.append("text"))
@@ -127,7 +130,8 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
 
         def __init__(self, tower: nn.Module) -> None:
             super().__init__()
-            self.tower, self.graphs = tower, 0
+            self.tower = tower
+            self.graphs = 0
 
         def forward(self, x: Tensor) -> Tensor:
             out = self.tower(x)
