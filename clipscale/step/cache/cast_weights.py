@@ -69,6 +69,10 @@ class CastWeights:
             # Reading the values makes a GPU's host wait. So it is done only for the few with an unchanged version.
             if weight.grad is zeros and zeros._version == version and not zeros.any():
                 weight.grad = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the cast weights, and leave every gradient as it is. Uses no device, which an error may have left."""
         self.layers.clear()
         self.gradients.clear()
         self.zeros.clear()

@@ -205,7 +205,7 @@ class GradCache:
         An error in `encode`, `replay` or `step` does this, too.
         """
         for tower in self.towers:
-            tower.end_step()
+            tower.discard_step()
 
     @contextmanager
     def _discarded_on_error(self) -> Iterator[None]:

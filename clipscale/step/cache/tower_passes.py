@@ -164,11 +164,16 @@ class TowerPasses:
         return self.forward_chunk(i)
 
     def end_step(self) -> None:
+        """After the replay, drop gradients of zeros (see `CastWeights.end_step`), and let go of the batch."""
+        self.cast_weights.end_step()
+        self.discard_step()
+
+    def discard_step(self) -> None:
         """Let go of the batch, its representations, the kept graphs and the cast weights."""
         self.representations = torch.empty(0)
         self.graphs.outputs.clear()
         self.inputs = None
-        self.cast_weights.end_step()
+        self.cast_weights.clear()
 
     # ---- one chunk, in both passes ----
 

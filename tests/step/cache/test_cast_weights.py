@@ -238,6 +238,20 @@ def test_a_layer_that_only_one_of_two_towers_calls_has_its_gradient() -> None:
     assert "sometimes.weight" in found[0] and "never.weight" not in found[0]
 
 
+def test_an_error_of_the_device_is_not_hidden_by_a_second_one() -> None:
+    """After it the device may compute nothing more, so a step that fails reads no gradients."""
+
+    class Fails(SomeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] > 0:
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    cache = GradCache([Fails()], torch.sum, chunks=2, keep_bytes=math.inf, autocast=BF16)
+    with patch.object(Tensor, "any", side_effect=RuntimeError("CUDA error")), pytest.raises(ZeroDivisionError):
+        cache.step(begins_with([-1.0, 1.0]))
+
+
 def test_a_pass_that_fails_leaves_the_tensor_to_which_its_graph_would_have_added() -> None:
     """A later pass of the step adds to the same one, even if `.grad` has been cleared in between."""
     layer = CastLinear(nn.Linear(6, 4))
