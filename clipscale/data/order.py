@@ -180,7 +180,13 @@ class Epochs:
             shard_start = int(ends[shard_index]) - self.counts[shard]
             stop = min(stop_sample, int(ends[shard_index]))
             if stop > first:
-                yield Segment(shard, epoch, first - shard_start, stop - shard_start, self.counts[shard])
+                yield Segment(
+                    shard=shard,
+                    shuffle_key=epoch,
+                    start=first - shard_start,
+                    stop=stop - shard_start,
+                    count=self.counts[shard],
+                )
             first = stop
             shard_index += 1
 
@@ -216,7 +222,8 @@ class Resampled:
     def segments(self, stream_id: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The one shard of draw `epoch`, after its first `skip` samples."""
         shard = self.shards[CounterRNG(self.seed, DRAW, stream_id, epoch).integer(len(self.shards))]
-        yield Segment(shard, rng_key(stream_id, epoch), skip, self.counts[shard], self.counts[shard])
+        count = self.counts[shard]
+        yield Segment(shard=shard, shuffle_key=rng_key(stream_id, epoch), start=skip, stop=count, count=count)
 
     def description(self) -> list[object]:
         """See `Epochs.description`."""

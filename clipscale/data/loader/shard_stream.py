@@ -227,7 +227,13 @@ def open_shard_stream(
     size_limits = size_limits_of(IMAGE_TYPES, spec.selection.members() | teacher_members)
     readers = [
         ShardReader(
-            source, stream_id, position, size_limits, store, spec.subset, lambda url: set_status(f", reading {url}")
+            source,
+            stream_id,
+            start=position,
+            size_limits=size_limits,
+            store=store,
+            subset=spec.subset,
+            on_open=lambda url: set_status(f", reading {url}"),
         )
         for source, position in zip(sources, starts, strict=True)
     ]

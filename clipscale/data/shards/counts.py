@@ -72,7 +72,13 @@ def known_shards(
         for url, outcome in _scanned(unknown, subset):
             if isinstance(outcome, str):  # it cannot be opened
                 outcome = index.IndexEntry(
-                    index.name_in_index(url), 0, "", 0, "unreadable_shard", f"{url}: {outcome}", 0.0
+                    name=index.name_in_index(url),
+                    size=0,
+                    version="",
+                    samples=0,
+                    reason="unreadable_shard",
+                    detail=f"{url}: {outcome}",
+                    weight=0.0,
                 )
             if outcome is not None:
                 entries[url] = outcome._replace(offsets=None)

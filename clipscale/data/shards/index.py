@@ -242,18 +242,18 @@ def scan_shard(url: str, subset: Subset | None = None) -> IndexEntry:
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
-    # With links every header is needed: only the link_bytes files say how many bytes a sample has.
+    # With links every header is needed: only the linked files say how many bytes a sample has.
     has_offsets = samples > 0 and subset is None and not link_bytes
     packed = pack(offsets) if has_offsets else None
     return IndexEntry(
-        name_in_index(url),
-        state.size,
-        state.version + RULE_MARK,
-        samples,
-        failure.reason,
-        utf8(failure.detail),
-        weight if subset else None,
-        packed,
+        name=name_in_index(url),
+        size=state.size,
+        version=state.version + RULE_MARK,
+        samples=samples,
+        reason=failure.reason,
+        detail=utf8(failure.detail),
+        weight=weight if subset else None,
+        offsets=packed,
     )
 
 

@@ -161,7 +161,14 @@ def open_embedded_set(folder: Path) -> EmbeddedSet:
             check_address(source, f"data: {folder}: source")
         paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
         firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
-        embedded = EmbeddedSet(folder, note, sources, paths, firsts, len(entries) - len(shards))
+        embedded = EmbeddedSet(
+            folder=folder,
+            note=note,
+            sources=sources,
+            paths=paths,
+            firsts=firsts,
+            unfinished=len(entries) - len(shards),
+        )
         for side in SIDES:
             for _ in embedded.features(side):  # each mapped file takes a descriptor: one at a time
                 pass

@@ -100,7 +100,10 @@ def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
 
 def feature_encoder(model: ClipModel, device: torch.device, precision: str, data: DataConfig) -> FeatureEncoder:
     """An encoder with the model, which it moves to the device."""
-    captions = source_names(data.captions)
     return FeatureEncoder(
-        model.to(device), device, Precision.set_up(precision, device), captions, model.eval_transform()
+        model=model.to(device),
+        device=device,
+        precision=Precision.set_up(precision, device),
+        captions=source_names(data.captions),
+        transform=model.eval_transform(),
     )

@@ -217,7 +217,14 @@ class DryRun:
         replay = meter.end()
         operations = meter.operations
         self.step.optimizer.zero_grad()
-        return ChunkMemory(encode, graph, encode_kept, replay, encode_operations, operations)
+        return ChunkMemory(
+            encode=encode,
+            graph=graph,
+            encode_kept=encode_kept,
+            replay=replay,
+            encode_operations=encode_operations,
+            replay_operations=operations,
+        )
 
     def measure_loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
@@ -343,6 +350,14 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
             )
         meters = [leave_blocks_out(tower, tracker) for tower in towers]
         yield DryRun(
-            config, tracker, step, flops, decoder, memory, meters, parameters,
-            is_alone=world_size == 1, sorts_captions=sorts_captions,
-        )  # fmt: skip
+            config=config,
+            tracker=tracker,
+            step=step,
+            flops=flops,
+            decoder_flops=decoder,
+            memory=memory,
+            meters=meters,
+            parameters=parameters,
+            is_alone=world_size == 1,
+            sorts_captions=sorts_captions,
+        )

@@ -71,4 +71,13 @@ def _read(folder: Path) -> Run:
         published = config.get("expected", {})
         expected = Expected(bands_of(published), str(published.get(SOURCE, "")))
         line = expected.line(evaluations[-1]["results"]) if evaluations else ""
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, line, environment)
+    return Run(
+        name=folder.resolve().name,
+        folder=folder,
+        records=records,
+        evaluations=evaluations,
+        rows=rows,
+        settings=settings,
+        expected=line,
+        environment=environment,
+    )
