@@ -23,10 +23,13 @@ class Letters:
 class Words:
     """Tokens are the `first`, the words' first letters, and END; then `pad`. Pickles to workers."""
 
-    START, END = 1, 2
+    START = 1
+    END = 2
 
     def __init__(self, context: int, pad: int, first: tuple[int, ...] = (START,)) -> None:
-        self.context, self.pad, self.first = context, pad, first
+        self.context = context
+        self.pad = pad
+        self.first = first
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         tokens = torch.full((len(texts), self.context), self.pad)
@@ -97,7 +100,8 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]
 def link(name: str, target: str, kind: bytes = tarfile.LNKTYPE) -> tarfile.TarInfo:
     """A hard link, or one of this kind, as a member of a tar."""
     info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
+    info.type = kind
+    info.linkname = target
     return info
 
 

@@ -53,7 +53,8 @@ def read(url: Path | str, **options: Any) -> tuple[list[RawSample], ReadFailure]
 def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world_size: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
-    seed, position = options.pop("seed", 0), options.pop("position", None)
+    seed = options.pop("seed", 0)
+    position = options.pop("position", None)
     side = options.pop("side", SIDE)
     gpu = options.pop("gpu", False)
     kind = options.pop("selection", Selection if "same" in options else Known)
@@ -126,7 +127,8 @@ def items_of(
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
-    shards, items = OrderedShards((url,), OneSegment(segment, seed), window), []  # type: ignore[arg-type]
+    shards = OrderedShards((url,), OneSegment(segment, seed), window)  # type: ignore[arg-type]
+    items = []
     reader = ShardReader(shards, 0, (0, 0), size_limits, Store(), subset)
     for _, item in reader.items:
         if reader.epoch:

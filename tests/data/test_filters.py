@@ -60,7 +60,8 @@ def test_what_costs_least_is_looked_at_first() -> None:
 def test_sources_are_drawn_by_weight_and_a_list_shares_it(
     captions: list[str], fields: dict, shares: dict[str, float]
 ) -> None:
-    selected, sample = chosen(captions=captions), raw(text="t", **fields)
+    selected = chosen(captions=captions)
+    sample = raw(text="t", **fields)
     drawn = [Counter(selected.draw(sample.members, CounterRNG(5, i))[0][0] for i in range(4000)) for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert {text: count / 4000 for text, count in drawn[0].items()} == pytest.approx(shares, abs=0.03)
@@ -74,7 +75,8 @@ def test_a_source_without_text_gives_way_to_the_others() -> None:
 
 
 def test_captions_are_drawn_without_replacement_and_then_again() -> None:
-    selected, sample = chosen(captions=["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
+    selected = chosen(captions=["txt=2", "json:alts=1"])
+    sample = raw(text="t", alts=["a", "b", " ", 3])
     for i in range(50):
         drawn = [text for text, _ in replace(selected, text_layout=TextLayout(7)).draw(sample.members, CounterRNG(i))]
         assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "t"] and drawn[6] in "abt"

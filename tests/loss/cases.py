@@ -52,7 +52,8 @@ class Phi(nn.Module):
         self.score = nn.Linear(5, 1)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        u, v = u.flatten(1), v.flatten(1)
+        u = u.flatten(1)
+        v = v.flatten(1)
         shape = (len(u), len(v), u.shape[1])
         pairs = torch.cat([u[:, None].expand(shape), v[None, :].expand(shape)], dim=2)
         return self.score(self.dropout(torch.tanh(self.hidden(pairs)))).squeeze(2)
@@ -76,9 +77,11 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
     elif kind == "obtuse":  # every cosine near -0.6: at scale 100 all log-sum-exps lie 60 to 120 nats below a reference
         towards = F.normalize(u[:1], dim=1)
         across = F.normalize(v[:1] - (v[:1] @ towards.T) * towards, dim=1)
-        u, v = towards + 0.03 * u, 0.8 * across - 0.6 * towards + 0.03 * v
+        u = towards + 0.03 * u
+        v = 0.8 * across - 0.6 * towards + 0.03 * v
     elif kind == "duplicates":
-        u, v = u[torch.arange(n) // 2], v[torch.arange(m) // 2]
+        u = u[torch.arange(n) // 2]
+        v = v[torch.arange(m) // 2]
     return F.normalize(u, dim=1), F.normalize(v, dim=1)
 
 

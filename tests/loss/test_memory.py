@@ -66,14 +66,17 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
 
     The sigmoid's gradients in float16 are float32 until the caller's factor is known.
     """
-    n, width = 2**20, 768
+    n = 2**20
+    width = 768
     with without_memory() as memory, cuda_autocast():
         u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))
         scale, bias = (torch.tensor(x).requires_grad_() for x in (10.0, -10.0))
         memory.take_peak()
-        before, grads = memory.live, 2 * n * width * dtype.itemsize
+        before = memory.live
+        grads = 2 * n * width * dtype.itemsize
         with running_on(DryRunRuntime(90)):
             contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, check=False).backward()
-        peak, left = memory.take_peak() - before - grads, memory.live - before - grads
+        peak = memory.take_peak() - before - grads
+        left = memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"

@@ -47,7 +47,8 @@ def positives_first(x: Tensor, n: int) -> Tensor:
 
 def stacked_again(x: Tensor, world_size: int, n: int) -> Tensor:
     """Undo `positives_first`."""
-    positives, extras = x[: world_size * n], x[world_size * n :]
+    positives = x[: world_size * n]
+    extras = x[world_size * n :]
     return torch.cat([positives.view(world_size, n, *x.shape[1:]), extras.view(world_size, -1, *x.shape[1:])], 1)
 
 
@@ -68,7 +69,8 @@ def check(
     flat = None if keys is None else keys.flatten()
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, keys=flat)
     actual = whole(ranks.run(local_results, world, u, v, scale, keys, options))
-    actual[1], actual[2] = actual[1].flatten(0, 1), positives_first(actual[2], n)
+    actual[1] = actual[1].flatten(0, 1)
+    actual[2] = positives_first(actual[2], n)
     assert_exact(actual, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
 
 

@@ -69,7 +69,8 @@ def inputs(samples: int = 5) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(3, VOCABULARY - 1, (samples, WORDS))
     for row, caption in enumerate(tokens):
         end = WORDS - 1 - row % 4
-        caption[end], caption[end - 1] = VOCABULARY - 1, 2
+        caption[end] = VOCABULARY - 1
+        caption[end - 1] = 2
         caption[end + 1 :] = 0
     return pixels, tokens
 
@@ -79,7 +80,8 @@ def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tup
     torch.manual_seed(0)
     reference = CustomTextCLIP(**description).to(dtype)
     ours = deepcopy(reference)
-    ours.visual, ours.text = lean_encoder(ours.visual), lean_encoder(ours.text)
+    ours.visual = lean_encoder(ours.visual)
+    ours.text = lean_encoder(ours.text)
     assert list(ours.state_dict()) == list(reference.state_dict())
     return reference, ours
 

@@ -36,7 +36,8 @@ def rows(seed: int) -> Tensor:
 @pytest.mark.parametrize("length", [0.0, 1e-30, 1e-6])
 def test_a_part_without_length_has_a_bounded_gradient(length: float) -> None:
     """The bound, for either tower, is 1,000 times the gradient of a unit row, which is at most the scale."""
-    u, v = rows(0), rows(1)
+    u = rows(0)
+    v = rows(1)
     with torch.no_grad():
         for features in (u, v):
             features[2, :4] = length / 2
@@ -66,7 +67,8 @@ def test_the_contrast_and_the_teachers_have_their_weights(objective: str, weight
     bias = -1.5 if objective == "sigmoid" else None
     model = model_of_scale(init_bias=bias).double()
     loss = BatchLoss(model, nullcontext, objective, teacher_scales=(8.0,), distill_weights=weights)
-    u, v = rows(0).double().detach().requires_grad_(), rows(1).double().detach().requires_grad_()
+    u = rows(0).double().detach().requires_grad_()
+    v = rows(1).double().detach().requires_grad_()
     taught = torch.stack([rows(2), rows(3)], 1).double().detach()
     scale = model.logit_scale.exp()
     contrast = dense_contrastive_loss(u, v, scale, logit_bias=bias or 0.0, objective=objective)

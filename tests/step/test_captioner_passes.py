@@ -50,7 +50,8 @@ from tests.support.ranks import run_ranks
 from tests.support.steps import host_batch, run_step
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
 
-BATCH, CPU = 12, torch.device("cpu")
+BATCH = 12
+CPU = torch.device("cpu")
 TEACHER = TeacherFeatures("teacher.npy", 7, "float32", 20.0)
 # The samples' keys. Equal ones are on different ranks.
 KEYS = np.arange(BATCH) % 7
@@ -113,7 +114,8 @@ def step_of(case: Case, world: World) -> TrainStep:
         precision=case.precision,
         offload=case.offload,
     )
-    model, precision = model_of(case), Precision.set_up(case.precision, CPU)
+    model = model_of(case)
+    precision = Precision.set_up(case.precision, CPU)
     if case.precision != "fp32":
         precision.cast_frozen_(model.image, model.text)
     sizes = ChunkSizes(case.chunk, case.chunk, "cpu")
@@ -337,7 +339,8 @@ def test_a_frozen_image_tower_has_one_pass_where_its_tokens_are_kept(
 
 def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     """Gradients of a step, and the graphs that it kept. `full`: the second rank's GPU has room for one graph alone."""
-    plan, calls = GraphBudget.plan, count()
+    plan = GraphBudget.plan
+    calls = count()
     on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
     GraphBudget.plan = on_gpu  # type: ignore[method-assign]
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1

@@ -119,12 +119,15 @@ def texts_of_any_length(rank: int, world_size: int) -> tuple[int, int, float, bo
         return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     torch.compile = partial(torch.compile, backend=compiler)
-    model, eager = small_model(), small_model()
+    model = small_model()
+    eager = small_model()
     eager.load_state_dict(model.state_dict())
     compile_towers(model, lengths_vary=True)
     for block in innermost_blocks(model.text.encoder):
         block.compile(dynamic=True)
-    after_first, difference, passes_differ = 0, 0.0, False
+    after_first = 0
+    difference = 0.0
+    passes_differ = False
     for samples, length in ((5, 7), (5, 3), (3, 12), (4, model.context_length)):
         tokens = torch.randint(1, 30, (samples, length))
         tokens[:, -1] = 31

@@ -44,9 +44,11 @@ def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None
     options = {"clipping_threshold": clip, "momentum_dtype": "float32"}
     config = OptimConfig(name="adafactorbv", lr=1.0, weight_decay=0.0, betas=(0.0, 0.98), options=options)
     model = small_model()
-    optimizer, p = build_optimizer(model, config), model[0].weight
+    optimizer = build_optimizer(model, config)
+    p = model[0].weight
     for size in (1.0, 1.0, 10.0):
-        before, p.grad = p.detach().clone(), torch.full_like(p, size)
+        before = p.detach().clone()
+        p.grad = torch.full_like(p, size)
         optimizer.step()
     update = (p.detach() - before).square().mean().sqrt().item()
     assert update == pytest.approx(1.0) if clip == 1 else update > 1.2
@@ -83,7 +85,8 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 4, 
 
 @pytest.mark.parametrize("options", [{}, {"fallback_lr_scale": 0.3}, {"nesterov": True}, {"algo": "adamuon"}])
 def test_muon_takes_the_steps_of_timms(options: dict[str, Any]) -> None:
-    model, other = Kinds(), Kinds()
+    model = Kinds()
+    other = Kinds()
     config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, eps=None, options=options)
     actual = stepped(model, build_optimizer(model, config))
     groups = parameter_groups(other, config, {})

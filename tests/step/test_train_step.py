@@ -59,7 +59,8 @@ def test_captions_that_have_arrived_early_are_sorted_once() -> None:
 
 
 def test_a_step_that_is_thrown_away_leaves_nothing_of_the_batch_after_it() -> None:
-    step, batches = small_step(), [small_batch(seed=seed) for seed in (1, 2, 3)]
+    step = small_step()
+    batches = [small_batch(seed=seed) for seed in (1, 2, 3)]
     stream: Any = Mock()
     with pytest.raises(DataError), step.rollback_on_error(stream):
         run_step(step, batches[0], upcoming=batches[1], failure=DataError("gone"))
@@ -69,7 +70,8 @@ def test_a_step_that_is_thrown_away_leaves_nothing_of_the_batch_after_it() -> No
 
 def test_the_captions_of_another_batch_are_not_taken() -> None:
     """The ranks have agreed on a batch, and its captions are sorted already."""
-    step, batches = small_step(), [small_batch(seed=seed) for seed in (1, 2, 3)]
+    step = small_step()
+    batches = [small_batch(seed=seed) for seed in (1, 2, 3)]
     run_step(step, batches[0], upcoming=batches[1])
     with pytest.raises(AssertionError, match="agreed on another batch"):
         run_step(step, batches[2])
@@ -78,7 +80,8 @@ def test_the_captions_of_another_batch_are_not_taken() -> None:
 @pytest.mark.parametrize(("part", "keep", "fails_at"), [("encode", math.inf, 5), ("loss", 0, 7), ("replay", 0, 8)])
 def test_a_step_without_memory_frees_its_memory_before_the_run_saves(part: str, keep: float, fails_at: int) -> None:
     """The error is alive while the run saves, and so are the frames of the functions that it has ended."""
-    step, stream = small_step(), Mock()
+    step = small_step()
+    stream = Mock()
     made: list[weakref.ref[Tensor]] = []
 
     def fail(features: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class TritonBackend:
         v = panel.cols.features
         t = self.tiles
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
-            u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
+            u = u.float()  # the interpreter multiplies bfloat16 by its bits
+            v = v.float()
         tma = self.runtime.has_descriptors(u)
 
         def as_operand(x: Tensor, height: int, width: int) -> object:

@@ -11,7 +11,9 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE, SortedTexts, widths_of
 
 CPU = torch.device("cpu")
-PAD, END, CONTEXT = 0, 99, 44
+PAD = 0
+END = 99
+CONTEXT = 44
 
 
 def captions(words: list[int]) -> Tensor:
@@ -40,13 +42,15 @@ def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
 
 def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
     draw = random.Random(0)
-    tokens, size = captions([min(int(draw.lognormvariate(2.6, 0.6)), CONTEXT - 1) for _ in range(300)]), 16
+    tokens = captions([min(int(draw.lognormvariate(2.6, 0.6)), CONTEXT - 1) for _ in range(300)])
+    size = 16
     inputs = sorted_texts(tokens)
     spans = inputs.spans(size)
     seen = torch.cat([inputs.rows(*span) for span in spans])
     assert seen.sort().values.tolist() == list(range(300))
     for span in spans:
-        chunk, whole = inputs.chunk(*span), tokens[inputs.rows(*span)]
+        chunk = inputs.chunk(*span)
+        whole = tokens[inputs.rows(*span)]
         width = chunk.shape[1]
         assert chunk.numel() <= size * CONTEXT
         assert width == CONTEXT or width % WIDTH_MULTIPLE == 0

@@ -129,11 +129,14 @@ def test_several_texts_of_a_sample_change_nothing_else(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", members)
     options = {"batch": 16, "shard_streams": 8, "captions": ["json:captions"]}
     more = {"captions_per_step": 2, "negatives": "json:hard", "negatives_per_step": 2}
-    one, several = open_stream(tmp_path, **options), open_stream(tmp_path, **options, **more)
+    one = open_stream(tmp_path, **options)
+    several = open_stream(tmp_path, **options, **more)
     for _ in range(6):
-        first, batch = one.next_batch(), several.next_batch()
+        first = one.next_batch()
+        batch = several.next_batch()
         assert content(first)[:2] == content(batch)[:2]
-        captions, negatives = texts(batch)[:32], texts(batch)[32:]
+        captions = texts(batch)[:32]
+        negatives = texts(batch)[32:]
         assert texts(first) == captions[::2], "the first is what a run with one caption draws"
         for own in zip(captions[::2], captions[1::2], negatives[::2], negatives[1::2], strict=True):
             assert len({text[:2] for text in own}) == 1, "of one sample"

@@ -19,7 +19,8 @@ LARGE = SMALL + 1
 
 @pytest.mark.parametrize(("resident", "reads"), [(True, 2), (False, 4)])
 def test_chunks_stay_on_the_device_only_if_they_are_resident(resident: bool, reads: int) -> None:
-    rows, spans = torch.arange(10), []
+    rows = torch.arange(10)
+    spans = []
 
     def read(start: int, stop: int) -> Tensor:
         spans.append((start, stop))
@@ -43,7 +44,8 @@ def test_three_small_chunks_are_copied_ahead_and_one_large_one(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], waits: dict[int, list[int]]
 ) -> None:
     """`waits`: at which chunk the host waits, and before which chunks' copies the events were recorded."""
-    number, waited = 0, defaultdict(list)
+    number = 0
+    waited = defaultdict(list)
     compute = Mock(record_event=lambda: Mock(synchronize=partial(lambda event: waited[number].append(event), number)))
     monkeypatch.setattr(to_device, "shared_copy_stream", Mock())
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: compute)

@@ -31,7 +31,9 @@ class Acting(Letters):
     """A tokenizer that does something for every piece of a batch, in its worker."""
 
     def __init__(self, act: Callable[..., object], *arguments: object) -> None:
-        self.act, self.arguments, self.pieces = act, arguments, 0
+        self.act = act
+        self.arguments = arguments
+        self.pieces = 0
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         if len(texts) > 1:
@@ -55,7 +57,8 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
         stream.next_batch().pixels(0, 4)
         assert isinstance(stream.workers, Workers)
         stream.workers.timeout_s = 2.0  # not from the start: importing torch can take as long
-        pid, calls = processes_of(stream)[0].pid, []
+        pid = processes_of(stream)[0].pid
+        calls = []
         stream.set_poll(lambda: calls.append(time.monotonic()))
         with pytest.raises(UserError, match=rf"timeout_s=2.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)

@@ -16,7 +16,8 @@ from tests.support.user_errors import refused
 
 def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:
     """Only the header is believed, and it is checked first: numpy would allocate whatever it claims."""
-    teacher, array = TeacherFeatures("t.npy", 4, "float16", 1.0), np.arange(8, dtype=np.float16).reshape(2, 4)
+    teacher = TeacherFeatures("t.npy", 4, "float16", 1.0)
+    array = np.arange(8, dtype=np.float16).reshape(2, 4)
     assert np.array_equal(teacher.of({"t.npy": encoded_array(array)}), array)
     huge = b"\x93NUMPY\x01\x00" + b"\xff" * (1 << 20)
     nan = encoded_array(np.full((2, 4), np.nan, np.float16))
@@ -36,8 +37,10 @@ def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
     note["odd"] = {"width": 4, "dtype": "object", "scale": 1.0}
     note["vast"] = {"width": 10**9, "dtype": "float16", "scale": 1.0}
     (tmp_path / "features.json").write_text(json.dumps(note))
-    shard, other = write_shards(tmp_path, [1])[0], write_shards(tmp_path / "other", [1])[0]
-    data, both = DataConfig(train=[str(shard)]), ["a", "b"]
+    shard = write_shards(tmp_path, [1])[0]
+    other = write_shards(tmp_path / "other", [1])[0]
+    data = DataConfig(train=[str(shard)])
+    both = ["a", "b"]
     readers = find_teachers(data, both)
     assert [(r.member, r.shape, r.dtype, r.scale) for r in readers] == [
         ("a.npy", (2, 4), "float16", 2.5),

@@ -52,7 +52,8 @@ def shard(folder: Path) -> bytes:
 
 def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
     """Read a shard and decode its pictures, and count the reasons."""
-    problem, reasons = ReadFailure(), Counter[str]()
+    problem = ReadFailure()
+    reasons = Counter[str]()
     for sample in read_shard(
         str(path), problem, size_limits=size_limits_of(IMAGE_TYPES, ["txt", "json"]), offsets=offsets
     ):
@@ -71,7 +72,8 @@ def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
 @contextmanager
 def effects() -> Iterator[list[str]]:
     """What this thread does meanwhile beside reading files: Python's audit events."""
-    thread, seen = threading.get_ident(), list[str]()
+    thread = threading.get_ident()
+    seen = list[str]()
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
         if thread != threading.get_ident():
@@ -169,5 +171,6 @@ def test_readers_survive_false_headers(folder: Path, changes: list[tuple[int, st
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
 def test_a_long_extended_header_is_refused(folder: Path, kind: bytes) -> None:
     info = tarfile.TarInfo("a.txt")
-    info.size, info.type = 300 << 20, kind
+    info.size = 300 << 20
+    info.type = kind
     survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder)

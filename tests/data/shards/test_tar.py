@@ -38,7 +38,8 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
         for name, data in members:
             for kind in (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE):
                 info = tarfile.TarInfo(name)
-                info.type, info.linkname = kind, f"/etc/{name[:20]}"
+                info.type = kind
+                info.linkname = f"/etc/{name[:20]}"
                 info.size = len(data) if kind == tarfile.REGTYPE else 0
                 tar.addfile(info, io.BytesIO(data))
     out.seek(0)
@@ -57,7 +58,8 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
 
 def member(kind: bytes, content: bytes = b"", name: str = "a.txt") -> bytes:
     header = tarfile.TarInfo(name)
-    header.type, header.size = kind, len(content)
+    header.type = kind
+    header.size = len(content)
     return header.tobuf() + content + bytes(-len(content) % 512)
 
 
@@ -87,7 +89,8 @@ class Endless:
     """A sample's first member, and the same others again and again. `given`: bytes read."""
 
     def __init__(self, members: bytes) -> None:
-        self.members, self.given = members, -len(FIRST)
+        self.members = members
+        self.given = -len(FIRST)
 
     def read(self, size: int) -> bytes:
         if self.given < 0:

@@ -206,7 +206,8 @@ def flushed() -> Iterator[None]:
 
 def assert_nothing_is_lost(u: Tensor, v: Tensor, scale: float = 100.0, objectives: Sequence[str] = SOFTMAXES) -> None:
     """Values and each row's gradient, which would be wrong by powers of ten where a column's terms are lost."""
-    u, v = u.float(), v.float()
+    u = u.float()
+    v = v.float()
     for objective in objectives:
         with flushed():
             actual, true = ([x.cpu().double() for x in f(u, v, scale, objective=objective)] for f in (triton, oracle))

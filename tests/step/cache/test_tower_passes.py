@@ -44,7 +44,8 @@ class Wordy(Encoder):
 def over_ranks(rank: int, ranks: int, parallel: str) -> list[dict[str, Tensor]]:
     """The gradients of encoders that return a tuple and a mapping: with no kept graph, then with all kept."""
     m = models()
-    m["image"], m["text"] = Wordy(7, tuple).double(), Wordy(9, dict).double()
+    m["image"] = Wordy(7, tuple).double()
+    m["text"] = Wordy(9, dict).double()
     m.load_state_dict(models().state_dict())
     for side in ("image", "text"):
         if parallel == "ddp":
@@ -55,7 +56,8 @@ def over_ranks(rank: int, ranks: int, parallel: str) -> list[dict[str, Tensor]]:
     def loss(u: Tensor, v: Tensor, temperature: float) -> Tensor:
         return ranks * contrastive_loss(u, v, m["head"].log_scale.exp() / temperature)
 
-    inputs, found = [x.chunk(ranks)[rank] for x in batch(12)], []
+    inputs = [x.chunk(ranks)[rank] for x in batch(12)]
+    found = []
     for keep in (0, math.inf):
         m.zero_grad()
         pick = [lambda output: output[0], lambda output: output["out"]]
@@ -99,7 +101,8 @@ def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
     """One of two encoders is compiled, also in the oracle: a compiler's random numbers may differ from torch's, but not
     between passes."""
     torch._dynamo.reset()
-    required, actual = models(0.4), models(0.4)
+    required = models(0.4)
+    actual = models(0.4)
     encoders = [[torch.compile(m["image"], backend=backend), m["text"]] for m in (required, actual)]
     for seed in (5, 6):
         required.zero_grad()
