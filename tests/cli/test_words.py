@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from clipscale.cli import compose
+from clipscale.cli.sweep import jobs
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.config.parse import ABSENT, ALIASES, accepted_value, unknown_key
@@ -145,7 +146,7 @@ def test_a_removed_name_is_answered_by_what_happened(command: str, expected: str
         verb, words = split_verb(command.split())
         line = compose.parse(verb, words)
         if line.multirun:
-            compose.combinations(line.words, None)
+            jobs.compose_runs(line.words, None, None)
         else:
             compose.settings(verb, compose.overrides(verb, line.words)[1])
 
