@@ -1,8 +1,10 @@
 """How a run starts: what it changes in the run's folder.
 
-`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `prepare_folder_and_log` after `build`.
+`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` after `build`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -14,9 +16,6 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.names import CONFIG
-from clipscale.run_folder.set_aside import set_aside_for_resume
-from clipscale.start.announce import announce
-from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 
@@ -39,18 +38,14 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
     return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
 
 
-def prepare_folder_and_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
-    """Set aside what the run does not use in its folder, print what the user should know, and open the log.
-
-    Raises UserError if a file of the folder cannot be written.
-    """
+@contextmanager
+def writing_records(folder: Path) -> Iterator[None]:
+    """Around what writes files of a run's folder: turns an OSError into a UserError."""
     try:
-        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
-        announce(resolved, built)
-        return open_run_log(resolved, built.schedule, world)
+        yield
     except OSError as error:
         raise UserError(
-            f"run={resolved.folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
+            f"run={folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
             "repair that, and give the command again"
         ) from error
 

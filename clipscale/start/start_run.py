@@ -19,10 +19,13 @@ from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
+from clipscale.log.metrics import MetricLog
 from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import BestFinder
-from clipscale.start.build import build
-from clipscale.start.folder_changes import prepare_checkpoint_to_resume, prepare_folder_and_log
+from clipscale.run_folder.set_aside import set_aside_for_resume
+from clipscale.start.announce import announce
+from clipscale.start.build import BuiltRun, build
+from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume, writing_records
 from clipscale.start.resolve import ResolvedRun, resolve
 from clipscale.train_loop import TrainLoop
 
@@ -58,9 +61,7 @@ def start_run(
         undo.callback(built.stream.close)
 
         # Change the run's folder only now: a start that fails in `build` then leaves the records as they are.
-        log = run_on_all_ranks(
-            world, lambda: prepare_folder_and_log(resolved, built, world) if world.is_rank0 else None
-        )
+        log = run_on_all_ranks(world, lambda: announce_and_open_log(resolved, built, world) if world.is_rank0 else None)
         records = StepRecords(log, world.size, built.flops, built.stream)
         undo.callback(records.close)
 
@@ -90,6 +91,17 @@ def start_run(
         )
         undo.pop_all()
     return loop
+
+
+def announce_and_open_log(resolved: ResolvedRun, built: BuiltRun, world: World) -> MetricLog:
+    """Set aside what the run does not use in its folder, print what the user should know, and open the log.
+
+    Raises UserError if a file of the folder cannot be written.
+    """
+    with writing_records(resolved.folder):
+        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
+        announce(resolved, built)
+        return open_run_log(resolved, built.schedule, world)
 
 
 def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
