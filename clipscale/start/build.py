@@ -13,6 +13,7 @@ from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
@@ -22,7 +23,7 @@ from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
-from clipscale.start.build_step import build_step, samples_repeat
+from clipscale.start.build_step import build_step
 from clipscale.start.open_data import open_data
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.checkpoint_state import load_state
@@ -55,7 +56,6 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         # Data first: its workers read while the model is built.
         data = open_data(resolved, image_size, tokenizer, world, undo)
         model, precision = build_trained_model(resolved, tokenizer, world)
-        sorts_captions = may_cut_captions(model.text.encoder, tokenizer)
 
         # Measured before `build_step` wraps the towers: the ranks may try different numbers of sizes. Under FSDP2 each
         # try would be a collective, and a rank with one more would hang.
@@ -67,18 +67,14 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
             precision,
             chunk_sizes,
             data.teachers,
-            repeats=samples_repeat(config.data),
-            sorts_captions=sorts_captions,
+            sorts_captions=may_cut_captions(model.text.encoder, tokenizer),
         )
         restore_state(resolved, train_step, world)
 
-        texts_per_sample = config.data.text_layout.texts_per_sample
-        flops = Flops.of(config.model, model, world.device, texts_per_sample)
+        flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         operations_left = (data.schedule.end - resolved.step) * data.local_batch * flops.per_sample()
         if should_compile(config.model.compile, operations_left, flops.peak):
-            train_step.is_compiled = compile_step(
-                train_step, config.model.compile, data.local_batch, texts_per_sample, world, lengths_vary=sorts_captions
-            )
+            compile_step(train_step, config, data.local_batch)
         undo.pop_all()
     return BuiltRun(train_step, data.stream, data.schedule, flops)
 
@@ -139,18 +135,21 @@ def restore_state(resolved: ResolvedRun, train_step: TrainStep, world: World) ->
         RandomState(state_of_rank.cpu, state_of_rank.cuda if world.device.type == "cuda" else None).restore()
 
 
-def compile_step(
-    train_step: TrainStep, setting: str, local_batch: int, texts_per_sample: int, world: World, *, lengths_vary: bool
-) -> bool:
-    """Compile the towers. Returns whether they run compiled code from now on; if not, a warning says why.
-
-    `setting`: of `model.compile`. `lengths_vary`: whether the chunks' captions differ in width.
-    """
+def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -> None:
+    """Compile the towers, and say in the step whether they run compiled code. If not, a warning says why."""
     show_task("compiling the towers")
-    towers = compile_towers(train_step.model, lengths_vary=lengths_vary)
+    model = train_step.model
+    world = train_step.world
+    towers = compile_towers(model, lengths_vary=train_step.passes.sorts_captions)
     problem = try_compiled(
-        train_step.model, towers, train_step.chunk_sizes, local_batch, train_step.precision, world, texts_per_sample
+        model,
+        towers,
+        train_step.chunk_sizes,
+        local_batch,
+        train_step.precision,
+        world,
+        config.data.text_layout.texts_per_sample,
     )
     if problem and world.is_rank0:
-        log_warning(f"model.compile={setting}: the towers run without compiled code ({problem})")
-    return not problem
+        log_warning(f"model.compile={config.model.compile}: the towers run without compiled code ({problem})")
+    train_step.is_compiled = not problem

@@ -33,57 +33,19 @@ def build_step(
     chunk_sizes: ChunkSizes,
     teachers: Sequence[TeacherFeatures] = (),
     *,
-    repeats: bool = False,
     sorts_captions: bool = False,
 ) -> TrainStep:
     """Build the step of a model with its initial weights: loss, passes, optimizer, average. A collective.
 
     Here the settings of a step end: what it calls gets plain values, or its own section.
 
-    `repeats`: whether a sample may be in a batch twice. `sorts_captions`: see StepInputs. Raises UserError.
+    `sorts_captions`: see StepInputs. Raises UserError.
     """
-    check_loss(config.loss.objective, config.loss.backend, model, config.data.sample_weights if repeats else None)
-    loss = BatchLoss(
-        model,
-        autocast=precision.autocast,
-        objective=config.loss.objective,
-        exchange=config.loss.exchange,
-        backend=config.loss.backend,
-        feature_sizes=tuple(config.loss.sizes),
-        captions_per_image=config.data.text_layout.captions,
-        uses_sameness_keys=config.data.same is not None or repeats,
-        teacher_scales=tuple(teacher.scale for teacher in teachers),
-        distill_weights=config.distill.weights,
-    )
-
-    parallel = config.launch.parallel
-    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
-    make_cache = partial(
-        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
-    )
-    passes: BatchPasses
-    if config.trains_captioner:
-        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
-        passes = CaptionerPasses(
-            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            inputs=inputs,
-            caption_weight=config.caption.weight,
-            frozen_images=model.image if is_frozen(model.image) else None,
-            autocast=precision.autocast,
-        )
-    else:
-        towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
-        if model.decoder is not None:
-            model.decoder.requires_grad_(False)
-        passes = TwoTowerPasses(
-            cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-            inputs=inputs,
-            text_layout=config.data.text_layout,
-        )
-
+    loss = build_loss(config, model, precision, teachers)
+    passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
     # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(
-        model, config.optim, is_sharded=parallel != "ddp", scales=model.rate_factors(config.model)
+        model, config.optim, is_sharded=config.launch.parallel != "ddp", scales=model.rate_factors(config.model)
     )
     return TrainStep(
         world=world,
@@ -97,7 +59,64 @@ def build_step(
     )
 
 
-def check_loss(objective: str, backend: str, model: ClipModel, sample_weights: str | None) -> None:
+def build_loss(
+    config: TrainConfig, model: ClipModel, precision: Precision, teachers: Sequence[TeacherFeatures]
+) -> BatchLoss:
+    """The loss of a batch's features. Raises UserError if the model or the data do not fit it."""
+    repeats = samples_repeat(config.data)
+    check_loss_fits(
+        config.loss.objective, config.loss.backend, model, config.data.sample_weights if repeats else None
+    )
+    return BatchLoss(
+        model,
+        autocast=precision.autocast,
+        objective=config.loss.objective,
+        exchange=config.loss.exchange,
+        backend=config.loss.backend,
+        feature_sizes=tuple(config.loss.sizes),
+        captions_per_image=config.data.text_layout.captions,
+        uses_sameness_keys=config.data.same is not None or repeats,
+        teacher_scales=tuple(teacher.scale for teacher in teachers),
+        distill_weights=config.distill.weights,
+    )
+
+
+def build_passes(
+    config: TrainConfig,
+    world: World,
+    model: ClipModel,
+    precision: Precision,
+    chunk_sizes: ChunkSizes,
+    loss: BatchLoss,
+    *,
+    sorts_captions: bool,
+) -> BatchPasses:
+    """The two passes of the towers, or of a captioner's encoder of pairs. Wraps these for several ranks. A collective."""
+    parallel = config.launch.parallel
+    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
+    make_cache = partial(
+        GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
+    )
+    if config.trains_captioner:
+        pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
+        return CaptionerPasses(
+            cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
+            inputs=inputs,
+            caption_weight=config.caption.weight,
+            frozen_images=model.image if is_frozen(model.image) else None,
+            autocast=precision.autocast,
+        )
+    towers = [wrap(world, tower, parallel, precision.dtype) for tower in (model.image, model.text)]
+    if model.decoder is not None:
+        model.decoder.requires_grad_(False)
+    return TwoTowerPasses(
+        cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
+        inputs=inputs,
+        text_layout=config.data.text_layout,
+    )
+
+
+def check_loss_fits(objective: str, backend: str, model: ClipModel, sample_weights: str | None) -> None:
     """Raise UserError for kernels that do not take a sample twice in a batch, as `sample_weights` may ask for, and for
     a model without the bias that the objective needs."""
     if sample_weights is not None and backend == "triton":

@@ -263,11 +263,11 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
         model.decoder.takes_wanted = False
-    repeats = False
-    with suppress(UserError):  # a plan needs no file of sample weights
-        repeats = samples_repeat(config.data)
-    teachers = assumed_teachers(config, model)
-    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, teachers, repeats=repeats)
+    try:
+        samples_repeat(config.data)
+    except UserError:  # a plan needs no file of sample weights
+        config = replace(config, data=replace(config.data, sample_weights=None, only_keys=None))
+    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, assumed_teachers(config, model))
     if on_gpu:
         choose_foreach(step.optimizer)
     return step
