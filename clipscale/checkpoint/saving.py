@@ -1,9 +1,8 @@
 """Writes checkpoints: every rank its share, in the background, while training goes on."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -197,12 +196,18 @@ class Saver:
             remove_checkpoint(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        if self.uploader:
+        if self.uploader is None:
+            self._remove_outdated(path.name)
+        else:
             self.uploader.request()
-        with self.uploader.keeping_choice() if self.uploader else nullcontext(list[Path]()) as uploading:
-            for old in self.retention.outdated(checkpoints_of(self.run_dir), path.name):
-                if old not in uploading:
-                    remove_checkpoint(old)
+            with self.uploader.keeping_choice() as uploading:
+                self._remove_outdated(path.name, uploading)
+
+    def _remove_outdated(self, up_to: str, uploading: Sequence[Path] = ()) -> None:
+        """Delete the outdated checkpoints up to the one of this name, except for those that are being uploaded."""
+        for old in self.retention.outdated(checkpoints_of(self.run_dir), up_to):
+            if old not in uploading:
+                remove_checkpoint(old)
 
 
 def assign_writers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

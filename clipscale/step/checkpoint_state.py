@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     OptimizerStateType,
@@ -69,35 +70,15 @@ def optimizer_state(train_step: TrainStep) -> OptimizerState:
 def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerPolicy) -> None:
     """Load weights, optimizer, moving average and loss scale from a checkpoint's `state`.
 
-    Modifies `state`: it replaces the optimizer's parameter groups, and position embeddings of another size. The run's
-    optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint trains other
-    parameters.
+    The run's optimizer keeps its own settings, such as learning rate and decay. Raises UserError if the checkpoint
+    trains other parameters.
     """
     model = train_step.model
     optimizer = train_step.optimizer
     scaler = train_step.precision.scaler
-    name_by_id = {id(p): name for name, p in model.named_parameters()}
-    names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    group_of = {name: group for group in state.optimizer["param_groups"] for name in group["params"]}
-    only_one = sorted(group_of.keys() ^ {name for group_names in names for name in group_names})
-    if only_one:
-        trains = "the checkpoint" if only_one[0] in group_of else "this run"
-        raise UserError(
-            f"resume: the checkpoint's optimizer does not fit this model's parameters: only {trains} trains "
-            f"{only_one[0]}; train the same ones, or begin another run=NAME with model.weights="
-        )
-    # The groups become those of the run's optimizer, with its settings. The checkpoint's may be divided in another way,
-    # since parameters of one learning rate are a group. torch also needs the run's settings to place the state, for
-    # example of fused optimizers.
-    state.optimizer["param_groups"] = [
-        {**group_of[group_names[0]], **settings, "params": group_names}
-        for group_names, settings in zip(names, optimizer.param_groups)
-    ]
+    state = replace(state, optimizer=with_groups_of_run(state.optimizer, model, optimizer))
     if policy is not OptimizerPolicy.TAKE_ALL:
-        for weights in (state.model, state.ema["weights"] if state.ema else {}):
-            for name in fit_positions(weights, model):
-                weights[name] = sharded_as(model.get_parameter(name), weights[name])
-                state.optimizer["state"].pop(name, None)
+        state = with_fitted_positions(state, model)
     # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
     # `strict=False`, because a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
@@ -111,6 +92,51 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
         scaler.load_state_dict(state.scaler)
     if train_step.ema:
         train_step.ema.load(state.ema)
+
+
+def with_groups_of_run(saved: OptimizerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """A checkpoint's optimizer state in the parameter groups of the run's optimizer, with its settings.
+
+    The checkpoint's may be divided in another way, since parameters of one learning rate are a group. torch also needs
+    the run's settings to place the state, for example of fused optimizers. Raises UserError if the checkpoint trains
+    other parameters.
+    """
+    name_by_id = {id(p): name for name, p in model.named_parameters()}
+    names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    only_one = sorted(group_of.keys() ^ {name for group_names in names for name in group_names})
+    if only_one:
+        trains = "the checkpoint" if only_one[0] in group_of else "this run"
+        raise UserError(
+            f"resume: the checkpoint's optimizer does not fit this model's parameters: only {trains} trains "
+            f"{only_one[0]}; train the same ones, or begin another run=NAME with model.weights="
+        )
+    groups = [
+        {**group_of[group_names[0]], **settings, "params": group_names}
+        for group_names, settings in zip(names, optimizer.param_groups)
+    ]
+    return {**saved, "param_groups": groups}
+
+
+def with_fitted_positions(state: CheckpointState, model: nn.Module) -> CheckpointState:
+    """The state with position embeddings for the model's patches and tokens.
+
+    Those that change lose their optimizer state.
+    """
+    weights = {**state.model}
+    average = {**state.ema["weights"]} if state.ema else {}
+    fitted: set[str] = set()
+    for tensors in (weights, average):
+        for name in fit_positions(tensors, model):
+            tensors[name] = sharded_as(model.get_parameter(name), tensors[name])
+            fitted.add(name)
+    states = {name: tensors for name, tensors in state.optimizer["state"].items() if name not in fitted}
+    return replace(
+        state,
+        model=weights,
+        ema={**state.ema, "weights": average} if state.ema else None,
+        optimizer={**state.optimizer, "state": states},
+    )
 
 
 def warn_of_rounded_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

@@ -70,6 +70,7 @@ def test_another_factor_of_the_learning_rate_resumes_with_the_optimizers_state(s
         group["step"] = 2
     load_state(run.train_step, saved, OptimizerPolicy.TAKE_ALL)
     assert [group["step"] for group in run.train_step.optimizer.param_groups] == [2] * len(groups)
+    assert len(saved.optimizer["param_groups"]) > len(groups), "the loaded state stays as it was"
 
 
 @pytest.mark.slow
