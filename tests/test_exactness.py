@@ -21,6 +21,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
+from clipscale.loss.choices import EXCHANGES
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.grad_cache import GradCache
@@ -34,7 +35,7 @@ BATCH = 12
 DIMENSIONS = {
     "ranks": (1, 2, 4),
     "parallel": ("none", "ddp", "zero2", "zero3"),
-    "exchange": ("auto", "replicated", "local", "gather", "ring"),
+    "exchange": tuple(name for name in EXCHANGES if name != "nodes"),
     "chunks": ((1, 2), (2, 5), (12, 24)),
     "noise": ("none", "dropout", "patch dropout"),
     "offload": ("none", "host"),

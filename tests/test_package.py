@@ -149,12 +149,15 @@ TYPE_OF_WORD = {
     "agreement": "StepAgreement",
     "before_chunk": "Poll",
     "chunk_sizes": "ChunkSizes",
+    "backend_name": "str",
     "epoch": "int",
     "epoch_samples": "int",
+    "exchange_name": "str",
     "global_batch": "int",
     "is_last_backward": "bool",
     "keep_bytes": "float",
     "local_batch": "int",
+    "objective_name": "str",
     "poll": "Poll",
     "runtime": "LossRuntime",
     "stage": "Stage",
@@ -401,13 +404,13 @@ def test_the_core_trains_alone(shards: str, tmp_path: Path) -> None:
     assert steps == 4 and parts == core - {"py"}
 
 
-def test_the_settings_know_the_objectives_of_the_loss_alone() -> None:
+def test_the_settings_know_the_choices_of_the_loss_alone() -> None:
     modules = set()
     for path in (PACKAGE / "config").rglob("*.py"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipscale.loss"):
                 modules.add(node.module)
-    assert modules == {"clipscale.loss.objective"}
+    assert modules == {"clipscale.loss.choices", "clipscale.loss.objective"}
 
 
 @pytest.mark.parametrize("folder", ["config", "cli"])

@@ -16,7 +16,8 @@ from clipscale.common.text import did_you_mean, one_of
 from clipscale.common.units import parse_bytes, parse_count
 from clipscale.config.libraries import has_optimizer, optimizers, optimizers_in_file
 from clipscale.config.setting import setting
-from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
+from clipscale.loss.choices import BACKENDS, EXCHANGES
+from clipscale.loss.objective import OBJECTIVES
 
 
 class Suite(TypedDict):

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common.text import did_you_mean
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
+from clipscale.loss.choices import BACKENDS, EXCHANGES
 from clipscale.loss.distillation.distillation_objective import Distillation, Teacher, add_teachers
 from clipscale.loss.distillation.tile import TeacherSpec
 from clipscale.loss.inputs import Inputs, make_inputs
-from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective
+from clipscale.loss.objective import OBJECTIVES, Objective
 from clipscale.loss.runtime import LossRuntime, current_runtime
 from clipscale.loss.similarity import DotProduct, ModuleSimilarity, Similarity
 from clipscale.loss.terms import LossTerm, make_terms
@@ -108,7 +109,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         TypeError: for an unknown keyword.
     """
     refuse_unknown(contrastive_loss, unknown)
-    _check_words(objective=objective, exchange=exchange, backend=backend)
+    _check_choices(objective=objective, exchange=exchange, backend=backend)
     chosen_objective = OBJECTIVES[objective]
     module = _module_of(similarity)
     runtime = current_runtime()
@@ -116,8 +117,8 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         image_features, text_features, logit_scale, logit_bias, keys,
         captions_per_image=captions, has_module=module is not None, check=check,
     )  # fmt: skip
-    chosen_backend = _choose_backend(backend, chosen_objective, inputs, module, runtime)
-    return _loss_of_terms(chosen_objective, inputs, exchange, chosen_backend, module, group, check, runtime)
+    backend_name = _choose_backend(backend, chosen_objective, inputs, module, runtime)
+    return _loss_of_terms(chosen_objective, inputs, exchange, backend_name, module, group, check, runtime)
 
 
 @torch.compiler.disable(reason="as contrastive_loss")
@@ -164,7 +165,7 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         TypeError: for an unknown keyword.
     """
     refuse_unknown(distillation_loss, unknown)
-    _check_words(exchange=exchange, backend=backend)
+    _check_choices(exchange=exchange, backend=backend)
     if captions != 1 or backend == "triton":
         raise ValueError(
             "distillation_loss supports one caption per image and has no Triton kernels: drop captions= and "
@@ -182,35 +183,35 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teachers=tuple(TeacherSpec(a.shape[1], float(t)) for a, _, t in teachers),
         teacher_share=weights[1] / sum(weights),
     )
-    chosen_backend = "dense" if backend == "dense" else "tiled"
-    mean = _loss_of_terms(chosen_objective, inputs, exchange, chosen_backend, module, group, check, current_runtime())
+    backend_name = "dense" if backend == "dense" else "tiled"
+    mean = _loss_of_terms(chosen_objective, inputs, exchange, backend_name, module, group, check, current_runtime())
     return sum(weights) * mean
 
 
 def _loss_of_terms(
     objective: Objective,
     inputs: Inputs,
-    exchange: str,
-    backend: str,
+    exchange_name: str,
+    backend_name: str,
     module: nn.Module | None,
     group: dist.ProcessGroup | DeviceMesh | None,
     check: bool,
     runtime: LossRuntime,
 ) -> Tensor:
-    """A collective: the mean over the terms of the exchange of this name. `module`: None for the dot product."""
+    """A collective: the mean over the terms of the call. `module`: None for the dot product."""
     device = inputs.scale.device
     comm = runtime.communicator(group)
     if comm is not None and check:
-        facts = inputs.shapes() | {f"exchange (its place in {', '.join(EXCHANGES)})": EXCHANGES.index(exchange)}
+        facts = inputs.shapes() | {f"exchange (its place in {', '.join(EXCHANGES)})": EXCHANGES.index(exchange_name)}
         comm.check_same_on_all_ranks(facts, device, objective.function_name)
-    if backend == "triton":
+    if backend_name == "triton":
         inputs = inputs.pad_features(WIDTH_STEP)
     similarity = DotProduct() if module is None else ModuleSimilarity(module, device)
     values = []
-    for term in make_terms(exchange, objective, inputs, similarity, comm, runtime):
+    for term in make_terms(exchange_name, objective, inputs, similarity, comm, runtime):
         call = LossCall(
             exchange=term.exchange,
-            backend=_make_backend(backend, term, similarity, runtime),
+            backend=_make_backend(backend_name, term, similarity, runtime),
             similarity=similarity,
             objective=term.objective,
             inputs=term.inputs,
@@ -232,11 +233,11 @@ def _module_of(similarity: nn.Module | str | None) -> nn.Module | None:
     return similarity
 
 
-def _check_words(**words: str) -> None:
-    """Raise ValueError for a word that its option does not take."""
-    for name, word in words.items():
-        if word not in CHOICES[name]:
-            raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
+def _check_choices(**given: str) -> None:
+    """Raise ValueError for an option that is not one of its CHOICES."""
+    for option, choice in given.items():
+        if choice not in CHOICES[option]:
+            raise ValueError(f"{option}={choice!r} is not one of {', '.join(CHOICES[option])}")
 
 
 # Arguments that an earlier version had -> what became of them.
@@ -254,15 +255,15 @@ def refuse_unknown(function: Callable[..., Tensor], unknown: Iterable[str]) -> N
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _make_backend(name: str, term: LossTerm, similarity: Similarity, runtime: LossRuntime) -> Backend:
-    if name == "triton":
+def _make_backend(backend_name: str, term: LossTerm, similarity: Similarity, runtime: LossRuntime) -> Backend:
+    if backend_name == "triton":
         tiles = runtime.tile_shape(term.inputs.scale.device, term.inputs.dtype)
         return term.objective.triton_backend()(runtime, tiles)
-    return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, is_dense=name == "dense")
+    return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, is_dense=backend_name == "dense")
 
 
 def _choose_backend(
-    name: str, objective: Objective, inputs: Inputs, module: nn.Module | None, runtime: LossRuntime
+    backend_name: str, objective: Objective, inputs: Inputs, module: nn.Module | None, runtime: LossRuntime
 ) -> str:
     """The backend's name, with "auto" resolved. Raises ValueError where Triton is impossible."""
     device = inputs.scale.device
@@ -278,10 +279,10 @@ def _choose_backend(
         obstacle = "the kernels take no keys"
     elif inputs.caption_layout.captions_per_image > 1:
         obstacle = "the kernels take one caption an image"
-    elif not is_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+    elif not is_gpu and (backend_name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
-    if name == "triton" and obstacle:
+    if backend_name == "triton" and obstacle:
         raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")
-    if name != "auto":
-        return name
+    if backend_name != "auto":
+        return backend_name
     return "tiled" if obstacle else "triton"

@@ -1,4 +1,4 @@
-"""The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
+"""The objectives of `contrastive_loss` and of the setting `loss.objective`. Imports no torch.
 
 docs/contributing/how-to-add.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
 own (distillation/distillation_objective.py) and is not in OBJECTIVES.
@@ -145,35 +145,9 @@ class Sigmoid(Objective):
         return TritonSigmoid
 
 
-EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
-# Across nodes `auto` gathers if the texts of all ranks and their gradients take at most this much memory.
-GATHER_BYTES = 5 << 30
-# Within a node of GPUs `auto` gathers if they take at most this much memory. It suffices for 64 MiB of texts in half
-# precision and 128 MiB of their gradients.
-SMALL_GATHER_BYTES = 192 << 20
-BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {
     "softmax": Softmax((0.5, 0.5)),
     "softmax_image": Softmax((1.0, None)),
     "softmax_text": Softmax((None, 1.0)),
     "sigmoid": Sigmoid(),
 }
-
-
-def auto_exchange(nodes: int, entries: int, itemsize: int, on_gpu: bool) -> str:
-    """The name of the exchange that `auto` stands for. `entries`: of the texts' features of all ranks.
-
-    Within a node it is a ring, which takes the least memory. But GPUs gather a small batch: a ring's blocks would take
-    longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card
-    per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers in half
-    precision take 4.5 GiB with their float32 gradients. Otherwise it is `nodes`, whose rings use all cards, too.
-    """
-    if nodes > 1:
-        limit = GATHER_BYTES
-    elif on_gpu:
-        limit = SMALL_GATHER_BYTES
-    else:
-        limit = 0
-    if entries * (itemsize + 4) <= limit:
-        return "gather"
-    return "nodes" if nodes > 1 else "ring"

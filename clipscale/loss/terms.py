@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from clipscale.loss.choices import auto_exchange
 from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, broadcast_from_rank0
 from clipscale.loss.inputs import Inputs
-from clipscale.loss.objective import Objective, auto_exchange
+from clipscale.loss.objective import Objective
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import DotProduct, Similarity
 
@@ -30,7 +31,7 @@ class LossTerm:
 
 
 def make_terms(
-    name: str,
+    exchange_name: str,
     objective: Objective,
     inputs: Inputs,
     similarity: Similarity,
@@ -39,13 +40,13 @@ def make_terms(
 ) -> list[LossTerm]:
     """A collective: the terms of the exchange of this name. `comm`: None in a group of one."""
     is_paired = isinstance(similarity, DotProduct) and inputs.is_paired  # else `replicated` and `local` are `gather`
-    if name == "replicated" and is_paired and comm is not None:
+    if exchange_name == "replicated" and is_paired and comm is not None:
         return replicated_terms(objective, inputs, comm, runtime)
     if not objective.reads_hard_negatives:
         inputs = inputs.without_hard_negatives()
-    exchange = make_exchange(name, inputs, comm, runtime)
+    exchange = make_exchange(exchange_name, inputs, comm, runtime)
     inputs = objective.prepare(inputs, exchange, runtime)
-    if name == "local" and is_paired and objective.is_symmetric:
+    if exchange_name == "local" and is_paired and objective.is_symmetric:
         return local_terms(objective, inputs, exchange)
     return [LossTerm(objective, inputs, exchange)]
 
@@ -63,7 +64,9 @@ def local_terms(objective: Objective, inputs: Inputs, exchange: Exchange) -> lis
     return [LossTerm(one_sided, inputs, exchange), LossTerm(one_sided, text_inputs, exchange)]
 
 
-def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime) -> Exchange:
+def make_exchange(
+    exchange_name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime
+) -> Exchange:
     """A collective: the exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()
@@ -71,9 +74,9 @@ def make_exchange(name: str, inputs: Inputs, comm: Communicator | None, runtime:
     if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
         assert comm.group is not None
         nodes = broadcast_from_rank0(comm.group, nodes, inputs.scale.device)
-    if name == "auto":
+    if exchange_name == "auto":
         entries = comm.size * inputs.cols.features.numel()
-        name = auto_exchange(nodes, entries, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
-    if name == "nodes" and nodes > 1:
+        exchange_name = auto_exchange(nodes, entries, inputs.dtype.itemsize, runtime.is_gpu(inputs.scale.device))
+    if exchange_name == "nodes" and nodes > 1:
         return Ring.between_nodes(comm, nodes, runtime.timeout)
-    return Ring(comm) if name == "ring" else Gather(comm)
+    return Ring(comm) if exchange_name == "ring" else Gather(comm)

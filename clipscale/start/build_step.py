@@ -70,9 +70,9 @@ def build_loss(
     return BatchLoss(
         model,
         autocast=precision.autocast,
-        objective=config.loss.objective,
-        exchange=config.loss.exchange,
-        backend=config.loss.backend,
+        objective_name=config.loss.objective,
+        exchange_name=config.loss.exchange,
+        backend_name=config.loss.backend,
         feature_sizes=tuple(config.loss.sizes),
         captions_per_image=config.data.text_layout.captions,
         uses_sameness_keys=config.data.same is not None or repeats,
@@ -116,17 +116,19 @@ def build_passes(
     )
 
 
-def check_loss_fits(objective: str, backend: str, model: ClipModel, sample_weights: str | None) -> None:
+def check_loss_fits(
+    objective_name: str, backend_name: str, model: ClipModel, sample_weights: str | None
+) -> None:
     """Raise UserError for kernels that do not take a sample twice in a batch, as `sample_weights` may ask for, and for
     a model without the bias that the objective needs."""
-    if sample_weights is not None and backend == "triton":
+    if sample_weights is not None and backend_name == "triton":
         raise UserError(
             f"loss.backend=triton: its kernels do not take a sample twice in a batch, as "
             f"data.sample_weights={sample_weights} asks for; take loss.backend=auto"
         )
-    if OBJECTIVES[objective].needs_bias and model.logit_bias is None:
+    if OBJECTIVES[objective_name].needs_bias and model.logit_bias is None:
         raise UserError(
-            f"loss.objective={objective}: the model of these weights has no logit bias; give "
+            f"loss.objective={objective_name}: the model of these weights has no logit bias; give "
             "model.init_bias=-10, or take loss=clip"
         )
 

@@ -32,10 +32,10 @@ class BatchLoss:
     model: ClipModel
     # Makes the context in which the loss runs.
     autocast: Callable[[], AbstractContextManager[object]]
-    # `objective`, `exchange` and `backend`: see `contrastive_loss`.
-    objective: str = "softmax"
-    exchange: str = "auto"
-    backend: str = "auto"
+    # See `objective`, `exchange` and `backend` of `contrastive_loss`.
+    objective_name: str = "softmax"
+    exchange_name: str = "auto"
+    backend_name: str = "auto"
     feature_sizes: tuple[int, ...] = ()
     # How many texts of each image are its positives. Texts beyond them are hard negatives.
     captions_per_image: int = 1
@@ -88,7 +88,7 @@ class BatchLoss:
         """The loss of features of one size."""
         if not teachers:
             return self._contrastive(images, texts, sameness_keys)
-        if OBJECTIVES[self.objective].can_mix_targets:
+        if OBJECTIVES[self.objective_name].can_mix_targets:
             return self._distilled(images, texts, sameness_keys, teachers, self.distill_weights)
         pair_weight, teacher_weight = self.distill_weights
         terms = []
@@ -112,8 +112,8 @@ class BatchLoss:
             self.model.logit_scale.exp(),
             teachers,
             weights,
-            exchange=self.exchange,
-            backend="auto" if self.backend == "triton" else self.backend,
+            exchange=self.exchange_name,
+            backend="auto" if self.backend_name == "triton" else self.backend_name,
             keys=sameness_keys,
             check=False,
         )
@@ -123,10 +123,10 @@ class BatchLoss:
             images,
             texts,
             self.model.logit_scale.exp(),
-            logit_bias=self.model.logit_bias if OBJECTIVES[self.objective].needs_bias else None,
-            objective=self.objective,
-            exchange=self.exchange,
-            backend=self.backend,
+            logit_bias=self.model.logit_bias if OBJECTIVES[self.objective_name].needs_bias else None,
+            objective=self.objective_name,
+            exchange=self.exchange_name,
+            backend=self.backend_name,
             keys=sameness_keys,
             captions=self.captions_per_image,
             check=False,

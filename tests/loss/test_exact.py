@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
+from clipscale.loss import choices
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss.cases import (
@@ -23,8 +24,7 @@ from tests.loss.cases import (
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BACKENDS = [
-    pytest.param({"backend": "dense"}, id="dense"),
-    pytest.param({"backend": "tiled"}, id="tiled"),
+    *(pytest.param({"backend": name}, id=name) for name in choices.BACKENDS if name not in ("auto", "triton")),
     pytest.param({"backend": "tiled", "tile": 50}, id="tiles of 50"),
 ]
 SMALL_BACKENDS = [{"backend": "dense"}, {"backend": "tiled", "tile": 4}]

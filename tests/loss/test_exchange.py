@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 
 from clipscale import contrastive_loss, distillation_loss
-from clipscale.loss.objective import OBJECTIVES, auto_exchange
+from clipscale.loss import choices
+from clipscale.loss.choices import auto_exchange
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.runtime import LossRuntime, running_on
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.cases import slow_but
 from tests.support.ranks import run_ranks, workers
 
-EXCHANGES = ["replicated", "local", "gather", "ring"]
+# `auto` is one of the others. `nodes` needs several nodes, and has a test of its own.
+EXCHANGES = [name for name in choices.EXCHANGES if name not in ("auto", "nodes")]
 # The number of ranks and the backend, which knows nothing of it.
 WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 

@@ -20,7 +20,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.world import World
-from clipscale.loss.objective import auto_exchange
+from clipscale.loss.choices import auto_exchange, ranks_to_simulate
 from clipscale.loss.runtime import running_on
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
@@ -39,8 +39,6 @@ from clipscale.tools.plan.memory_tracker import DryRunRuntime, MemoryTracker, cu
 from clipscale.tools.plan.state_memory import StateMemory, divided_among_ranks, state_memory
 
 CPU = torch.device("cpu")
-# Most ranks in the ring of the loss: more hops take no more memory.
-MAX_RING_RANKS = 4
 
 
 class Row(NamedTuple):
@@ -326,7 +324,6 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
         exchange = exchange_of_batch(config, model.width, nodes, on_gpu=capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     ranks_of_node = world_size // nodes
-    simulated_ranks = {"ring": MAX_RING_RANKS, "nodes": 2 * ranks_of_node}.get(exchange, world_size)
     image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))
     flops = image_flops(config.model, image), text_flops(config.model, text)
     decoder = PassFlops(0, 0)
@@ -336,7 +333,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     sorts_captions = False  # more memory, and so safe, where the tokenizer cannot be had
     with suppress(UserError, OSError):
         sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
-    runtime = DryRunRuntime(capability, min(world_size, simulated_ranks), ranks_of_node)
+    runtime = DryRunRuntime(capability, ranks_to_simulate(exchange, world_size, ranks_of_node), ranks_of_node)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
         step = build_dry_step(config, model, on_gpu=capability is not None)
