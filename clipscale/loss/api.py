@@ -277,7 +277,7 @@ def _choose_backend(
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
-    elif inputs.caption_layout.captions_per_image > 1:
+    elif inputs.positive_layout.captions_per_image > 1:
         obstacle = "the kernels take one caption an image"
     elif not is_gpu and (backend_name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, SharedParameters, Side, sum_dtype, to_sum_dtype
+from clipscale.loss.block import Block, BlockSide, LossParameters, sum_dtype, to_sum_dtype
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, ComputeFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
@@ -49,11 +49,11 @@ class LossCall:
     check: bool  # refuse a result that is not finite, which waits for the device
     needs_backward: bool  # whether a backward pass may follow
 
-    def local_sides(self, image_features: Tensor, text_features: Tensor) -> tuple[Side, Side]:
+    def local_sides(self, image_features: Tensor, text_features: Tensor) -> tuple[BlockSide, BlockSide]:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         num_images = len(image_features)
-        captions_per_image = inputs.caption_layout.captions_per_image
+        captions_per_image = inputs.positive_layout.captions_per_image
         row_weight, col_weight = self.objective.weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:
@@ -110,9 +110,9 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
         with matmul_precision(call, images.device):
             rows, cols = call.local_sides(images, texts)
-            rows.loss_part = scale.new_zeros(len(rows), dtype=torch.float64)
+            rows.row_loss = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.is_pairwise:
-                forward_sweep(call, rows, cols, SharedParameters(scale, bias))
+                forward_sweep(call, rows, cols, LossParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
@@ -121,7 +121,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(call, float(total), inputs))
-        rows.loss_part = None
+        rows.row_loss = None
         row_tensors = rows.tensors()
         col_tensors = cols.tensors()
         ctx.names = list(row_tensors), list(col_tensors)
@@ -142,16 +142,16 @@ class ContrastiveLoss(torch.autograd.Function):
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
             row_names, col_names = ctx.names
-            rows = Side(**dict(zip(row_names, sides)))
-            cols = Side(**dict(zip(col_names, sides[len(row_names) :])))
+            rows = BlockSide(**dict(zip(row_names, sides)))
+            cols = BlockSide(**dict(zip(col_names, sides[len(row_names) :])))
             with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
                 grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedParameters) -> None:
+def forward_sweep(call: LossCall, rows: BlockSide, cols: BlockSide, parameters: LossParameters) -> None:
     """A collective: one sweep of the backend's forward function. Sets `lse` of rows and columns that have weights, and
-    adds to `rows.loss_part`."""
+    adds to `rows.row_loss`."""
     if rows.lse_weight is not None:
         rows.lse = rows.initial_lse()
     reductions = [] if cols.lse_weight is None else [LOG_SUM_EXP]
@@ -160,10 +160,10 @@ def forward_sweep(call: LossCall, rows: Side, cols: Side, parameters: SharedPara
         cols.lse = column_sums[0]
 
 
-def local_value(rows: Side, cols: Side) -> Tensor:
-    """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.loss_part`, 0-d."""
-    assert rows.loss_part is not None
-    value = rows.loss_part.sum()
+def local_value(rows: BlockSide, cols: BlockSide) -> Tensor:
+    """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.row_loss`, 0-d."""
+    assert rows.row_loss is not None
+    value = rows.row_loss.sum()
     for side in (rows, cols):
         if side.lse is not None and side.lse_weight is not None:
             value += (side.lse_weight * side.lse).sum()
@@ -172,8 +172,8 @@ def local_value(rows: Side, cols: Side) -> Tensor:
 
 def gradients(
     call: LossCall,
-    rows: Side,
-    cols: Side,
+    rows: BlockSide,
+    cols: BlockSide,
     inputs: Sequence[Tensor],
     needs: NeedsGrad,
     factor: Tensor,
@@ -217,7 +217,7 @@ def gradients(
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
 
 
-def _scale_grad(rows: Side, cols: Side, text_sum: Tensor | None, scale: Tensor) -> Tensor | None:
+def _scale_grad(rows: BlockSide, cols: BlockSide, text_sum: Tensor | None, scale: Tensor) -> Tensor | None:
     """The scale's gradient, by s dL/ds = sum_i <u_i, dU_i>, or the same of the texts. None if neither has a gradient.
 
     `text_sum`: the gradient of the columns' features.
@@ -229,7 +229,7 @@ def _scale_grad(rows: Side, cols: Side, text_sum: Tensor | None, scale: Tensor) 
     return None
 
 
-def _takes_stripes(call: LossCall, rows: Side) -> bool:
+def _takes_stripes(call: LossCall, rows: BlockSide) -> bool:
     """Whether the image gradient is computed stripe by stripe: then only the text gradient is a whole float32 tensor.
 
     This needs a single process and the dot product: a module's random numbers depend on the order of tiles.
@@ -237,10 +237,10 @@ def _takes_stripes(call: LossCall, rows: Side) -> bool:
     return call.exchange.size == 1 and call.similarity.is_dot_product and len(rows) > STRIPE
 
 
-def parameters_with_sums(parameters: Sequence[Tensor], needs: NeedsGrad) -> SharedParameters:
+def parameters_with_sums(parameters: Sequence[Tensor], needs: NeedsGrad) -> LossParameters:
     """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
     scale, bias, *module = parameters
-    return SharedParameters(
+    return LossParameters(
         scale,
         bias,
         trains_scale=needs.scale,
@@ -252,24 +252,24 @@ def parameters_with_sums(parameters: Sequence[Tensor], needs: NeedsGrad) -> Shar
 
 
 def make_compute_fn(
-    function: Callable[[Block], None], call: LossCall, rows: Side, parameters: SharedParameters
+    function: Callable[[Block], None], call: LossCall, rows: BlockSide, parameters: LossParameters
 ) -> ComputeFn:
     """A function that computes columns against all rows at once, by one of the backend's two functions."""
 
-    def compute(cols: Side, positive_offset: int | None) -> None:
-        function(Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout))
+    def compute(cols: BlockSide, positive_offset: int | None) -> None:
+        function(Block(rows, cols, parameters, positive_offset, call.inputs.positive_layout))
 
     return compute
 
 
 def make_striped_compute_fn(
-    call: LossCall, rows: Side, parameters: SharedParameters, out: Tensor, factor: Tensor
+    call: LossCall, rows: BlockSide, parameters: LossParameters, out: Tensor, factor: Tensor
 ) -> ComputeFn:
     """A function that runs the backward function on STRIPE rows at a time, and writes their gradient, times `factor`,
     to `out`."""
 
-    def compute(cols: Side, positive_offset: int | None) -> None:
-        block = Block(rows, cols, parameters, positive_offset, call.inputs.caption_layout)
+    def compute(cols: BlockSide, positive_offset: int | None) -> None:
+        block = Block(rows, cols, parameters, positive_offset, call.inputs.positive_layout)
         for stripe, grad in zip(block.split(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.zero_grad_buffer()
             call.backend.backward(stripe)

@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# The fields that another rank needs to use a Side as columns. Sums and gradients stay.
-WIRE_FIELDS = ("features", "keys", "lse", "teacher_features", "teacher_lse")
+# The fields that another rank needs to use a BlockSide as columns. Sums and gradients stay.
+SENT_FIELDS = ("features", "keys", "lse", "teacher_features", "teacher_lse")
 
 
 @dataclass
-class Side:
+class BlockSide:
     """One side of a block, its rows or its columns: the first dimension of every tensor."""
 
     # Given to the blocks:
@@ -31,7 +31,7 @@ class Side:
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
     # Rows only: (n,) float64, N times each row's part of the loss beside its log-sum-exp. In a softmax it is minus the
     # scores of its targets, in a pairwise objective the sum of its pairs' terms.
-    loss_part: Tensor | None = None
+    row_loss: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.features)
@@ -40,18 +40,18 @@ class Side:
         """The tensors that are not None, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
-    def __getitem__(self, index: slice | Tensor) -> "Side":
+    def __getitem__(self, index: slice | Tensor) -> "BlockSide":
         """These rows of every tensor. A slice gives views: writing to them writes to this side."""
-        return Side(**{name: x[index] for name, x in self.tensors().items()})
+        return BlockSide(**{name: x[index] for name, x in self.tensors().items()})
 
-    def wire_tensors(self) -> list[Tensor]:
+    def tensors_to_send(self) -> list[Tensor]:
         """The tensors that another rank needs."""
-        return [x for name, x in self.tensors().items() if name in WIRE_FIELDS]
+        return [x for name, x in self.tensors().items() if name in SENT_FIELDS]
 
-    def from_wire(self, tensors: list[Tensor]) -> "Side":
-        """Another rank's side, given its `wire_tensors()`. The weights are this side's: all ranks have the same."""
-        names = [name for name in self.tensors() if name in WIRE_FIELDS]
-        return Side(**dict(zip(names, tensors, strict=True)), lse_weight=self.lse_weight)
+    def with_received(self, tensors: list[Tensor]) -> "BlockSide":
+        """Another rank's side, given its `tensors_to_send()`. The weights are this side's: all ranks have the same."""
+        names = [name for name in self.tensors() if name in SENT_FIELDS]
+        return BlockSide(**dict(zip(names, tensors, strict=True)), lse_weight=self.lse_weight)
 
     def initial_lse(self) -> Tensor:
         """The log-sum-exps of no terms: -inf, (n,) float64."""
@@ -63,7 +63,7 @@ class Side:
 
 
 @dataclass
-class SharedParameters:
+class LossParameters:
     """The tensors that every rank has a copy of. A backend adds this rank's part of their gradients here."""
 
     scale: Tensor  # 0-d, the multiplier, in sum_dtype
@@ -87,14 +87,14 @@ class SharedParameters:
 
 
 @dataclass(frozen=True)
-class CaptionLayout:
-    """How many captions an image has, and where: caption c of row i is in column positive_offset + i + c * stride."""
+class PositiveLayout:
+    """An image's positives are its captions: caption c of row i is in column positive_offset + i + c * stride."""
 
     captions_per_image: int = 1
     stride: int = 0
 
 
-ONE_CAPTION_PER_IMAGE = CaptionLayout()
+ONE_CAPTION_PER_IMAGE = PositiveLayout()
 
 
 @dataclass
@@ -105,11 +105,11 @@ class Block:
     negative. The offset is None if the block holds no positive.
     """
 
-    rows: Side
-    cols: Side
-    parameters: SharedParameters
+    rows: BlockSide
+    cols: BlockSide
+    parameters: LossParameters
     positive_offset: int | None
-    caption_layout: CaptionLayout = ONE_CAPTION_PER_IMAGE
+    positive_layout: PositiveLayout = ONE_CAPTION_PER_IMAGE
 
     def split(self, height: int, width: int) -> Iterator["Block"]:
         """Blocks of at most height x width that cover this one, row by row. All tensors are views."""
@@ -118,7 +118,7 @@ class Block:
                 offset = None if self.positive_offset is None else self.positive_offset + row - col
                 rows = self.rows[row : row + height]
                 cols = self.cols[col : col + width]
-                yield Block(rows, cols, self.parameters, offset, self.caption_layout)
+                yield Block(rows, cols, self.parameters, offset, self.positive_layout)
 
     def masked_pairs(self) -> Tensor | None:
         """The pairs to leave out, (n, m) bool: equal keys, but not positives. None if all pairs count."""
@@ -133,7 +133,7 @@ class Block:
         device = self.rows.features.device
         rows = [torch.arange(0, device=device)]
         cols = [torch.arange(0, device=device)]
-        for caption in range(self.caption_layout.captions_per_image):
+        for caption in range(self.positive_layout.captions_per_image):
             diagonal = self.positive_diagonal(caption)
             if diagonal is not None:
                 i, j = diagonal
@@ -145,7 +145,7 @@ class Block:
         """The rows and the columns of this caption's positives in this block. None if it has none."""
         if self.positive_offset is None:
             return None
-        offset = self.positive_offset + caption * self.caption_layout.stride
+        offset = self.positive_offset + caption * self.positive_layout.stride
         start = max(0, -offset)
         stop = min(len(self.rows), len(self.cols) - offset)
         if start >= stop:

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from clipscale.loss.block import Side
+from clipscale.loss.block import BlockSide
 
 BLOCK_SPAN = "contrastive_loss: block"  # a span in a profiler's trace
 WAIT_SPAN = "contrastive_loss: wait"
 Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 # Computes our rows against these columns, given their Block.positive_offset.
-ComputeFn = Callable[[Side, int | None], None]
+ComputeFn = Callable[[BlockSide, int | None], None]
 # Waits for a transfer, and returns the tensors received.
 WaitFn = Callable[[], list[Tensor]]
 
@@ -179,18 +179,20 @@ def broadcast_from_rank0(group: dist.ProcessGroup, value: int, device: torch.dev
 class ColumnReduction:
     """How a sweep reduces one value of each column: the log-sum-exps by logaddexp, the gradients by addition."""
 
-    field: str  # of Side: where a block function finds the tensor to add to
-    initial: Callable[[Side], Tensor]  # the value before any block
+    field: str  # of BlockSide: where a block function finds the tensor to add to
+    initial: Callable[[BlockSide], Tensor]  # the value before any block
     combine: Callable[..., Tensor]  # joins the results of two blocks, with `out=`
     reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # joins the results of all ranks
 
 
-LOG_SUM_EXP = ColumnReduction("lse", Side.initial_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
-GRAD = ColumnReduction("grad", Side.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
+LOG_SUM_EXP = ColumnReduction("lse", BlockSide.initial_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = ColumnReduction(
+    "grad", BlockSide.zero_grad_buffer, torch.add, lambda comm, partial: comm.reduce_scatter(partial)
+)
 
 
 def compute_block(
-    cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn, positive_offset: int | None
+    cols: BlockSide, reductions: Sequence[ColumnReduction], compute: ComputeFn, positive_offset: int | None
 ) -> list[Tensor]:
     """Compute one block of columns. Returns its part of each reduction."""
     partials = [reduction.initial(cols) for reduction in reductions]
@@ -205,7 +207,7 @@ class Exchange:
 
     size = 1
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
+    def sweep(self, cols: BlockSide, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         """A collective: compute this rank's rows against the columns of all ranks. `cols`: this rank's columns.
 
         Returns one tensor for each reduction, with the values of this rank's columns over the rows of all ranks.
@@ -227,9 +229,9 @@ class GroupExchange(Exchange):
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
 
-    def gather_columns(self, cols: Side) -> Side:
+    def gather_columns(self, cols: BlockSide) -> BlockSide:
         """A collective: the columns of all ranks as one side, in rank order."""
-        gathered = cols.from_wire([self.comm.all_gather(x) for x in cols.wire_tensors()])
+        gathered = cols.with_received([self.comm.all_gather(x) for x in cols.tensors_to_send()])
         gathered.lse_weight = None if cols.lse_weight is None else cols.lse_weight.repeat(self.size)
         return gathered
 
@@ -237,7 +239,7 @@ class GroupExchange(Exchange):
 class Gather(GroupExchange):
     """All-gathers the columns, and reduce-scatters their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
+    def sweep(self, cols: BlockSide, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         all_cols = self.gather_columns(cols)
         partials = compute_block(all_cols, reductions, compute, positive_offset=self.comm.rank * len(cols))
         return [reduction.reduce_scatter(self.comm, partial) for reduction, partial in zip(reductions, partials)]
@@ -261,19 +263,19 @@ class Ring(GroupExchange):
         ring, node = communicator.split_by_node(nodes, timeout)
         return cls(communicator, ring, Gather(node) if node.size > 1 else None)
 
-    def sweep(self, cols: Side, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
+    def sweep(self, cols: BlockSide, reductions: Sequence[ColumnReduction], compute: ComputeFn) -> list[Tensor]:
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         pending_sums: WaitFn | None = None
 
-        def compute_without_positives(cols: Side, _: int | None) -> None:
+        def compute_without_positives(cols: BlockSide, _: int | None) -> None:
             compute(cols, None)  # columns of other rows
 
         # After as many hops as the ring has ranks the sums have returned to their columns' owner.
         for hop in range(ring.size):
             is_own = hop == 0
             is_last = hop == ring.size - 1
-            pending_columns = None if is_last else ring.post(cols.wire_tensors(), peers)
+            pending_columns = None if is_last else ring.post(cols.tensors_to_send(), peers)
             partials = self.inner.sweep(cols, reductions, compute if is_own else compute_without_positives)
             if pending_sums is not None:
                 for reduction, partial, before in zip(reductions, partials, pending_sums()):
@@ -281,5 +283,5 @@ class Ring(GroupExchange):
             if partials:
                 pending_sums = ring.post(partials, peers, tag=1)
             if pending_columns is not None:
-                cols = cols.from_wire(pending_columns())
+                cols = cols.with_received(pending_columns())
         return pending_sums() if pending_sums is not None else []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import CaptionLayout, Side, sum_dtype
+from clipscale.loss.block import BlockSide, PositiveLayout, sum_dtype
 from clipscale.loss.exchange import AllGatherRows, Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
@@ -21,13 +21,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from w
 class Inputs:
     """The tensors of one call: images as rows and texts as columns."""
 
-    rows: Side
-    cols: Side
+    rows: BlockSide
+    cols: BlockSide
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
     # The columns are the first captions of all images, then their second ones, and so on; then hard negatives.
-    caption_layout: CaptionLayout
+    positive_layout: PositiveLayout
 
     @property
     def is_paired(self) -> bool:
@@ -45,7 +45,7 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "number of captions of an image": self.caption_layout.captions_per_image,
+            "number of captions of an image": self.positive_layout.captions_per_image,
             "number of keys": 0 if self.rows.keys is None else len(self.rows.keys),
             "width of all teachers' features": 0 if teacher_features is None else teacher_features.shape[1],
         }
@@ -61,7 +61,7 @@ class Inputs:
 
     def without_hard_negatives(self) -> "Inputs":
         """Without the texts that belong to no image."""
-        paired = len(self.rows) * self.caption_layout.captions_per_image
+        paired = len(self.rows) * self.positive_layout.captions_per_image
         return replace(self, cols=self.cols[:paired])
 
     def gather_over_ranks(self, comm: Communicator) -> "Inputs":
@@ -75,9 +75,9 @@ class Inputs:
         )
 
 
-def _gather_with_grad(side: Side, comm: Communicator) -> Side:
+def _gather_with_grad(side: BlockSide, comm: Communicator) -> BlockSide:
     """A collective: this side of all ranks as one. The gradient of this rank's rows flows back to them."""
-    return Side(**{name: AllGatherRows.apply(x, comm) for name, x in side.tensors().items()})
+    return BlockSide(**{name: AllGatherRows.apply(x, comm) for name, x in side.tensors().items()})
 
 
 def _share_gradient(x: Tensor, world_size: int) -> Tensor:
@@ -129,8 +129,8 @@ def make_inputs(
             "(pass log_scale.exp())"
         )
     text_keys = None if keys is None else keys.repeat(captions_per_image)
-    layout = CaptionLayout(captions_per_image, stride=len(u))
-    return Inputs(Side(u, keys), Side(v, text_keys), scale, bias, dtype, layout)
+    layout = PositiveLayout(captions_per_image, stride=len(u))
+    return Inputs(BlockSide(u, keys), BlockSide(v, text_keys), scale, bias, dtype, layout)
 
 
 def _check_features(u: Tensor, v: Tensor, captions_per_image: int, has_module: bool) -> None:

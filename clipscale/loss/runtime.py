@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from clipscale.common import ranks
 from clipscale.common.half_precision import add_half_product
 from clipscale.loss.exchange import Communicator
-from clipscale.loss.similarity import product
+from clipscale.loss.similarity import matmul_into
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class LossRuntime:
         if a.is_cuda and a.dtype != torch.float32:
             add_half_product(out, a, b, factor)
         else:
-            product(a, b, out, factor, beta=1)
+            matmul_into(a, b, out, factor, beta=1)
 
 
 _current: ContextVar[LossRuntime | None] = ContextVar("current_runtime", default=None)

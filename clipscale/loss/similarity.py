@@ -42,7 +42,7 @@ class DotProduct:
         return float(scale.abs() * longest_u * longest_v)
 
     def scores(self, tile: Block, out: Tensor) -> Tensor:
-        return product(tile.rows.features, tile.cols.features.T, out, tile.parameters.scale_number)
+        return matmul_into(tile.rows.features, tile.cols.features.T, out, tile.parameters.scale_number)
 
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Accumulate]:
         rows = tile.rows
@@ -55,9 +55,9 @@ class DotProduct:
                 g_nm.mul_(FLOAT16_GRAD_SCALE)
                 factor = scale / FLOAT16_GRAD_SCALE
             if rows.grad is not None:
-                product(g_nm, cols.features, rows.grad, factor, beta=1)
+                matmul_into(g_nm, cols.features, rows.grad, factor, beta=1)
             if cols.grad is not None:
-                product(g_nm.T, rows.features, cols.grad, factor, beta=1)
+                matmul_into(g_nm.T, rows.features, cols.grad, factor, beta=1)
 
         return self.scores(tile, out), accumulate
 
@@ -137,10 +137,10 @@ class ModuleSimilarity:
 
 Similarity = DotProduct | ModuleSimilarity
 # Rows of two matrices, and where their products go.
-Slab = tuple[Tensor, Tensor, Tensor]
+Stripe = tuple[Tensor, Tensor, Tensor]
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) -> Tensor:
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) -> Tensor:
     """out = beta * out + alpha * a b, accumulated in the type of out.
 
     On CUDA, where one operand is in half precision, the other is rounded to it.
@@ -148,7 +148,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     if a.dtype == out.dtype == b.dtype:
         return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     if not a.is_cuda:
-        return product(a.to(out.dtype), b.to(out.dtype), out, alpha, beta)
+        return matmul_into(a.to(out.dtype), b.to(out.dtype), out, alpha, beta)
     half = b.dtype if a.dtype == out.dtype else a.dtype
     wide = torch.mm(a.to(half), b.to(half), out_dtype=out.dtype)
     if beta == 0:
@@ -156,16 +156,16 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     return out.mul_(beta).add_(wide, alpha=alpha)
 
 
-def row_products(x: Tensor, y: Tensor, slabs_to_run: Callable[[Iterator[Slab]], Iterator[Slab]] = iter) -> Tensor:
-    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
+def row_products(x: Tensor, y: Tensor, stripes_to_run: Callable[[Iterator[Stripe]], Iterator[Stripe]] = iter) -> Tensor:
+    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed stripe by stripe: the elementwise product would be as
     large as the inputs.
 
-    `slabs_to_run`: chooses the slabs to compute (LossRuntime.tiles_to_run).
+    `stripes_to_run`: chooses the stripes to compute (LossRuntime.tiles_to_run).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    slab_entries = 2**24 if x.is_cuda else 2**20
-    step = max(1, slab_entries // x[0].numel())
-    slabs = zip(x.split(step), y.split(step), products.split(step))
-    for a, b, out in slabs_to_run(slabs):
+    stripe_entries = 2**24 if x.is_cuda else 2**20
+    step = max(1, stripe_entries // x[0].numel())
+    stripes = zip(x.split(step), y.split(step), products.split(step))
+    for a, b, out in stripes_to_run(stripes):
         out.copy_((to_sum_dtype(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return products

@@ -64,9 +64,7 @@ def local_terms(objective: Objective, inputs: Inputs, exchange: Exchange) -> lis
     return [LossTerm(one_sided, inputs, exchange), LossTerm(one_sided, text_inputs, exchange)]
 
 
-def make_exchange(
-    exchange_name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime
-) -> Exchange:
+def make_exchange(exchange_name: str, inputs: Inputs, comm: Communicator | None, runtime: LossRuntime) -> Exchange:
     """A collective: the exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()

@@ -74,7 +74,7 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
         v = torch.eye(m, width, dtype=torch.float64)
     elif kind == "low":  # every cosine near -1
         u, v = u[:1] + 0.05 * u, -u[:1] + 0.05 * v
-    elif kind == "obtuse":  # every cosine near -0.6: at scale 100 all log-sum-exps lie 60 to 120 nats below a reference
+    elif kind == "obtuse":  # every cosine near -0.6: at scale 100 all log-sum-exps lie 60 to 120 nats below a shift
         towards = F.normalize(u[:1], dim=1)
         across = F.normalize(v[:1] - (v[:1] @ towards.T) * towards, dim=1)
         u = towards + 0.03 * u

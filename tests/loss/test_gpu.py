@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.block import Block, SharedParameters, Side
+from clipscale.loss.block import Block, BlockSide, LossParameters
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.softmax.kernel import TritonSoftmax
@@ -89,10 +89,10 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     u = torch.randn(n, width, device=DEVICE, dtype=torch.bfloat16) / width**0.5
     v = u[-m:].clone()
     scale = torch.tensor(10.0, device=DEVICE)
-    rows, cols = (Side(x, lse_weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
+    rows, cols = (BlockSide(x, lse_weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse = rows.initial_lse()
     cols.lse = cols.initial_lse()
-    block = Block(rows, cols, SharedParameters(scale, scale), None)
+    block = Block(rows, cols, LossParameters(scale, scale), None)
     backend = TritonSoftmax(LossRuntime(), LossRuntime().tile_shape(u.device, u.dtype))
     backend.forward(block)
     cols.lse_weight = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from clipscale import contrastive_loss
-from clipscale.loss.block import Side
+from clipscale.loss.block import BlockSide
 from clipscale.loss.exchange import BLOCK_SPAN, GRAD, Communicator, Ring
 from tests.loss.workers import Workers
 
@@ -41,7 +41,7 @@ Span = tuple[str, float, float]
 
 def timeline(group: dist.ProcessGroup, rank: int) -> list[Span]:
     """The blocks and transfers of a sweep with gradients, each block taking a while without using a processor."""
-    cols = Side(torch.zeros(1024, 1024))
+    cols = BlockSide(torch.zeros(1024, 1024))
     ring = Ring(Communicator(group))
     ring.sweep(cols, [GRAD], lambda *_: None)  # connects
     dist.barrier(group)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.autograd import LossCall, forward_sweep, matmul_precision
-from clipscale.loss.block import SharedParameters, Side, sum_dtype
+from clipscale.loss.block import BlockSide, LossParameters, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTileOps, TeacherSpec
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
@@ -97,15 +97,15 @@ def add_teacher_lses(
     for images, texts, teacher in zip(images_by_teacher, texts_by_teacher, teachers, strict=True):
         teacher_inputs = replace(
             inputs,
-            rows=Side(images, inputs.rows.keys),
-            cols=Side(texts, inputs.cols.keys),
+            rows=BlockSide(images, inputs.rows.keys),
+            cols=BlockSide(texts, inputs.cols.keys),
             dtype=images.dtype,
         )
         call = LossCall(exchange, backend, DotProduct(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_sides(images, texts)
         teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
         with matmul_precision(call, images.device):
-            forward_sweep(call, rows, cols, SharedParameters(teacher_scale, torch.zeros_like(teacher_scale)))
+            forward_sweep(call, rows, cols, LossParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
         row_lses.append(rows.lse)
         col_lses.append(cols.lse)

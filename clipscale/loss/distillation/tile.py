@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.similarity import product
+from clipscale.loss.similarity import matmul_into
 from clipscale.loss.softmax.tile import SoftmaxTileOps, positive_weights, weighted_probabilities
 
 
 class TeacherSpec(NamedTuple):
-    """A teacher's numbers. The features of all teachers are side by side, in `Side.teacher_features`."""
+    """A teacher's numbers. The features of all teachers are side by side, in `BlockSide.teacher_features`."""
 
     width: int
     # Its logit scale: the multiplier itself.
@@ -35,11 +35,11 @@ class DistillationTileOps(SoftmaxTileOps):
         self.teacher_share = teacher_share
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        if tile.rows.loss_part is not None:
+        if tile.rows.row_loss is not None:
             weights = self._targets(tile, scores)
             masked = tile.masked_pairs()
             counted = scores if masked is None else scores.masked_fill(masked, 0)
-            tile.rows.loss_part -= (weights * counted).sum(1, dtype=torch.float64)
+            tile.rows.row_loss -= (weights * counted).sum(1, dtype=torch.float64)
         super().forward(scores, replace(tile, positive_offset=None), bound, scratch)
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class DistillationTileOps(SoftmaxTileOps):
         for k, teacher in enumerate(self.teachers):
             images = _not_none(tile.rows.teacher_features).split(widths, 1)[k]
             texts = _not_none(tile.cols.teacher_features).split(widths, 1)[k]
-            product(images, texts.T, scores, teacher.scale)
+            matmul_into(images, texts.T, scores, teacher.scale)
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
             for side, dim in ((tile.rows, 1), (tile.cols, 0)):

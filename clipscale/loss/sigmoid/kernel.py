@@ -101,13 +101,13 @@ class TritonSigmoid(TritonBackend):
         <u_i, v_j> to the scale's.
         """
         parameters = block.parameters
-        loss_part = block.rows.loss_part
+        row_loss = block.rows.row_loss
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, self.programs(panel), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
-            if loss_part is not None:
-                loss_part[0] += value
+            if row_loss is not None:
+                row_loss[0] += value
             if parameters.bias_grad is not None:
                 parameters.bias_grad += bias_grad / GRAD_SCALE.value
             parameters.add_scale_grad(scale_grad / GRAD_SCALE.value)

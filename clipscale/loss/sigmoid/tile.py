@@ -19,8 +19,8 @@ class SigmoidTileOps(TileOps):
         positives = tile.positive_pairs()
         logits = scores.add_(tile.parameters.bias)
         logits[positives] = -logits[positives]  # -z (x + bias)
-        if tile.rows.loss_part is not None:
-            tile.rows.loss_part += torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
+        if tile.rows.row_loss is not None:
+            tile.rows.row_loss += torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
         g = logits.sigmoid_()
         g[positives] = -g[positives]  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:

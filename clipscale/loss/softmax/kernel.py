@@ -1,10 +1,10 @@
 """Triton kernels of the softmax objective: log-sum-exps of a panel's sides, and a panel of the score gradient; and the
 backend that launches them.
 
-Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. Every
-exponential is taken relative to a reference close to the largest score of what it is summed with. So no sum loses a
-term that matters, whatever the features are and even where the GPU flushes numbers below 2^-126 to zero. References are
-whole numbers, so 2 to the power of their difference is exact.
+Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. From
+every exponent a shift is subtracted, close to the largest score of what is summed with it. So no sum loses a term that
+matters, whatever the features are and even where the GPU flushes numbers below 2^-126 to zero. Shifts are whole
+numbers, so 2 to the power of their difference is exact.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 """
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clipscale.loss.block import Block, Side
+from clipscale.loss.block import Block, BlockSide
 from clipscale.loss.similarity import row_products
 from clipscale.loss.softmax.tile import positive_weights
 from clipscale.loss.triton.backend import TritonBackend
@@ -39,11 +39,11 @@ from clipscale.loss.triton.tiles import (
 
 # A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
 # underflow.
-SOUND = tl.constexpr(2.0**-60)
+MIN_SAFE_SUM = tl.constexpr(2.0**-60)
 
 
 @triton.jit
-def reference_above(top):
+def shift_above(top):
     """A whole number just above the largest score; 0 past the end, where there is no score."""
     return tl.where(top == NEG_INF, 0.0, tl.ceil(top))
 
@@ -53,7 +53,7 @@ def lse_kernel(
     u, v, factor, n, m, depth, stride_u, stride_v, row_partials, col_partials,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The references and the sums of 2^(y - reference) of one tile's rows, to row_partials (ceil(M / BN), 2, N), and of
+    """The shifts and the sums of 2^(y - shift) of one tile's rows, to row_partials (ceil(M / BN), 2, N), and of
     its columns, to col_partials (ceil(N / BM), 2, M).
 
     One exponential an element, relative to the tile's largest score, serves both sums. If a row's or a column's scores
@@ -65,7 +65,7 @@ def lse_kernel(
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
     dots = where_inside(dots, NEG_INF, rows, cols, n, m)
     scale = tl.load(factor)
-    top = reference_above(tl.max(tl.max(dots, axis=1), axis=0) * scale)
+    top = shift_above(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
     dots_by_quarter = quarters(dots)
     WIDTH: tl.constexpr = BN // 4
@@ -81,20 +81,20 @@ def lse_kernel(
         first_col = tile_col * BN + quarter * WIDTH
         store_line(col_partials, top, col_sums, tile_row, first_col, m)
     store_line(row_partials, top, row_sums, tile_col, tile_row * BM, n)
-    if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
+    if tl.minimum(tl.min(row_sums, axis=0), lowest) < MIN_SAFE_SUM:
         tl.debug_barrier()  # these come after what the other threads have stored
-        row_tops = reference_above(tl.max(dots, axis=1) * scale)
+        row_tops = shift_above(tl.max(dots, axis=1) * scale)
         row_sums = tl.sum(tl.exp2(tl.fma(dots, scale, -row_tops[:, None])), axis=1)
         store_line(row_partials, row_tops, row_sums, tile_col, tile_row * BM, n)
         for quarter in tl.static_range(4):
-            col_tops = reference_above(tl.max(dots_by_quarter[quarter], axis=0) * scale)
+            col_tops = shift_above(tl.max(dots_by_quarter[quarter], axis=0) * scale)
             col_sums = tl.sum(tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -col_tops[None, :])), axis=0)
             store_line(col_partials, col_tops, col_sums, tile_row, tile_col * BN + quarter * WIDTH, m)
 
 
 @triton.jit
 def store_line(partials, tops, sums, line, first, size):
-    """Write references (or one for all) and sums from number `first` on to a line of partials (lines, 2, size)."""
+    """Write shifts (or one for all) and sums from number `first` on to a line of partials (lines, 2, size)."""
     indices = first + tl.arange(0, sums.shape[0])
     pointer = partials + 2 * line.to(tl.int64) * size + indices
     tl.store(pointer, tops, mask=indices < size)
@@ -157,10 +157,10 @@ def join_kernel(partials, lse, lines, n, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
     for line in tl.range(lines, num_stages=4):
         pointer = partials + 2 * line * n + indices
-        reference = tl.load(pointer)
+        shift = tl.load(pointer)
         terms = tl.load(pointer + n)
-        largest = tl.maximum(top, reference)
-        total = total * tl.exp2(top - largest) + terms * tl.exp2(reference - largest)
+        largest = tl.maximum(top, shift)
+        total = total * tl.exp2(top - largest) + terms * tl.exp2(shift - largest)
         top = largest
     tl.store(lse + indices, tl.log2(total) + top)
 
@@ -172,7 +172,7 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     return factor, factor.double() / exact
 
 
-def to_log2(side: Side, nat: Tensor) -> Side:
+def to_log2(side: BlockSide, nat: Tensor) -> BlockSide:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `lse_weight`, corrected for
     their rounding; `positive_weight`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in
     this direction.
@@ -195,7 +195,7 @@ class TritonSoftmax(TritonBackend):
         scale = block.parameters.scale
         factor, nat = log2_factor(scale)
         t = self.tiles
-        # Two numbers of four bytes a row of a tile (reference and sum), and two a column.
+        # Two numbers of four bytes a row of a tile (shift and sum), and two a column.
         area = self.runtime.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)
         for panel in self.panels(block, area):
             n = len(panel.rows)
@@ -214,10 +214,10 @@ class TritonSoftmax(TritonBackend):
         diagonal = block.positive_diagonal()
         if diagonal is not None:
             i, j = diagonal
-            assert block.rows.loss_part is not None
+            assert block.rows.row_loss is not None
             weight = positive_weights(block, i, j)
             products = row_products(features[i], block.cols.features[j], self.runtime.tiles_to_run)
-            block.rows.loss_part[i] -= weight * (scale * products)
+            block.rows.row_loss[i] -= weight * (scale * products)
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from clipscale.loss.block import Block
 from clipscale.loss.tile import TileOps
 
-# A tile's exponentials e^(x - t) share one reference t, as long as every exponent that matters lies within +-MARGIN
+# A tile's exponentials e^(x - t) share one shift t, as long as every exponent that matters lies within +-MARGIN
 # nats. Sums of 1e7 terms of e^60 stay finite in float32, and e^-60 is still a normal number.
 MARGIN = 60.0
 MIN_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
@@ -22,34 +22,34 @@ class SoftmaxTileOps(TileOps):
     """The softmax's two functions on a tile. They leave out the direction of a side that has no weights."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        sides = directions(tile)
-        reference = _reference(bound)
+        sides = weighted_sides(tile)
+        shift = _exponent_shift(bound)
         i, j = tile.positive_pairs()
-        if tile.rows.loss_part is not None:
-            tile.rows.loss_part.index_put_((i,), -positive_weights(tile, i, j) * scores[i, j], accumulate=True)
-        if reference == 0:
+        if tile.rows.row_loss is not None:
+            tile.rows.row_loss.index_put_((i,), -positive_weights(tile, i, j) * scores[i, j], accumulate=True)
+        if shift == 0:
             exponentials = torch.exp(scores, out=scratch)
         else:
-            exponentials = torch.sub(scores, reference, out=scratch).exp_()
+            exponentials = torch.sub(scores, shift, out=scratch).exp_()
         for _, lse, dim in sides:
             total = exponentials.sum(dim)
-            has_lost_terms = reference > 0 and bool(total.min() < MIN_SUM)
+            has_lost_terms = shift > 0 and bool(total.min() < MIN_SUM)
             if has_lost_terms:
                 tile_lse = _logsumexp(scores, dim)
             else:
-                tile_lse = total.double().log_().add_(reference)
+                tile_lse = total.double().log_().add_(shift)
             lse.copy_(torch.logaddexp(lse, tile_lse))
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
-        sides = directions(tile)
-        reference = _reference(bound)
+        sides = weighted_sides(tile)
+        shift = _exponent_shift(bound)
         # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
         # is nothing beside them.
-        if all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides):
-            if reference != 0:
-                scores.sub_(reference)
+        if all(shift - float(lse.min()) <= MARGIN for _, lse, _ in sides):
+            if shift != 0:
+                scores.sub_(shift)
             scores.exp_()
-            factors = [(weight * (reference - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
+            factors = [(weight * (shift - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
             if len(factors) == 2:
                 scores.mul_(torch.add(*factors, out=scratch))
             else:
@@ -67,7 +67,7 @@ class SoftmaxTileOps(TileOps):
         return scores
 
 
-def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
+def weighted_sides(block: Block) -> list[tuple[Tensor, Tensor, int]]:
     """The directions of the softmax, image to text and text to image, whose sides have weights.
 
     For each: the weights, the log-sum-exps, and the dimension of the scores to sum over.
@@ -84,19 +84,19 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
     row's weight is divided among its captions."""
     weights = []
     if block.rows.lse_weight is not None:
-        weights.append(block.rows.lse_weight[rows].double() / block.caption_layout.captions_per_image)
+        weights.append(block.rows.lse_weight[rows].double() / block.positive_layout.captions_per_image)
     if block.cols.lse_weight is not None:
         weights.append(block.cols.lse_weight[cols].double())
     return sum(weights[1:], weights[0])
 
 
-def _reference(bound: float) -> float:
+def _exponent_shift(bound: float) -> float:
     """t, given a bound of |x|: e^(x - t) never overflows. t is 0, which costs nothing, for a small bound."""
     return max(0.0, bound - MARGIN)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:
-    """The float64 log-sum-exp over `dim`, with a reference for each row (column)."""
+    """The float64 log-sum-exp over `dim`, with a shift for each row (column)."""
     largest = x.amax(dim, keepdim=True).clamp_min_(torch.finfo(x.dtype).min)
     return (x - largest).exp_().sum(dim).double().log_().add_(largest.squeeze(dim))
 

@@ -26,7 +26,7 @@ if DEVICE == "cpu" and not INTERPRETED:
     pytest.skip("no CUDA device, and no interpreter: test_interpreter.py has one", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
-from clipscale.loss.block import Block, SharedParameters, Side  # noqa: E402
+from clipscale.loss.block import Block, BlockSide, LossParameters  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.runtime import LossRuntime  # noqa: E402
@@ -163,12 +163,12 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     scores = 100.0 * u.double() @ v.double().T
     tiles = LossRuntime().tile_shape(u.device, u.dtype)
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
-        rows = Side(u, lse_weight=torch.ones(20, device=DEVICE))
-        cols = Side(v, lse_weight=torch.ones(40, device=DEVICE))
+        rows = BlockSide(u, lse_weight=torch.ones(20, device=DEVICE))
+        cols = BlockSide(v, lse_weight=torch.ones(40, device=DEVICE))
         rows.lse = rows.initial_lse().clamp_min(before)
         cols.lse = cols.initial_lse().clamp_min(before)
-        rows.loss_part = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, SharedParameters(scale, scale), positive))
+        rows.row_loss = torch.zeros(20, dtype=torch.float64, device=DEVICE)
+        TritonSoftmax(LossRuntime(), tiles).forward(Block(rows, cols, LossParameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
             assert float((actual - true).abs().max()) <= 6e-5, f"positive={positive}"
@@ -176,7 +176,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         for i in range(20):
             if positive is not None and 0 <= i + positive < 40:
                 diagonal[i] = 2 * scores[i, i + positive]
-        assert torch.allclose(rows.loss_part, -diagonal, rtol=1e-6)
+        assert torch.allclose(rows.row_loss, -diagonal, rtol=1e-6)
 
 
 # ---- nothing is lost to underflow ----
@@ -265,7 +265,7 @@ def test_full_tiles_lose_nothing_of_lines_far_below_their_largest_score(below: i
 
 
 def assert_full_tiles_lose_nothing(below: int, spread: int, seed: int) -> None:
-    """Only a tile without a ragged edge takes one reference for all its rows and columns.
+    """Only a tile without a ragged edge takes one shift for all its rows and columns.
 
     Each tile has one perfect pair. All other scores lie `below` to `below + spread` powers of two under its score.
     """
