@@ -64,9 +64,7 @@ def build_loss(
 ) -> BatchLoss:
     """The loss of a batch's features. Raises UserError if the model or the data do not fit it."""
     repeats = samples_repeat(config.data)
-    check_loss_fits(
-        config.loss.objective, config.loss.backend, model, config.data.sample_weights if repeats else None
-    )
+    check_loss_fits(config.loss.objective, config.loss.backend, model, config.data.sample_weights if repeats else None)
     return BatchLoss(
         model,
         autocast=precision.autocast,
@@ -91,7 +89,7 @@ def build_passes(
     *,
     sorts_captions: bool,
 ) -> BatchPasses:
-    """The two passes of the towers, or of a captioner's encoder of pairs. Wraps these for several ranks. A collective."""
+    """The two passes of the towers, or of a captioner's encoder of pairs, wrapped for several ranks. A collective."""
     parallel = config.launch.parallel
     inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
     make_cache = partial(
@@ -116,9 +114,7 @@ def build_passes(
     )
 
 
-def check_loss_fits(
-    objective_name: str, backend_name: str, model: ClipModel, sample_weights: str | None
-) -> None:
+def check_loss_fits(objective_name: str, backend_name: str, model: ClipModel, sample_weights: str | None) -> None:
     """Raise UserError for kernels that do not take a sample twice in a batch, as `sample_weights` may ask for, and for
     a model without the bias that the objective needs."""
     if sample_weights is not None and backend_name == "triton":

@@ -86,18 +86,19 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
-    settings_of_stages = stages_of(config)
-    stages = all_stages(config, settings_of_stages, world)
+    stage_configs = stages_of(config)
+    stages = make_stages(config, stage_configs, world)
     step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
     is_stage_start = index > 0 and step == stages[index].first_step
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(resumed, config, last_trained)
-    settings = settings_of_stages[index]
-    model = run_long_on_rank0(world, lambda: completed_by_weights(settings.model, resumed))
+    stage_config = stage_configs[index]
+    model = run_long_on_rank0(world, lambda: completed_by_weights(stage_config.model, resumed))
     if is_stage_start:
-        model = replace(model, image_size=settings.model.image_size, context_length=settings.model.context_length)
-    completed = replace(settings, model=model)
+        given = stage_config.model
+        model = replace(model, image_size=given.image_size, context_length=given.context_length)
+    completed = replace(stage_config, model=model)
     check_captioner(completed)
     return ResolvedRun(
         config=completed,
@@ -107,23 +108,23 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
         resumed=resumed,
         is_stage_start=is_stage_start,
         config_yaml=to_yaml(config if config.stages else completed),
-        notices=(*pixel_notices(settings.model, model), *precision_notices(completed, world.device.type)),
+        notices=(*pixel_notices(stage_config.model, model), *precision_notices(completed, world.device.type)),
     )
 
 
-def all_stages(config: TrainConfig, settings_of_stages: list[TrainConfig], world: World) -> list[Stage]:
-    """The stages of a run; a run without stages has one. `settings_of_stages`: the settings of each.
+def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: World) -> list[Stage]:
+    """The stages of a run; a run without stages has one. `stage_configs`: the configuration of each.
 
     Raises UserError for settings that cannot work.
     """
     stages: list[Stage] = []
     step = samples = 0
-    for index, settings in enumerate(settings_of_stages):
-        check_machine(settings, world)
+    for index, stage_config in enumerate(stage_configs):
+        check_machine(stage_config, world)
         policy = config.stages[index].policy if config.stages else OptimizerPolicy.TAKE_FITTING
-        is_last = index == len(settings_of_stages) - 1
+        is_last = index == len(stage_configs) - 1
         stage = Stage(
-            global_batch=settings.batch,
+            global_batch=stage_config.batch,
             first_step=step,
             first_sample=samples,
             is_last=is_last,
@@ -131,8 +132,8 @@ def all_stages(config: TrainConfig, settings_of_stages: list[TrainConfig], world
         )
         stages.append(stage)
         if config.stages:
-            architecture(settings.model)  # raises UserError for one that cannot be built
-            step += samples_of(settings, None) // settings.batch
+            architecture(stage_config.model)  # raises UserError for one that cannot be built
+            step += samples_of(stage_config, None) // stage_config.batch
             samples = stage.samples_after(step)
     return stages
 

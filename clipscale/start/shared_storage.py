@@ -25,28 +25,30 @@ def check_shared(folder: Path, world: World) -> None:
     if world.size == 1:
         return
 
-    def begin() -> tuple[str, str]:
+    def write_probe() -> tuple[str, str]:
         name = files.unfinished_name("shared")
         with files.damage_to_user_error("run", folder, "choose another run=PATH"):
             (folder / name).write_text(name)
         return name, socket.gethostname()
 
-    name, host = run_on_rank0(world, begin)
-    token = folder / name
+    name, host = run_on_rank0(world, write_probe)
+    probe = folder / name
     try:
-        seen = files.wait_until_visible(token, len(name), NOTICE_S)
+        seen = files.wait_until_visible(probe, len(name), NOTICE_S)
         if not seen:
             if local_rank() == 0:
                 log.warning("run=%s: %s does not see it as %s does; looking again", folder, socket.gethostname(), host)
-            seen = files.wait_until_visible(token, len(name), FOLDER_APPEARS_WITHIN_S)
-        blind = [name for name in world.all_gather_object("" if seen else socket.gethostname()) if name]
+            seen = files.wait_until_visible(probe, len(name), FOLDER_APPEARS_WITHIN_S)
+        # One name for each process that does not see it.
+        hosts_without_folder = [name for name in world.all_gather_object("" if seen else socket.gethostname()) if name]
     finally:
         if world.is_rank0:
-            token.unlink(missing_ok=True)
-    if blind:
-        hosts = sorted({*blind})
+            probe.unlink(missing_ok=True)
+    if hosts_without_folder:
+        hosts = sorted({*hosts_without_folder})
         shown = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
         raise UserError(
-            f"run={folder}: {len(blind)} of {world.size} processes, on {shown}, do not see the folder that {host} has; "
+            f"run={folder}: {len(hosts_without_folder)} of {world.size} processes, on {shown}, do not see the folder that "
+            f"{host} has; "
             "put the folder on storage that all share"
         )
