@@ -24,7 +24,11 @@ from tests.support.checkpoints import ONE_RANK
 from tests.support.user_errors import refused
 
 BATCH = 12
-RESULTS = {"birds": {"top1": 0.5}}
+
+
+def results_of(step: int) -> dict[str, dict[str, float]]:
+    """What a fake evaluation after a step returns: each has a result of its own."""
+    return {"birds": {"top1": step / 10}}
 
 
 class Step:
@@ -124,6 +128,7 @@ class Records(Part):
     log_if_ready = flush
 
     def log_evaluation(self, step: int, results: object) -> None:
+        assert results == results_of(step)
         self.diary.append(f"record evaluation {step}")
 
     def show_progress(self, task: str, done: int, total: int) -> None:
@@ -193,7 +198,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]
 
         def evaluate(*given: object, file: Any, **named: object) -> dict[str, dict[str, float]]:
             loop.diary.append(f"evaluate {loop.loop.step}")
-            return RESULTS
+            return results_of(loop.loop.step)
 
         monkeypatch.setattr(train_loop, "evaluate", evaluate)
         monkeypatch.setattr(train_loop, "gather_checkpoint_state", lambda description, *_: description)
@@ -219,7 +224,7 @@ def test_a_run_evaluates_and_saves_between_its_steps_and_ends_with_both(make: Ca
         "close stream", "close saver", "close records",
         "summary of step 4",
     ]  # fmt: skip
-    assert result == {"run": str(run.loop.folder), "step": 4, "loss": 4.0, "eval": RESULTS}
+    assert result == {"run": str(run.loop.folder), "step": 4, "loss": 4.0, "eval": results_of(4)}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +248,8 @@ def test_a_step_is_saved_once_whatever_the_reasons(
 
 def test_a_complete_run_is_evaluated_again_and_not_saved(make: Callable[..., Loop]) -> None:
     run = make(step=4, intervals=Intervals(evaluates_at_start=True, eval_steps=1, save_steps=1))
-    assert run.loop.run()["step"] == 4
+    result = run.loop.run()
+    assert (result["step"], result["eval"]) == (4, results_of(4))
     assert run.events("step", "save", "evaluate") == ["evaluate 4"]
 
 

@@ -1,6 +1,6 @@
 """How a run starts, part 2: build. Data (`open_data.py`), model, chunk sizes, step (`build_step.py`), state, compiling.
 
-The parts get plain values, or their own section of the settings. None of them knows a whole `TrainConfig`.
+Only the functions of `start/` read the whole configuration. What they build gets plain values, or its own section.
 """
 
 from contextlib import ExitStack

@@ -48,7 +48,6 @@ def check_shared(folder: Path, world: World) -> None:
         hosts = sorted({*hosts_without_folder})
         shown = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
         raise UserError(
-            f"run={folder}: {len(hosts_without_folder)} of {world.size} processes, on {shown}, do not see the folder that "
-            f"{host} has; "
-            "put the folder on storage that all share"
+            f"run={folder}: {len(hosts_without_folder)} of {world.size} processes, on {shown}, do not see the folder "
+            f"that {host} has; put the folder on storage that all share"
         )
