@@ -104,12 +104,13 @@ def calls_of_others(trees: Trees, module: str, kind: ast.ClassDef | None, functi
                     own = (module, kind)
                 case ast.Attribute(value=ast.Name(id=name), attr=method):
                     own = definition(trees, module, name)
-            if own and isinstance(own[1], Function):
-                todo.append((own[0], None, own[1]))
-            elif own and not method:
+            where, defined = own or ("", None)
+            if isinstance(defined, Function):
+                todo.append((where, None, defined))
+            elif defined and not method:
                 continue
-            elif own and any(each.name == method for each in functions(own[1])):
-                todo.extend((own[0], own[1], each) for each in functions(own[1]) if each.name == method)
+            elif defined and any(each.name == method for each in functions(defined)):
+                todo.extend((where, defined, each) for each in functions(defined) if each.name == method)
             else:
                 found.add(ast.unparse(call.func))
     return {name for name in found if not hasattr(builtins, name) or name in IMPURE}

@@ -115,9 +115,14 @@ def test_a_shard_that_goes_while_it_is_read_is_left_out(
 
 def test_shards_that_are_replaced_are_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_shards(tmp_path / "set", [40, 40])
-    dict(index.update_indexes(map(str, paths)))
+    dict(index.update_indexes([str(path) for path in paths]))
     data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
-    with between_steps(lambda step: [path.touch() for path in paths]):
+
+    def replace_all(step: int) -> None:
+        for path in paths:
+            path.touch()
+
+    with between_steps(replace_all):
         train(four_step_config("", tmp_path / "run", samples=240, data=data))
     assert records(tmp_path / "run")[-1]["faults_by"]["changed_shard"] > 2
     assert caplog.text.count("have changed since they were indexed") == 1
@@ -126,10 +131,12 @@ def test_shards_that_are_replaced_are_counted_and_said_once(tmp_path: Path, capl
 def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "set", [40, 40])
     config = four_step_config(str(tmp_path / "set/{00000..00001}.tar"), tmp_path / "run", samples=144)
-    with (
-        between_steps(lambda step: [path.unlink(missing_ok=True) for path in paths] if step == 2 else None),
-        refused(r"no usable sample among the last .* No such file"),
-    ):
+
+    def remove_all(step: int) -> None:
+        for path in paths if step == 2 else []:
+            path.unlink(missing_ok=True)
+
+    with between_steps(remove_all), refused(r"no usable sample among the last .* No such file"):
         train(config)
     (saved,) = checkpoints_of(tmp_path / "run")
     assert step_of(saved) > 2
@@ -197,8 +204,8 @@ def test_a_checkpoint_of_wrong_content_is_one_line(shards: str, tmp_path: Path) 
     train(four_step_config(shards, tmp_path, samples=12))
     meta = tmp_path / "checkpoints/step_00000001/meta.json"
     whole = meta.read_text().partition('"meta": ')[2][:-2]
-    for form in read_yaml(Path(__file__).with_name("meta.yaml")).values():
-        text = re.sub(*form, whole, count=1)
+    for pattern, instead in read_yaml(Path(__file__).with_name("meta.yaml")).values():
+        text = re.sub(pattern, instead, whole, count=1)
         meta.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n')
         with refused("^checkpoint"):
             load_model(tmp_path)

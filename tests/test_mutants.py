@@ -117,7 +117,7 @@ def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatc
             thread.join()
     finally:
         sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]
+        threading.settrace(before)
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert notes == [[test, str(path), line] for test, line in (("one", 0), ("one", 8), ("two", 0), ("two", 6))]
 
@@ -134,7 +134,7 @@ def test_its_tests_are_those_that_run_it_the_quick_ones_first() -> None:
 
     class At(breaks_of_code.Mutant):
         @property
-        def lines(self) -> range:  # type: ignore[override]
+        def lines(self) -> range:
             return range(self.line, self.line + 1)
 
     assert [record.tests(At(file, line, "", "")) for line in (1, 2)] == [[quick, slow], [slow, other, long]]

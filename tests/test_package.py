@@ -78,8 +78,8 @@ def test_the_wheel_composes_a_run_from_another_folder(installed: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "- x.tar\n" in done.stdout
     where = [str(installed / "bin/python"), "-c", "import clipscale; print(clipscale.__file__)"]
-    options = {"cwd": tmp_path, "env": environment | ALONE, "check": True}
-    assert str(installed) in subprocess.run(where, capture_output=True, text=True, **options).stdout
+    done = subprocess.run(where, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, check=True)
+    assert str(installed) in done.stdout
 
 
 @pytest.mark.slow  # imports torch; the ordinary test above finds what is missing of the package and its configuration
@@ -137,8 +137,8 @@ def test_the_settings_end_where_a_run_begins() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
         for node in ast.walk(tree_of(path)):
-            readers = READS_SETTINGS.get(getattr(node, "module", None) or "")
-            if readers is not None:
+            if isinstance(node, ast.ImportFrom) and node.module in READS_SETTINGS:
+                readers = READS_SETTINGS[node.module]
                 assert any(name.match(pattern) or pattern[:-1] == f"{name.parts[0]}/" for pattern in readers), (
                     f"{name}:{node.lineno} reads settings: take what it uses as arguments"
                 )
@@ -212,10 +212,9 @@ def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
     """Pages of docs/, and files by their place in the repository: who installed a wheel has neither."""
     for path in PACKAGE.rglob("*.py"):
         tree = tree_of(path)
-        bodies = [
-            node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
-        ]
-        docstrings = {id(body.value) for body in bodies if isinstance(body, ast.Expr)}
+        owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
+        docstrings = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
         texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         named = [text.value for text in texts if id(text) not in docstrings and ELSEWHERE.search(text.value)]
         assert not named, f"{path}: {named}"
@@ -290,11 +289,12 @@ def test_everything_of_the_package_that_a_file_imports_exists(folder: str) -> No
     missing = []
     for path in (CHECKOUT / folder).rglob("*.py"):
         for node in ast.walk(tree_of(path)):
-            names: list[str] = []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
+            else:
+                continue
             missing += [
                 f"{path.relative_to(CHECKOUT)}:{node.lineno}: {name}"
                 for name in names

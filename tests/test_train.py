@@ -156,7 +156,12 @@ def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, mo
     """The first samples take long, and are waited for before the step begins; those of the third step within it."""
     decode = TrainTransform.__call__
     late = chain([0.2] * 12, [0.0] * 12, [0.1] * 12, repeat(0.0))
-    monkeypatch.setattr(TrainTransform, "__call__", lambda *given: (time.sleep(next(late)), decode(*given)))
+
+    def delayed(*given: Any) -> None:
+        time.sleep(next(late))
+        decode(*given)
+
+    monkeypatch.setattr(TrainTransform, "__call__", delayed)
     train(four_step_config(shards, tmp_path / "run", samples=36))
     shares, seconds = zip(*((record["data_wait_frac"], record["step_s"]) for record in records(tmp_path / "run")))
     assert max(shares) <= 1 and shares[2] * seconds[2] > 0.6, (shares, seconds)

@@ -492,10 +492,10 @@ def test_a_store_may_be_slow_and_not_silent(tmp_path: Path, capsys: Capture, mon
     monkeypatch.setattr(copy_store, "ANSWER_S", 1.0)
     monkeypatch.setattr(remote, "LOOK_S", 0.1)
     monkeypatch.setattr(remote, "ANNOUNCE_S", 0.3)
-    TimeLimited(Slow(15), "it", announce=False).get(["x"], [str(tmp_path / "x")])  # type: ignore[arg-type]
+    TimeLimited(Slow(15), "it", announce=False).get(["x"], [str(tmp_path / "x")])
     assert (tmp_path / "x").stat().st_size == 15
     assert "waiting" not in capsys.readouterr().err
-    silent = TimeLimited(Slow(2), "checkpoint.copy=s3://b", announce=True)  # type: ignore[arg-type]
+    silent = TimeLimited(Slow(2), "checkpoint.copy=s3://b", announce=True)
     for call in (lambda: silent.get(["x"], [str(tmp_path / "y")]), lambda: silent.ls("x")):
         with pytest.raises(TimeoutError, match="no answer"):
             call()

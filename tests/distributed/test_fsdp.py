@@ -84,7 +84,7 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
         alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip(both, inputs)]
     towers = [wrap(world, tower, f"zero{stage or 3}", torch.bfloat16 if half else torch.float32) for tower in both]
     if not stage:
-        towers = [tower.module for tower in towers]
+        towers = [tower.get_submodule("module") for tower in towers]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
     now = []
     for _ in range(steps):

@@ -43,7 +43,7 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
                 gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
             p.grad = gradient
         optimizer.step()
-    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
 
 
 def distances_on_rank(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from clipscale.config.sections import EvalConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.run import Evaluation
+from clipscale.eval.sets.load import load_set
 from clipscale.eval.suites import load_chosen_sets
 from tests.data.files import write_tar
 
@@ -133,6 +135,13 @@ class ColourModel(nn.Module):
     def text(self, tokens: Tensor) -> Tensor:
         self.passes += 1
         return torch.tensor(list(COLOURS.values()))[tokens[:, 0]].float() - 125
+
+
+def load_classes(path: Path) -> ClassificationSet:
+    """The set of this path, which is one of classes."""
+    loaded = load_set(path)
+    assert isinstance(loaded, ClassificationSet), loaded.kind
+    return loaded
 
 
 def evaluation(config: EvalConfig, objective: str = "", sizes: Sequence[int] = ()) -> Evaluation:

@@ -26,6 +26,7 @@ from tests.eval.sets import (
     classification_set,
     folders,
     karpathy_json,
+    load_classes,
     members,
     pair_set,
     picture,
@@ -42,7 +43,7 @@ def nothing_cached() -> None:
 
 
 def test_classification_shards_are_read(tmp_path: Path) -> None:
-    eval_set = load_set(classification_set(tmp_path / "colours"))
+    eval_set = load_classes(classification_set(tmp_path / "colours"))
     assert (eval_set.kind, len(eval_set), eval_set.answers) == ("classification", 6, list(range(6)))
     assert eval_set.classnames == NAMES
     assert eval_set.templates == TEMPLATES
@@ -92,7 +93,7 @@ def test_a_limited_set_has_its_own_name_and_keeps_the_captions_of_its_images(tmp
 @pytest.mark.parametrize("name", ["imagenet1k", "wds_imagenetv2"])
 def test_imagenet_needs_no_class_names(tmp_path: Path, name: str) -> None:
     members = [m for i in (3, 998) for m in ((f"{i}.webp", picture("red", "WEBP")), (f"{i}.cls", str(i).encode()))]
-    eval_set = load_set(write_shards(tmp_path / name, [members], {}))
+    eval_set = load_classes(write_shards(tmp_path / name, [members], {}))
     assert len(eval_set.classnames) == 1000 and len(eval_set.templates) == 80
     assert eval_set.classnames[0] == "tench" and eval_set.templates[0] == "a bad photo of a {c}."
 
@@ -102,7 +103,8 @@ def test_labels_of_other_sets_are_not_imagenets(tmp_path: Path, name: str) -> No
     members = [("0.png", picture("red")), ("0.cls", b"0")]
     with refused(r"no classnames\.txt"):
         load_set(write_shards(tmp_path / "without" / name, [members], {}))
-    eval_set = load_set(write_shards(tmp_path / "with" / name, [members], {"classnames.txt": "stingray\ngoldfinch\n"}))
+    names = {"classnames.txt": "stingray\ngoldfinch\n"}
+    eval_set = load_classes(write_shards(tmp_path / "with" / name, [members], names))
     assert eval_set.classnames == ["stingray", "goldfinch"] and len(eval_set.templates) == 80
 
 
@@ -110,22 +112,22 @@ def test_labels_of_other_sets_are_not_imagenets(tmp_path: Path, name: str) -> No
 
 
 def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
-    eval_set = load_set(folders(tmp_path / "set", ["red_fox", "AnnualCrop", "b", "\u72ac"]))  # a dog, in Japanese
+    eval_set = load_classes(folders(tmp_path / "set", ["red_fox", "AnnualCrop", "b", "\u72ac"]))  # a dog, in Japanese
     assert eval_set.classnames == ["AnnualCrop", "b", "red fox", "\u72ac"] and eval_set.answers.count(0) == 2
     assert eval_set.templates == ["a photo of a {c}."]
-    eval_set = load_set(folders(tmp_path / "ids", ["n01498041", "n01443537"]))
+    eval_set = load_classes(folders(tmp_path / "ids", ["n01498041", "n01443537"]))
     assert eval_set.classnames == ["goldfish", "stingray"] and len(eval_set.templates) == 80
 
 
 def test_class_folders_may_have_names_that_are_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)  # pytest-xdist cannot pass on a warning with such a name
-    one, other = (load_set(folders(tmp_path / name, ["ring", name])) for name in ("caf\udce9", "caf\udce8"))
+    one, other = (load_classes(folders(tmp_path / name, ["ring", name])) for name in ("caf\udce9", "caf\udce8"))
     assert one.classnames == ["caf\udce9", "ring"] and one.facts()["classnames"] != other.facts()["classnames"]
 
 
 def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
     """The folders are published as "0" to "999", which alphabetical order would mix up."""
-    eval_set = load_set(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
+    eval_set = load_classes(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
     expected = ["tench"] + 2 * ["great white shark"] + 3 * ["brambling"] + 4 * ["toilet paper"]
     assert [eval_set.classnames[label] for label in eval_set.answers] == expected
     assert len(eval_set.classnames) == 1000 and len(eval_set.templates) == 80
@@ -154,7 +156,7 @@ def test_class_folders_as_usual_sets_have_them(
     """A number before each name goes, and a line says so. Equal names would remain of the cars: theirs stays."""
     root = folders(tmp_path / "set", folder_names)
     numbered = expected != [name.replace("_", " ") for name in folder_names]
-    assert load_set(root).classnames == expected
+    assert load_classes(root).classnames == expected
     lines = [line for line in caplog.messages if "without the numbers" in line]
     assert len(lines) == numbered and all(folder_names[0] in line for line in lines)
 
@@ -190,7 +192,7 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
         (root / "classnames.txt").write_text("a\nsecond\n", encoding)
         (root / "zeroshot_classification_templates.txt").write_text("{}, a photo\n", encoding)
         load_set.cache_clear()
-        eval_set = load_set(root)
+        eval_set = load_classes(root)
         assert [eval_set.classnames[label] for label in eval_set.answers] == ["a", "second", "second"]
         assert eval_set.templates == ["{c}, a photo"]
     (root / "classnames.txt").write_bytes(b"caf\xe9\nsecond\n")
@@ -217,7 +219,7 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
 def test_lines_of_a_program_are_no_names_and_no_prompts(tmp_path: Path, file: str, line: str) -> None:
     root = classification_set(tmp_path / "set")
     (root / file).write_text("\n".join(["{c} 's day", "{c} (rock 'n' roll)", "{c} = red: 'n' all", *["{c}"] * 3]))
-    assert len(load_set(root).classnames) == len(NAMES)
+    assert len(load_classes(root).classnames) == len(NAMES)
     (root / file).write_text(f"a {{c}}\n{line}\n")
     load_set.cache_clear()
     with refused(rf"{file} has lines of a program, such as .*; write the texts alone, one a line"):
@@ -231,9 +233,9 @@ def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: p
         folders(root / path, ["x"])
     for name in (".DS_Store", "._0.PNG", "Thumbs.db", "5.bmp", "6.gif", "7.JFIF", "scan.tif", "plan.tif", "README"):
         (root / "red" / name).write_bytes(b"x")
-    loaded = [load_set(root), load_set.__wrapped__(root)]
-    assert loaded[0].classnames == ["green", "red"]
-    assert [image.path.name for image in loaded[1].images] == ["0.PNG", "1.PNG", "0.PNG", "5.bmp", "6.gif", "7.JFIF"]
+    assert load_classes(root).classnames == ["green", "red"]
+    again = load_set.__wrapped__(root)
+    assert [image.path.name for image in again.images] == ["0.PNG", "1.PNG", "0.PNG", "5.bmp", "6.gif", "7.JFIF"]
     assert caplog.messages == [
         f"eval.sets: {root}: not read in the class folders: 2 .txt, 2 .tif, 1 without a suffix"
     ], caplog.messages
@@ -244,7 +246,7 @@ def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: p
 def test_a_class_without_a_picture_counts_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = folders(tmp_path / "set", ["red", "green"])
     (root / "blue").mkdir()
-    assert load_set(root).classnames == ["blue", "green", "red"]
+    assert load_classes(root).classnames == ["blue", "green", "red"]
     assert [line for line in caplog.messages if "'blue'" in line and "without a picture" in line]
 
 

@@ -31,6 +31,7 @@ from tests.eval.sets import (
     classification_set,
     evaluation,
     folders,
+    load_classes,
     members,
     pair_set,
     picture,
@@ -224,13 +225,14 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
 
 def features_and_results(
     rank: int, size: int, run: str, classes: str, captions: str, pairs: str
-) -> tuple[list[torch.Tensor], dict, int]:  # type: ignore[type-arg]
+) -> tuple[list[torch.Tensor], dict, int]:
     torch.manual_seed(0)
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
     encoder = EvalEncoder(model, world, nullcontext, batch_size=4, threads=1)
-    eval_set = load_set(Path(classes))
+    eval_set = load_classes(Path(classes))
     captioned = load_set(Path(captions))
+    assert isinstance(captioned, retrieval.RetrievalSet)
     with torch.no_grad():
         images = gather_batches(
             [features for _, features, _ in eval_set.encode_pictures(encoder)], len(eval_set), 4, world

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.config.sections import SUITES, EvalConfig
+from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.known import known_sets
 from clipscale.eval.sets.load import load_set
@@ -93,7 +94,9 @@ def test_a_place_within_a_folder_comes_before_the_folder(tmp_path: Path) -> None
     sets = [*suite_sets("infcl-table3", str(tmp_path)), *suite_sets("retrieval", str(tmp_path))]
     assert [eval_set.name for eval_set in sets] == ["imagenet1k", "flickr30k"]
     assert [eval_set.path.name for eval_set in sets] == ["val", "dataset_flickr30k.json"]
-    assert sets[0].classnames == ["goldfish", "stingray"] and len(sets[0].templates) == 80
+    imagenet = sets[0]
+    assert isinstance(imagenet, ClassificationSet)
+    assert imagenet.classnames == ["goldfish", "stingray"] and len(imagenet.templates) == 80
 
 
 def test_class_folders_without_the_published_prompts_are_refused(tmp_path: Path) -> None:
@@ -103,6 +106,7 @@ def test_class_folders_without_the_published_prompts_are_refused(tmp_path: Path)
     (root / "zeroshot_classification_templates.txt").write_text("a photo of a {c} texture.\n")
     load_set.cache_clear()
     (dtd,) = suite_sets("vtab", str(tmp_path))
+    assert isinstance(dtd, ClassificationSet)
     assert (dtd.name, dtd.classnames) == ("vtab/dtd", ["banded", "blotchy"])
 
 

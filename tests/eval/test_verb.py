@@ -130,8 +130,8 @@ def loaded(rank: int, world_size: int, run: Path) -> list[str]:
     weights = ModelConfig(name="", weights=str(run), image=TowerConfig(weights=str(run)))
     with seen:
         models = [
-            load_run_or_weights(*chosen, partial(run_on_rank0, world))[0]
-            for chosen in ((run, "latest", "trained", TINY), (None, "latest", "trained", weights))
+            load_run_or_weights(place, "latest", "trained", config, partial(run_on_rank0, world))[0]
+            for place, config in ((run, TINY), (None, weights))
         ]
     return [model.image.digest() for model in models]
 

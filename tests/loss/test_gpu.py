@@ -20,7 +20,7 @@ pytestmark = on_device
 BACKENDS = ["dense", "tiled", pytest.param("triton", marks=with_kernels)]
 
 
-def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tensor]:
+def rows(n: int, m: int, width: int, *, kind: str = "random") -> tuple[Tensor, Tensor]:
     """Unit rows on the device, in float64."""
     u, v = features(n, m, width, kind)
     return u.to(DEVICE), v.to(DEVICE)
@@ -30,7 +30,7 @@ def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tens
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_float32_is_exact(objective: str, backend: str) -> None:
     for kind, scale in (("random", 14.3), ("aligned", 100.0), ("low", 100.0)):
-        u, v = rows(*sized(3001, 4100, 768), kind)
+        u, v = rows(*sized(3001, 4100, 768), kind=kind)
         true = oracle(u, v, scale, objective=objective)
         actual = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, objective=objective)
         assert_exact(actual, true, scale, 1e-5, (kind, scale, objective, backend))
@@ -48,7 +48,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         (64, "aligned", 50.0),
         (1280, "low", 100.0),
     ):
-        u, v = (x.to(dtype) for x in rows(*sized(4096, 5000, smaller=8), *sized(width, smaller=4), kind))
+        u, v = (x.to(dtype) for x in rows(*sized(4096, 5000, smaller=8), *sized(width, smaller=4), kind=kind))
         actual = results(contrastive_loss, u, v, scale, objective=objective, backend=backend)
         assert_near_plain_torch(actual, u, v, scale, objective=objective)
 

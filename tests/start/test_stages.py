@@ -47,7 +47,7 @@ from tests.support.runs import curve, four_step_config, records, train_loop
 from tests.support.user_errors import refused
 
 # Three steps and four: the first does not use the last two of its samples.
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"samples": 38, "batch": 12, "image_size": 20, "context_length": 5,
      "patch_dropout": 0.3, "lr": 2e-3},
     {"samples": 24, "batch": 6, "lr": 1e-4, "warmup": "2", "loss": "softmax_image"},

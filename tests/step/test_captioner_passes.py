@@ -149,7 +149,8 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
         result = run_step(step, batch, upcoming=batch)
         losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
-        answers.append(Answer(losses, gradients(step.model), *step.cache.num_kept_graphs, sum(encoded)))
+        [kept] = step.cache.num_kept_graphs
+        answers.append(Answer(losses, gradients(step.model), kept, sum(encoded)))
     return answers
 
 
@@ -223,12 +224,13 @@ def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
         given: dict[str, Any] = {"logit_bias": bias, "objective": case.objective}
         if case.uses_sameness_keys:
             given["keys"] = torch.from_numpy(KEYS)
-        contrasts = [dense_contrastive_loss(*rows, out["logit_scale"], **given) for rows in (features, *shortened)]
+        contrasts = [dense_contrastive_loss(u, v, out["logit_scale"], **given) for u, v in (features, *shortened)]
         parts["contrastive_loss"] = torch.stack(contrasts).sum()
     if case.distilled:
         of_pairs, of_teacher = case.distilled
-        features = out["image_features"], out["text_features"], out["logit_scale"]
-        taught = dense_distillation_loss(*features, [(*taught_features().double().unbind(1), TEACHER.scale)])
+        features = out["image_features"], out["text_features"]
+        u, v = taught_features().double().unbind(1)
+        taught = dense_distillation_loss(*features, out["logit_scale"], [(u, v, TEACHER.scale)])
         parts["contrastive_loss"] = of_pairs * parts["contrastive_loss"] + of_teacher * taught
     sum(parts.values()).backward()
     names = {"visual": "image.encoder", "text": "text.encoder", "text_decoder": "decoder"}
@@ -301,13 +303,10 @@ def test_a_step_in_bf16_casts_weights_once_and_has_the_gradients_of_autograd(kee
     assert bool(actual.kept) == bool(expected.kept) == (keep != "none")
     assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
     for ends, most in ((True, 0.02), (False, 1e-6)):
-        assert_same(
-            *(
-                {k: v for k, v in answer.gradients.items() if k.endswith("bias") is ends}
-                for answer in (actual, expected)
-            ),
-            most,
+        found, wanted = (
+            {k: v for k, v in answer.gradients.items() if k.endswith("bias") is ends} for answer in (actual, expected)
         )
+        assert_same(found, wanted, most)
     exact = one_graph(replace(case, precision="fp32"))[1]
     assert_same({name: gradient.double() for name, gradient in actual.gradients.items()}, exact, 0.1)
 
@@ -347,7 +346,8 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
     step.cache.keep_bytes = math.inf
     run_step(step, share_of(rank, ranks))
-    return gradients(step.model), *step.cache.num_kept_graphs
+    [kept] = step.cache.num_kept_graphs
+    return gradients(step.model), kept
 
 
 @pytest.mark.slow  # two starts of two ranks

@@ -9,7 +9,7 @@ import os
 import socket
 import warnings
 from multiprocessing import forkserver, resource_tracker, util
-from multiprocessing.connection import arbitrary_address
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
@@ -28,7 +28,7 @@ class Fork(ForkServerProcess):
 
 
 class Forks(ForkServerContext):
-    Process = Fork  # type: ignore[assignment]
+    Process = Fork
 
 
 def forks() -> Forks:
@@ -78,7 +78,7 @@ def start_a_server() -> None:
 
 def fork_a_server() -> None:
     """Do what `forkserver.ensure_running` does, by a fork of this process. Its forks start theirs with it, too."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # its type has no private parts
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:
         address = arbitrary_address("AF_UNIX")

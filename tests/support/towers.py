@@ -45,10 +45,15 @@ def small_model(layers: int = 2, dropout: float = 0.0, lean: bool = True, **give
     torch.manual_seed(0)
     description = architecture(PIXELS, 3, TOKENS, 50, layers)
     model = build_model(ModelConfig(name="small", architecture=description, init_scale=5.0, **given), lean=lean)
-    for block in (*model.image.encoder.transformer.resblocks, *model.text.encoder.transformer.resblocks):
-        if dropout:
-            block.ls_1, block.ls_2 = nn.Dropout(dropout), nn.Dropout(dropout)
+    for block in blocks_of(model) if dropout else []:
+        block.ls_1, block.ls_2 = nn.Dropout(dropout), nn.Dropout(dropout)
     return model
+
+
+def blocks_of(model: ClipModel) -> list[nn.Module]:
+    """The blocks of both transformers, the image tower's first."""
+    transformers = [tower.get_submodule("encoder.transformer.resblocks") for tower in (model.image, model.text)]
+    return [block for blocks in transformers for block in blocks.children()]
 
 
 def samples(n: int, seed: int = 1) -> tuple[Tensor, Tensor]:

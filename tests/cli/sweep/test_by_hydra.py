@@ -92,7 +92,7 @@ RESULTS = {"a/val": {"top1": 0.25}, "birds (limit 9)": {"top1": 0.5}, "birds (li
     ("metric", "value"), [("", 3.0), ("a/val/top1", 0.25), ("birds/top1", 0.5), ("birds (limit 9) (size 2)/top1", 0.75)]
 )
 def test_a_sweeper_gets_the_metric_of_a_set_or_the_last_loss(metric: str, value: float) -> None:
-    assert objective({"loss": 3.0, "eval": RESULTS}, metric) == value
+    assert objective({"run": "runs/a", "step": 9, "loss": 3.0, "eval": RESULTS}, metric) == value
 
 
 @pytest.mark.parametrize(

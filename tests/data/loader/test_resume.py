@@ -54,10 +54,8 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
 
     def read(streams: list[TrainStream], steps: int) -> list[Any]:
         parts = [contents(stream, steps) for stream in streams]
-        return [
-            tuple(flat(p[step][0] for p in parts)) + tuple(b"".join(p[step][k] for p in parts) for k in (1, 2))
-            for step in range(steps)
-        ]
+        of_steps = [zip(*of_ranks) for of_ranks in zip(*parts)]
+        return [(*flat(keys), b"".join(pixels), b"".join(tokens)) for keys, pixels, tokens in of_steps]
 
     with inline_workers(seed), mock.patch("clipscale.data.loader.shard_stream.MAX_BROKEN_IN_SHARD", 8):
         alone = opened(1, 0)

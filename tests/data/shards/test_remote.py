@@ -117,7 +117,12 @@ def test_a_busy_server_says_how_long_to_wait(tmp_path: Path, web: Web, monkeypat
     path = write_shards(tmp_path, [4])[0]
     times: list[float] = []
     monkeypatch.setattr(store, "MAX_WAIT_S", 0.6)
-    web.faults = lambda number, _: times.append(time.monotonic()) or (None if number else "429")
+
+    def busy_at_first(number: int, path: str) -> str | None:
+        times.append(time.monotonic())
+        return None if number else "429"
+
+    web.faults = busy_at_first
     assert len(read(f"{web.url}/{path.name}")[0]) == 4 and 0.6 <= times[1] - times[0] < 10
 
 
@@ -139,7 +144,12 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
     with open_stream(urls, batch=10, shard_streams=1, shuffle=2, order="resampled") as stream:
         ids(stream, 1)
         asked: list[str] = []
-        web.faults = lambda number, path: asked.append(path) or "503"
+
+        def away(number: int, path: str) -> str:
+            asked.append(path)
+            return "503"
+
+        web.faults = away
         with refused(r"3 shards in a row cannot be reached.*resume=auto"):
             ids(stream, 50)
         assert len(asked) < 5 * (1 + store.RETRIES), "after these, and one that is read ahead"

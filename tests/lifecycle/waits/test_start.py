@@ -51,8 +51,13 @@ def start_of_an_evaluation(config: TrainConfig) -> dict:
     """The verb `eval`, waiting for pictures that do not come."""
     sets = evaluation(EvalConfig(sets=[str(classification_set(Path(config.run).with_name("set")))]))
     silent = SilentPictures(lambda: True)
+
+    def make_the_run_folder() -> None:
+        silent.waits.wait()
+        Path(config.run).mkdir()
+
     with silent():
-        threading.Thread(target=lambda: silent.waits.wait() and Path(config.run).mkdir(), daemon=True).start()
+        threading.Thread(target=make_the_run_folder, daemon=True).start()
         return evaluate(ColourModel(), sets, ONE_RANK)  # type: ignore[arg-type]
 
 

@@ -227,7 +227,7 @@ def test_weights_need_no_server_where_they_are_cached_or_a_run_goes_on(
 
 
 class Runs:
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[Path], object], tuple[Path]]:
         return Path.touch, (Path("ran"),)
 
 

@@ -19,7 +19,7 @@ from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
-from tests.support.towers import samples, small_model
+from tests.support.towers import blocks_of, samples, small_model
 
 BF16 = partial(torch.autocast, "cpu", torch.bfloat16)
 N = 10
@@ -283,13 +283,13 @@ def test_a_weight_is_cast_once_however_many_chunks() -> None:
     """It counts a layer's weights by their size, which no activation has."""
     model = small_model()
     weights = model.image.encoder.transformer.resblocks[0].mlp.c_fc.weight.numel()
-    layers = sum(2 * len(tower.encoder.transformer.resblocks) for tower in (model.image, model.text))
+    layers = 2 * len(blocks_of(model))
     for chunks in (4, 1):
         with Casts() as casts:
             cached(model, chunks).step(*samples(N))
         assert casts.elements.count(weights) == layers
-    layers = [module for module in model.modules() if isinstance(module, CastLayer)]
-    assert layers and all(layer.cast is None for layer in layers), "an evaluation uses the new weights"
+    cast = [module.cast for module in model.modules() if isinstance(module, CastLayer)]
+    assert cast and all(weights is None for weights in cast), "an evaluation uses the new weights"
 
 
 def test_autocast_is_asked_for_its_type_once_however_many_layers() -> None:

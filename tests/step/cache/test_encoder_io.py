@@ -79,7 +79,7 @@ def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> No
         assert_same(gradients(actual) | {"scale": scale.grad}, expected, 1e-10)
 
 
-class Output(UserDict[str, Tensor]):
+class Output(UserDict[str, Any]):
     """A mapping that is not a dict, such as transformers' BatchEncoding."""
 
 

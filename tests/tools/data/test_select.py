@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +109,12 @@ def test_each_duplicate_is_one_of_a_sample_that_stays_whatever_the_clusters(
     cosine = 0.9
     shown: list[str] = []
     tracked = near.tracked
-    monkeypatch.setattr(near, "tracked", lambda items, what, total: shown.append(what) or tracked(items, what, total))
+
+    def watched(items: Iterable[int], what: str, total: int) -> Iterator[int]:
+        shown.append(what)
+        return tracked(items, what, total)
+
+    monkeypatch.setattr(near, "tracked", watched)
     largest, nearest = near.near_duplicates(rows.__getitem__, samples, clusters, cosine)
     assert shown[0] == "comparing inside clusters" and all(re.fullmatch(r"comparing \d+ again", x) for x in shown[1:])
     assert len(shown) > 1, "each pass over the clusters has its progress"

@@ -55,8 +55,8 @@ def clip_run(folder: Path) -> tuple[ClipModel, ModelConfig]:
 def siglip_run(folder: Path) -> tuple[ClipModel, ModelConfig]:
     """From a folder of transformers, as all SigLIPs of sizes of their own, with CLIP's words as its tokenizer."""
     transformers = client("transformers")
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"hidden_act": TANH}
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_act": TANH}
     text = sizes | {"max_position_embeddings": TOKENS["siglip"], "vocab_size": 49408}
     vision = sizes | {"image_size": SIDE, "patch_size": 8}
     transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision)).save_pretrained(folder)

@@ -126,7 +126,12 @@ def test_chunks_that_are_too_large_for_a_cpu_have_a_remedy(monkeypatch: pytest.M
     One dry run serves every size of the chunks.
     """
     opened = []
-    monkeypatch.setattr(planner, "dry_run", lambda *given: opened.append(given) or dry_run(*given))
+
+    def counted(*given: Any) -> Any:
+        opened.append(given)
+        return dry_run(*given)
+
+    monkeypatch.setattr(planner, "dry_run", counted)
     words = ["model=coca-tiny", "batch=1k", "hardware=cpu", "host_memory=6G", "precision=fp32", "optim=adamw"]
     result = plan(plan_settings(*words), search=False)
     assert (result["fits"], result["chunk"]["image"], result["remedies"]) == (False, 256, ["cache.chunk=64"])

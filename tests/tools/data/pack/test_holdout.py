@@ -44,13 +44,14 @@ def test_of_karpathys_splits_those_of_training_are_packed(
 
 def sides(out: Path) -> tuple[list[dict], list[dict]]:
     """The held-out pairs, and those to train on: the fields of their JSON and the picture's bytes."""
-    return tuple(
+    held_out, rest = (
         [
             json.loads(members["json"]) | {"data": next(members[k] for k in members if k not in ("txt", "json"))}
             for members in samples(folder)
         ]
         for folder in (out / "holdout", out)
     )
+    return held_out, rest
 
 
 def test_a_picture_is_held_out_by_its_bytes(tmp_path: Path) -> None:
