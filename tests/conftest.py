@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it in its environmen
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="clipscale-tests-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 gc.disable()  # until all modules are there
-sys.modules["wandb"] = None  # type: ignore[assignment]  # timm imports it, a second in each of pytest's workers
+sys.modules["wandb"] = None  # timm imports it, a second in each of pytest's workers
 share_one_server()
 settings.register_profile("shared machine", deadline=None, max_examples=50)
 settings.load_profile("shared machine")

@@ -154,7 +154,7 @@ class Row:
     @property
     def part(self) -> str:
         """The first name that the row has."""
-        return re.search("`(.+?)`", self.what)[1]  # type: ignore[index]
+        return re.search("`(.+?)`", self.what)[1]
 
 
 def rows() -> Iterator[Row]:

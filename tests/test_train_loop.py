@@ -162,7 +162,7 @@ class Loop:
             "stream": stream,
             "records": Records(self.diary),
             "saver": Saver(self.diary, best),
-            "evaluation": Evaluation(sets=["birds"] * sets),  # type: ignore[list-item]
+            "evaluation": Evaluation(sets=["birds"] * sets),
         }
         self.loop = TrainLoop(
             world=ONE_RANK,

@@ -38,7 +38,7 @@ def die(*_: Any) -> None:
 
 def moved(connection: Connection, config: TrainConfig) -> None:
     """Do the planner's work after torch has moved the private modules that it imports."""
-    sys.modules["clipscale.tools.plan.planner"] = None  # type: ignore[assignment]
+    sys.modules["clipscale.tools.plan.planner"] = None
     planners(connection, config)
 
 

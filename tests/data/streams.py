@@ -127,7 +127,7 @@ def items_of(
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
-    shards = OrderedShards((url,), OneSegment(segment, seed), window)  # type: ignore[arg-type]
+    shards = OrderedShards((url,), OneSegment(segment, seed), window)
     items = []
     reader = ShardReader(shards, 0, (0, 0), size_limits, Store(), subset)
     for _, item in reader.items:

@@ -235,7 +235,7 @@ def crowded(rank: int, ranks: int, stages: str, full: bool) -> tuple[dict[str, T
     plan = GraphBudget.plan
     calls = count()
     on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
-    GraphBudget.plan = on_gpu  # type: ignore[method-assign]
+    GraphBudget.plan = on_gpu
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     model = small_model(LAYERS, dropout=0.4)
     world = World(rank, ranks, CPU)

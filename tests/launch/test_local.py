@@ -181,7 +181,7 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
         for rank, error in enumerate(errors):
             local.leave_failure(tmp_path, rank, error)
         noticed = SimpleNamespace(exitcode=status, signal_name=lambda: "SIGKILL")
-        return local.cause_of_end(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
+        return local.cause_of_end(SimpleNamespace(failures={0: noticed}), tmp_path)
 
     lost = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
     assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row more"

@@ -56,7 +56,7 @@ def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) 
     settings, image, text = CASES[case]
     if case == "adapters":
         pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
-    config = ModelConfig(name="small", architecture=SMALL, **settings)  # type: ignore[arg-type]
+    config = ModelConfig(name="small", architecture=SMALL, **settings)
     model = build_model(config)
     assert image_flops(config, trained_names(model.image.encoder)) == (IMAGE_FORWARD, image)
     assert text_flops(config, trained_names(model.text.encoder)) == (TEXT_FORWARD, text)

@@ -228,7 +228,7 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
         return streams[0]
 
     def impossible(*_: Any, **__: Any) -> None:
-        assert streams[0].workers.processes[0].exitcode is None  # type: ignore[union-attr]
+        assert streams[0].workers.processes[0].exitcode is None
         raise UserError("impossible")
 
     monkeypatch.setattr("clipscale.start.open_data.open_stream", opened)
@@ -236,7 +236,7 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fa
     config = four_step_config(shards, tmp_path / "run")
     with refused("impossible"):
         train_loop(replace(config, data=replace(config.data, workers=1)), ONE_RANK)
-    assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
+    assert streams[0].workers.processes[0].exitcode is not None
 
 
 def test_a_start_refuses_settings_that_nobody_has_checked_before_it_starts_workers(

@@ -341,7 +341,7 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     plan = GraphBudget.plan
     calls = count()
     on_gpu = lambda self, *args, **given: plan(self, *args, **{**given, "on_gpu": True})  # noqa: E731
-    GraphBudget.plan = on_gpu  # type: ignore[method-assign]
+    GraphBudget.plan = on_gpu
     kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
     step = step_of(Case("zero3", chunk=2), World(rank, ranks, CPU))
     step.cache.keep_bytes = math.inf

@@ -58,7 +58,7 @@ def start_of_an_evaluation(config: TrainConfig) -> dict:
 
     with silent():
         threading.Thread(target=make_the_run_folder, daemon=True).start()
-        return evaluate(ColourModel(), sets, ONE_RANK)  # type: ignore[arg-type]
+        return evaluate(ColourModel(), sets, ONE_RANK)
 
 
 def start_of_an_index(config: TrainConfig) -> dict:

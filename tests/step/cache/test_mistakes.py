@@ -101,7 +101,7 @@ def test_a_detached_encoder_that_trains_is_refused(has_loss: bool, keep: float) 
 def test_a_budget_that_is_set_later_is_checked_as_well() -> None:
     cache = GradCache([nn.Linear(2, 2)], torch.sum, chunks=1)
     with pytest.raises(ValueError, match="keep_bytes='8G': give a number of bytes"):
-        cache.keep_bytes = "8G"  # type: ignore[assignment]
+        cache.keep_bytes = "8G"
 
 
 @pytest.mark.parametrize("chunks", [[4, 4], [0], 2.5])
