@@ -37,7 +37,7 @@ QUOTES = "'\""
 VERSION = "1.3"
 # The exceptions of Hydra and OmegaConf for wrong words and presets.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
-# Sections that are typed as their first setting, too.
+# Words that users type for a section, and the setting that they mean.
 SECTION_ALIASES = {"holdout": "holdout.share"}
 # A text inside a value that Hydra reads: quoted, or up to the next comma or bracket that is not inside braces, quotes,
 # or brackets within a word (`/data/[0-9].tar`). The lists and sweeps around it are Hydra's.

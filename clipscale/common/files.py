@@ -24,10 +24,11 @@ from clipscale.common.record import Record
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The exceptions of reading a file that is truncated, overwritten or of another form, where its reader checks the form.
-# Mistakes of our own code raise others, so a file that raises one of these may be set aside.
+# What a reader raises for a truncated, overwritten or foreign file, if it checks the form of what it reads. Our own
+# mistakes raise other exceptions, so a file that raises one of these may be set aside.
 DAMAGED = (OSError, ValueError, RecursionError, yaml.YAMLError)
-# Those where nobody has checked the form. A mistake of our own code may raise them, too: only a message may follow.
+# For files whose form no reader checks. Our own mistakes raise these, too, so the caller may only print a message, and
+# must not set the file aside.
 DAMAGED_OR_FOREIGN = (*DAMAGED, LookupError, TypeError, AttributeError, ArithmeticError)
 # A safe loader. libyaml's, which PyYAML's wheels have, is ten times as fast as Python's.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

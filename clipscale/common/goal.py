@@ -55,5 +55,5 @@ class Goal(NamedTuple):
         return [label for label in labels if SetLabel.parse(label).is_meant_by(short)]
 
     def likeliest_set(self, labels: Iterable[str]) -> str | None:
-        """The set that the goal means, among these; None if there is no such set."""
+        """The possible set with the shortest label; None if there is none. `check_goals` refuses ambiguous goals."""
         return min(self.possible_sets(labels), key=len, default=None)

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from clipscale.common.errors import UserError, one_line
 
-# Phrases of torch, the system, Python and the loader of libraries when a limit on memory or threads is reached.
+# Texts of errors (torch, the system, Python, the dynamic linker) that mean: a limit on memory or threads is reached.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
 E = TypeVar("E", bound=BaseException)
 # Linux's folder for shared memory.
 SHARED_MEMORY = "/dev/shm"
-# The system's answers where shared memory cannot be had. ENOSYS: of glibc before 2.34, if it is not mounted.
+# Errors if there is no shared memory. glibc before 2.34 answers ENOSYS if SHARED_MEMORY is not mounted.
 NO_SHARED_MEMORY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSYS)
 # SHARED_MEMORY is not full if it has this many free bytes.
 MIN_SHARED_BYTES = 2**16

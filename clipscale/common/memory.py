@@ -45,9 +45,9 @@ def control_groups() -> Iterator[Path]:
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep freed memory for the next allocation of this process.
 
-    As it comes, it returns large blocks to the system, which clears every page again when the next step allocates the
-    same activations: up to a fifth of a step's time on a CPU. The process may hold a third more memory, as its heap has
-    gaps. Changes nothing with another C library, or where an environment variable MALLOC_* configures malloc.
+    By default malloc returns large blocks to the system. The system zeroes each page again when the next step allocates
+    the same activations: up to a fifth of a step's time on a CPU. The process may hold a third more memory, as its heap
+    has gaps. Changes nothing with another C library, or where an environment variable MALLOC_* configures malloc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):

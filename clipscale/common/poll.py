@@ -6,4 +6,4 @@ Poll = Callable[[], None]
 
 
 def no_poll() -> None:
-    """A poll that looks for nothing."""
+    """A poll that does nothing."""

@@ -65,7 +65,8 @@ class DataConfig:
         1, "Captions of each sample in a step, drawn without replacement; its picture is encoded once.", least=1
     )
     negatives: str | None = setting(
-        None, "Texts of a sample that match no picture, hard negatives of all pictures: `json:FIELD`, one or a list."
+        None,
+        "Field with a sample's hard negatives (a text or a list): `json:FIELD`. They are negatives of every picture.",
     )
     negatives_per_step: int = setting(
         1,

@@ -6,7 +6,7 @@ from enum import Enum
 class OptimizerPolicy(Enum):
     """What a start does with the optimizer's state in the checkpoint.
 
-    The values `continue` and `restart` are words that users give in `stages`.
+    `continue` and `restart` are also the values of the stages' setting `optimizer`.
     """
 
     # Take all of it: the start goes on within a stage.

@@ -176,7 +176,8 @@ class CacheConfig:
     )
     keep: str = setting(
         "auto",
-        "Memory for kept graphs of the first pass; their chunks skip the second: `auto` (what is free), `none`, `20G`.",
+        "Memory for graphs that the first pass keeps; a chunk with a kept graph needs no second pass: `auto` (what is "
+        "free), `none`, `20G`.",
     )
 
     @property
@@ -248,7 +249,9 @@ class DistillConfig:
     """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
 
     teachers: list[str] = setting([], "Names of the teachers: a sample's member NAME.npy has its features.")
-    scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.", above=0)
+    scales: list[float] | None = setting(
+        None, "Each teacher's logit scale; null: from the file that `embed` wrote.", above=0
+    )
     weights: tuple[float, float] = setting(
         (0.0, 1.0), "Weights of the contrastive loss, and of the distillation.", least=0
     )

@@ -25,7 +25,7 @@ def stage_setting(section: type[Section], name: str) -> Any:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage. A setting that it leaves out is as in the whole run."""
+    """One stage. A setting that it does not give has the run's value."""
 
     samples: int | Unset | None = setting(UNSET, "Length of the stage in pairs.", least=1)
     batch: int | Unset = setting(UNSET, "Pairs per optimizer step, over all processes.", least=1)

@@ -15,7 +15,7 @@ class Kind(NamedTuple):
     suffix: str = ""
 
 
-# The first one that matches counts. White space before a text, and the case of its letters, do not matter.
+# The first match wins. White space before a text, and the case of its letters, do not matter.
 KINDS = [
     Kind(re.compile(beginning, re.DOTALL), name, suffix)
     for beginning, name, suffix in (

@@ -150,11 +150,11 @@ class Epochs:
 
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
     concatenation. In the first epoch all streams end within one sample of each other, whatever B mod L is. Later they
-    may drift apart:
+    may drift apart.
 
-    Known bias: a share that is not a whole number is rounded in the same way in every epoch. A stream with a share of
-    10.5 samples may read 10 of them in each epoch. Then it ends its epochs 5 % sooner than the average stream, and its
-    samples come 5 % more often. This stays as it is, because another rounding would change the order of existing runs.
+    A share that is not a whole number is rounded the same way in every epoch. A stream with a share of 10.5 samples may
+    read 10 of them in each epoch. Then it ends its epochs 5 % sooner than the average stream, and its samples come 5 %
+    more often. This bias stays, because another rounding would change the order of existing runs.
     """
 
     counts: tuple[int, ...]
@@ -192,7 +192,7 @@ class Epochs:
 
     @cached_property
     def _sample_bounds(self) -> list[int]:
-        """(L+1,): the first sample of each stream, then S. Stream l reads samples [l] up to, but without, [l+1]."""
+        """(L+1,): the first sample of each stream, then S. Stream l reads samples bounds[l] to bounds[l + 1] - 1."""
         total = sum(self.counts)
         bounds = stream_bounds(self.global_batch, self.num_streams).tolist()
         return [bound * total // self.global_batch for bound in bounds]

@@ -1,1 +1,1 @@
-"""Zero-shot classification and retrieval."""
+"""Evaluates a model: zero-shot classification, retrieval, and a captioner's captions."""

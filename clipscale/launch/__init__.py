@@ -1,1 +1,1 @@
-"""Ways to start a run: its workers on this machine, torchrun, Slurm and Kubernetes."""
+"""Starts a run's workers on this machine, and checks the variables of torchrun and Slurm."""

@@ -66,7 +66,7 @@ NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 SHUTDOWN_S = 150
 # A worker that returns after a signal waits so many seconds for its launcher.
 ANSWER_WITHIN_S = 5.0
-# What the launcher passes on to the workers.
+# Signals that the launcher forwards to its workers.
 HANDLED = (*SIGNALS, signal.SIGQUIT)
 # Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

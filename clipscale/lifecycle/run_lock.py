@@ -16,7 +16,8 @@ from clipscale.run_folder.names import LOCK
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for a run that is ending. A lock ends with its process: if it is held longer, its run goes on.
+# Seconds to wait for a run that is ending. The end of a process frees its lock, so one that is held longer belongs to a
+# live run.
 WAIT_S = 10.0
 
 

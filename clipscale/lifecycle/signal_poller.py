@@ -1,4 +1,4 @@
-"""Hears a signal between two chunks of a step, or where a run waits, on all ranks at the same place."""
+"""Lets all ranks act on a signal before the same chunk of a step, or in the same wait."""
 
 import math
 import os

@@ -38,7 +38,7 @@ def stop_message(number: int) -> str:
 
 
 def effective_signal(number: int) -> int:
-    """The signal itself, but SIGTERM for SIGUSR1, which Slurm's users choose as a warning: both end with one status."""
+    """SIGTERM for SIGUSR1, Slurm's usual warning: both end with the same exit status. Any other signal itself."""
     return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
 
 

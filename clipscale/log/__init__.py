@@ -1,1 +1,2 @@
-"""Records a run while it trains: metrics, the places where they go, tables and warnings. The page is in tools."""
+"""Records a run while it trains: metrics, the places where they go, tables and warnings. `tools/report` draws the
+page."""

@@ -71,7 +71,7 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         similarity: None (or "dot") for the dot product. Or a module from image features and text features to
             similarities (n, m), pair by pair. It is called with one tile at a time: in training twice by a
             softmax, once by the sigmoid. Its parameters get their gradient too.
-        exchange: how the ranks share their rows. In a group of one all are the same.
+        exchange: how the ranks share their rows. With one rank all choices are equivalent.
             auto: gather if that takes little memory (on CPUs of one node never); else ring in one node, and nodes
                 across several.
             replicated: CLIP's. Gather both sides; the whole loss on every rank.

@@ -16,7 +16,7 @@ class TileOps:
     buffer of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        """Merge a tile into the log-sum-exps, and its positives into the rows' values."""
+        """Add a tile's scores to the running log-sum-exps, and its positives to `loss_part`."""
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Tokenizer:
 
 
 def tokenizer_of(name: str, text: Record) -> Tokenizer:
-    """The tokenizer of a model by its open_clip description's `text_cfg`. `name`: the model's, for messages.
+    """The tokenizer that the `text_cfg` of an open_clip description asks for. `name`: the model's, for messages.
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
     """
@@ -101,7 +101,7 @@ def tokenizer_of(name: str, text: Record) -> Tokenizer:
 
 
 def context_length_of(text: Record) -> int:
-    """Tokens of a caption by a model's `text_cfg`."""
+    """The context length in tokens that a model's `text_cfg` gives."""
     return int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 

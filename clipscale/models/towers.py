@@ -227,8 +227,8 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
 
 
 def _length(text: Record, positions: int) -> int:
-    """Tokens of a caption, by the description. `positions`: those of the text tower, which open_clip takes for its
-    context length; a tower of transformers often has more than that.
+    """The context length of a description. `positions`: how many the text tower has; towers of transformers often have
+    more.
 
     Raises ValueError if it has fewer.
     """

@@ -18,14 +18,14 @@ MIN_LENGTH = 1e-3
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of the features: its global mean, on every rank. The gradient is the sum of the ranks' gradients.
+    """The mean loss of the global batch; every rank returns it. The gradient is the sum of the ranks' gradients.
 
     With `feature_sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of
     the whole features, and for each size one of their first `size` numbers, normalised to unit length. If these are
     shorter than MIN_LENGTH, they are divided by MIN_LENGTH.
 
-    With teachers each of them is w times the contrastive loss plus d times the distillation; w and d are
-    `distill_weights`. If the objective `can_mix_targets`, one `distillation_loss` computes both.
+    With teachers, each of these losses is w * contrastive + d * distillation; w and d are `distill_weights`. If the
+    objective `can_mix_targets`, one `distillation_loss` computes both.
     """
 
     # The model, which has the logit scale and bias.

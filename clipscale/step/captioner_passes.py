@@ -96,8 +96,8 @@ class FrozenTowerOutputs:
     """Gives a captioner the outputs of a frozen image tower in the place of pixels: features (N, D) and tokens
     (N, P, W).
 
-    Each image is encoded once, as far as memory for its tokens allows. A chunk that has a second pass keeps them from
-    its first pass, up to `most_bytes` in all; beyond that it encodes its images again.
+    Each image is encoded once, as far as memory for its tokens allows. The first pass keeps a chunk's outputs for the
+    second, up to `most_bytes` in all; beyond that the second pass encodes the chunk's images again.
     """
 
     def __init__(

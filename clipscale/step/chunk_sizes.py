@@ -90,8 +90,8 @@ def agreed_chunk_sizes(
 
     Random numbers are drawn chunk by chunk. So a resumed run needs the checkpoint's size to draw the same ones.
 
-    `texts_per_sample`: captions and hard negatives. `pairs`: a captioner's encoder. A chunk of it holds images with
-    their captions, so both towers have one size.
+    `texts_per_sample`: the number of captions and hard negatives of a sample. `pairs`: a captioner's encoder. A chunk
+    of it holds images with their captions, so both towers have one size.
     """
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(device_name))))

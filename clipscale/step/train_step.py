@@ -55,8 +55,8 @@ class StepNumbers:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the run ends before the update. With fp16 this is not asked:
-        `overflows` decides.
+        """Whether loss and norm are finite. If not, the run ends before the update. Not used with fp16; see
+        `overflows`.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
@@ -149,7 +149,7 @@ class TrainStep:
 
     @contextmanager
     def rollback_on_error(self, stream: TrainStream) -> Iterator[None]:
-        """Around the next batch and its step. If an error or a signal ends them, a resume repeats them bit for bit.
+        """Undo a step that an error or a signal ends, so that a resume repeats it bit for bit.
 
         Restores random states and the statistics of batch normalisation, and discards the batch, so that the stream's
         position is the one before the step. Frees the step's memory, which a save may need.

@@ -1,4 +1,4 @@
-"""What is said of features, by closed forms; in a run it is in the records of the steps that look."""
+"""Statistics of features equal closed forms, and they are in the records of the steps that compute them."""
 
 import math
 from pathlib import Path

@@ -27,7 +27,7 @@ UID_DTYPE = np.dtype("u8,u8")
 BATCH_ROWS = 2**10
 # Bytes of a column of a Parquet file that are read at a time.
 BUFFER_BYTES = 1 << 20
-# Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte.
+# A Parquet file with more rows per byte is refused. Even consecutive keys take a tenth of a byte each.
 ROWS_PER_BYTE = 32
 # Bound on a weight: a reader counts a sample's repeats one by one.
 MAX_WEIGHT = 10_000

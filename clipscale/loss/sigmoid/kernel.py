@@ -92,7 +92,7 @@ def sigmoid_kernel(
 
 
 class TritonSigmoid(TritonBackend):
-    """Runs the sigmoid's kernel: three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
+    """Runs the sigmoid's kernel: three matrix products (2 n m D FLOP each) for value and gradients, in one sweep."""
 
     def backward(self, block: Block) -> None:
         """Add the block's part of the loss to row 0's, since the kernel sums over tiles, not over rows.

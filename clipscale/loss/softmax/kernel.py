@@ -187,7 +187,7 @@ def to_log2(side: BlockSide, nat: Tensor) -> BlockSide:
 
 
 class TritonSoftmax(TritonBackend):
-    """Runs the softmax's kernels: one matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
+    """Runs the softmax's kernels: one matrix product (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps, by the kernel, and its positives into the rows' values."""

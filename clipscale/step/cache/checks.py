@@ -91,7 +91,7 @@ def refuse_batch_norm(encoder: Callable[..., object], num_chunks: int) -> None:
 
 
 def refuse_static_graph(encoder: Callable[..., object]) -> None:
-    """Refuse DDP with static_graph=True, a promise that all passes are alike."""
+    """Refuse DDP with static_graph=True, which assumes that every pass uses the same graph."""
     if is_ddp(encoder) and encoder.static_graph:
         raise ValueError(
             "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "

@@ -1,6 +1,7 @@
 """What an encoder of `GradCache` takes, and what it may return.
 
-It takes tensors in any nesting, or what an object loads on demand. It returns representations, perhaps with a loss.
+An encoder takes nested tensors, or a `LazyInput` that loads its chunks. It returns representations, perhaps with a
+loss.
 """
 
 from collections.abc import Mapping

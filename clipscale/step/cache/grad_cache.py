@@ -33,12 +33,13 @@ class GradCache:
     It calls `encode`, `loss`, `backward` and `replay`; a caller may call them one by one instead.
 
     Args:
-        encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...), or to what
-            `representation` takes. With a graph it may return a `ChunkOutput`, which adds a loss of its own. The same
-            module may serve several towers. A module without trainable parameters has no replay, and a loss of its own
-            is not counted. The passes must draw their random numbers from torch's default generators, whose states are
-            restored. Under DDP, or FSDP2's `fully_shard`, the gradients of each module are synchronised once, with its
-            last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
+        encoders: one module or callable per tower. The same module may serve several towers.
+            Output: a tensor (samples, ...) for its chunk, or what `representation` takes. With a graph it may be a
+                `ChunkOutput`, which adds a loss of its own.
+            Frozen modules: one without trainable parameters has no replay, and a loss of its own is not counted.
+            Random numbers: from torch's default generators, whose states are restored for the replay.
+            Ranks: under DDP, or FSDP2's `fully_shard`, the gradients of each module are synchronised once, with its
+                last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. It is the
@@ -55,7 +56,7 @@ class GradCache:
         representation: maps an encoder's output (a tuple, transformers' ModelOutput) to its tensor (samples, ...), in
             both passes; one function for all towers, or one or None per tower. It has no parameters of its own.
 
-    Raises ValueError for options of another kind; what the methods raise is said there.
+    Raises ValueError for an invalid option.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -101,10 +102,10 @@ class GradCache:
         `encode`, `backward` and `replay` do.
         """
         with self._discarded_on_error():
-            representations = self.encode(*inputs)  # chunk by chunk, without a graph
+            representations = self.encode(*inputs)  # chunk by chunk; graphs are kept as `keep_bytes` allows
             value = self.loss(*representations, **loss_options)
             self.backward(value)  # to the representations
-            self.replay()  # chunk by chunk, with a graph: from their gradients to those of the parameters
+            self.replay()  # chunk by chunk, with a graph: from the representations' gradients to the parameters'
         return value.detach() if self.chunk_loss is None else value.detach() + self.chunk_loss
 
     def encode(self, *inputs: object, before_chunk: Poll = no_poll) -> list[Tensor]:
@@ -117,7 +118,7 @@ class GradCache:
 
         Raises ValueError for
 
-        - another number of inputs than of encoders, or `chunks` that have become none;
+        - another number of inputs than of encoders, or `chunks` that were set to an invalid value;
         - an empty input, or one whose tensors have unequal lengths;
         - an encoder's output that is not a tensor, or has another number of rows than its input;
         - a chunk's own loss that is not a scalar;
@@ -178,7 +179,7 @@ class GradCache:
 
         Raises ValueError
 
-        - if `backward` has not gone before;
+        - if `backward` was not called before;
         - if an encoder that trains returns an output without a graph;
         - for a chunk's own loss that is scaled already.
         """
@@ -200,9 +201,9 @@ class GradCache:
         self.chunk_loss = _sum(losses) if losses else None
 
     def discard_step(self) -> None:
-        """Let go of a step that is not to be completed: its batch, representations and kept graphs.
+        """Discard an unfinished step: its batch, representations and kept graphs.
 
-        An error in `encode`, `replay` or `step` does this, too.
+        An error in a tower's pass, or anywhere in `step`, does this, too.
         """
         for tower in self.towers:
             tower.discard_step()

@@ -40,8 +40,8 @@ def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
 class HasNoSync(Protocol):
     """A wrapper with a context in which a pass does not sum gradients, such as DDP.
 
-    Another one than DDP may decide in the forward pass whether the backward pass sums, so its last chunk's graph is
-    never kept.
+    Wrappers other than DDP may decide in the forward pass whether to sum, so the graph of their last chunk is never
+    kept.
     """
 
     def no_sync(self) -> AbstractContextManager[None]: ...

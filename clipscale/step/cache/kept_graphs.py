@@ -2,7 +2,7 @@
 
 With `keep_bytes` a number of bytes, so many graphs as fit:
 
-first step at a batch size   `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the
+first step at a chunk size   `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the
                              first pass all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`)
 later steps                  `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the
                              others. The replay takes the kept ones from `KeptGraphs.outputs`

@@ -1,5 +1,5 @@
-"""One encoder's two passes over its chunks: the first one without a graph, the second one with a graph and the same
-random numbers."""
+"""One encoder's two passes over its chunks: the first pass, which may keep graphs, and the replay of the chunks whose
+graph was not kept, with the same random numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -35,7 +35,7 @@ class StepTime(TypedDict):
     # The share of the peak rate that the evidence shows.
     share: float
     step_s: float
-    # The host's part of `step_s`, at least: launches bound steps of small chunks.
+    # The least time that the host needs to issue the step's operations. Chunks may be too small to hide it.
     issued_s: float
     samples_per_s: float
     # The lowest and the highest rate.
