@@ -32,7 +32,7 @@ from typing import Any
 from measure import Row, main
 
 from clipscale import checkpoint
-from clipscale.run_folder.names import checkpoints_of
+from clipscale.run_folder.paths import checkpoints_of
 
 DEFAULTS = {
     "gpus": 8,

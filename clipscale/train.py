@@ -17,7 +17,7 @@ from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.loss.runtime import LossRuntime, running_on
-from clipscale.run_folder.names import RESULT
+from clipscale.run_folder.paths import RESULT
 from clipscale.start.shared_storage import check_shared
 from clipscale.start.start_run import start_run
 from clipscale.train_loop import COPY_WITHIN_S

@@ -30,7 +30,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE, default_choices
 from clipscale.config.setting import setting, settings_of
 from clipscale.config.train_config import MAX_SAMPLES, check_across_sections
-from clipscale.run_folder.names import run_folder
+from clipscale.run_folder.paths import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
 from tests.loss.cases import assert_exact, oracle

@@ -22,7 +22,7 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.lifecycle.run_lock import RunLock
-from clipscale.run_folder.names import checkpoints_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.step.train_step import StepResult
 from clipscale.train import train
 from clipscale.train_loop import TrainLoop

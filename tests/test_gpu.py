@@ -28,7 +28,7 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import checkpoints_of
+from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers

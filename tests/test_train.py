@@ -33,7 +33,7 @@ from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
 from clipscale.log.records import StepRecord
-from clipscale.run_folder.names import checkpoints_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.train_step import StepResult
 from clipscale.train import train

@@ -17,7 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from clipscale.common.errors import UserError
 from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, check_copy_address, check_credentials, within_time
 from clipscale.run_folder.disk import COPYING
-from clipscale.run_folder.names import META, RUN_RECORDS, step_of
+from clipscale.run_folder.paths import META, step_of
+from clipscale.run_folder.records import RUN_RECORDS
 
 COPIED_FILES = re.compile("|".join(record.copied for record in RUN_RECORDS if record.copied))
 LOCAL = LocalFileSystem(auto_mkdir=True)

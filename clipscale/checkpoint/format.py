@@ -17,7 +17,7 @@ from torch import Tensor
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.limits import as_user_error
-from clipscale.run_folder.names import META
+from clipscale.run_folder.paths import META
 
 FORMAT = 1
 SEPARATOR = "/"

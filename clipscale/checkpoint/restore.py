@@ -14,7 +14,8 @@ from clipscale.common.remote import NO_CREDENTIALS, no_credentials
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.disk import TEMPORARY, discard
-from clipscale.run_folder.names import METRICS, checkpoints_of, settings_of_run, step_of
+from clipscale.run_folder.paths import METRICS, checkpoints_of, step_of
+from clipscale.run_folder.records import settings_of_run
 from clipscale.run_folder.set_aside import set_aside_records
 
 # Beginning and end of messages about a store.

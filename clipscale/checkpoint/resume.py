@@ -12,7 +12,7 @@ from clipscale.checkpoint.restore import restore_from_copy
 from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
-from clipscale.run_folder.names import checkpoints_of, named_checkpoints, path_or_run
+from clipscale.run_folder.paths import checkpoints_of, named_checkpoints, path_or_run
 from clipscale.run_folder.set_aside import rename_checkpoint
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipscale.run_folder.chosen_checkpoint import BestFinder
-from clipscale.run_folder.names import step_of
+from clipscale.run_folder.paths import step_of
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import TEMPORARY, discard, remove_checkpoint
-from clipscale.run_folder.names import META, checkpoints_of, path_of
+from clipscale.run_folder.paths import META, checkpoints_of, path_of
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
 FILES_APPEAR_WITHIN_S = 10.0

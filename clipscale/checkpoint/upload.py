@@ -26,7 +26,7 @@ from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, within_time
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import COPYING
-from clipscale.run_folder.names import EARLIER, EVAL, META, RESULT, checkpoints_of
+from clipscale.run_folder.paths import EARLIER, EVAL, META, RESULT, checkpoints_of
 
 # A run that waits for its last copy prints that it does after this many seconds.
 ANNOUNCE_AFTER_S = 1.0

@@ -30,7 +30,7 @@ from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train_config import TrainConfig, has_logit_bias
 from clipscale.models.weights.sources import resolve_architecture
-from clipscale.run_folder.names import run_folder, run_to_resume
+from clipscale.run_folder.paths import run_folder, run_to_resume
 
 QUOTES = "'\""
 # Behave as this version of Hydra.

@@ -31,18 +31,17 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.eval.places import check_places
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
-from clipscale.run_folder.names import (
+from clipscale.run_folder.paths import (
     RESULT,
     check_own,
     checkpoint_to_resume,
     described_values,
     path_of,
     path_or_run,
-    read_result,
     run_folder,
     run_to_resume,
-    written_settings,
 )
+from clipscale.run_folder.records import read_result, written_settings
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # A complete run stays complete if only these settings, or settings of these sections, differ. They change its weights

@@ -9,7 +9,7 @@ from clipscale.eval.expected import Expected
 from clipscale.eval.run import ResultsFile
 from clipscale.log.table import print_results, with_start
 from clipscale.run_folder.chosen_checkpoint import BestFinder
-from clipscale.run_folder.names import checkpoints_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, step_of
 
 
 def print_summary(result: RunResult, *, precision: str, expected: Expected, best: BestFinder | None) -> None:

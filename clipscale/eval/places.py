@@ -9,7 +9,8 @@ from clipscale.common.files import file_name
 from clipscale.config.eval import EvalRunConfig, check_one_model, results_name
 from clipscale.config.sections import PRECISIONS, EvalConfig
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import existing_run, run_folder, settings_of_run
+from clipscale.run_folder.paths import existing_run, run_folder
+from clipscale.run_folder.records import settings_of_run
 
 
 def check_places(config: EvalConfig, rendered: Iterable[str] = ()) -> None:

@@ -23,7 +23,8 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import EVAL, read_evaluation
+from clipscale.run_folder.paths import EVAL
+from clipscale.run_folder.records import read_evaluation
 from clipscale.run_folder.set_aside import read_or_set_aside
 
 

@@ -18,7 +18,7 @@ from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
 from clipscale.models.weights.sources import with_checkpoints_of_runs
-from clipscale.run_folder.names import settings_of_run
+from clipscale.run_folder.records import settings_of_run
 from clipscale.step.precision import Precision
 from clipscale.trained_model import load_run_or_weights
 

@@ -12,7 +12,7 @@ from typing import IO
 
 from clipscale.common.errors import UserError
 from clipscale.run_folder.disk import make_folder, remove_temporary
-from clipscale.run_folder.names import LOCK
+from clipscale.run_folder.paths import LOCK
 
 log = logging.getLogger(__name__)
 

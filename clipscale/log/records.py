@@ -9,7 +9,8 @@ from typing import TypedDict, cast
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord
-from clipscale.run_folder.names import EVAL, METRICS, read_evaluation
+from clipscale.run_folder.paths import EVAL, METRICS
+from clipscale.run_folder.records import read_evaluation
 
 
 class StepRecord(TypedDict, total=False):

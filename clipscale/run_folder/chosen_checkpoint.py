@@ -10,7 +10,8 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.run_folder.names import EVAL, checkpoints_of, path_of, read_evaluation, settings_of_run, step_of
+from clipscale.run_folder.paths import EVAL, checkpoints_of, path_of, step_of
+from clipscale.run_folder.records import read_evaluation, settings_of_run
 
 
 @dataclass(frozen=True)

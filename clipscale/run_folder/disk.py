@@ -8,7 +8,8 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.files import UNFINISHED_END, first_existing
 from clipscale.common.units import format_bytes
-from clipscale.run_folder.names import EVAL, RUN_RECORDS, check_own, checkpoints_of
+from clipscale.run_folder.paths import EVAL, check_own, checkpoints_of
+from clipscale.run_folder.records import RUN_RECORDS
 
 # Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"

@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipscale.common.files import DAMAGED, reason_of, unused_path
-from clipscale.run_folder.names import (
-    CONFIG,
-    EARLIER,
-    EVAL,
-    METRICS,
-    RESULT,
-    RUN_RECORDS,
-    checkpoints_of,
-    read_result,
-    step_of,
-    written_settings,
-)
+from clipscale.run_folder.paths import CONFIG, EARLIER, EVAL, METRICS, RESULT, checkpoints_of, step_of
+from clipscale.run_folder.records import RUN_RECORDS, read_result, written_settings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

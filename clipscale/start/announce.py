@@ -6,7 +6,7 @@ from clipscale.common.terminal import log_line, log_warning
 from clipscale.config.train_config import batch_exceeds_data, beyond_published, change_lines, samples_of
 from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
-from clipscale.run_folder.names import written_settings
+from clipscale.run_folder.records import written_settings
 from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule

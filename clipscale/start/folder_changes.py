@@ -15,7 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
-from clipscale.run_folder.names import CONFIG
+from clipscale.run_folder.paths import CONFIG
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
 

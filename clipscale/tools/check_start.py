@@ -18,7 +18,7 @@ from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.models.towers import architecture, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import completed_by_weights
-from clipscale.run_folder.names import run_folder, run_to_resume
+from clipscale.run_folder.paths import run_folder, run_to_resume
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo_folder import is_missing
 

@@ -30,7 +30,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import discard, remove_temporary
-from clipscale.run_folder.names import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoints_of, path_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.train import train
 from tests.conftest import Capture

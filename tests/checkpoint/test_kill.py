@@ -21,7 +21,7 @@ import pytest
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig
 from clipscale.log.records import read_metrics
-from clipscale.run_folder.names import checkpoints_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, ten_step_config
 

@@ -14,7 +14,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.paths import path_of
 from tests.support.checkpoints import save, saver_of
 from tests.support.ranks import run_ranks
 

@@ -28,7 +28,7 @@ from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import BestFinder, locate
-from clipscale.run_folder.names import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoints_of, path_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result

@@ -18,7 +18,7 @@ from clipscale.checkpoint.format import meta_text, values_text
 from clipscale.cli.planned import planning
 from clipscale.cli.planned import send_plan as planners
 from clipscale.config.train_config import TrainConfig
-from clipscale.run_folder.names import META, path_of
+from clipscale.run_folder.paths import META, path_of
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 

@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.files import file_name, unused_path
 from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_bytes, format_count, parse_bytes, parse_count
-from clipscale.run_folder.names import run_folder
+from clipscale.run_folder.paths import run_folder
 
 TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
 

@@ -26,7 +26,7 @@ from clipscale.log.records import read_evaluations
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
-from clipscale.run_folder.names import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoints_of, path_of
 from clipscale.train import train
 from clipscale.trained_model import load_run_or_weights
 from tests.conftest import Capture

@@ -7,7 +7,8 @@ import pytest
 
 from clipscale import checkpoint
 from clipscale.common import files
-from clipscale.run_folder.names import checkpoints_of, read_evaluation, read_result
+from clipscale.run_folder.paths import checkpoints_of
+from clipscale.run_folder.records import read_evaluation, read_result
 from clipscale.run_folder.set_aside import read_or_set_aside, set_aside_for_resume
 from tests.support.checkpoints import ONE_RANK, save
 

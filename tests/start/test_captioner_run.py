@@ -15,7 +15,7 @@ from clipscale.config.train_config import TrainConfig, check_across_sections
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.paths import path_of
 from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.killed_runs import whole_and_killed

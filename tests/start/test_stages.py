@@ -36,7 +36,7 @@ from clipscale.config.train_config import TrainConfig, to_yaml
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime
-from clipscale.run_folder.names import checkpoints_of, path_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, path_of, step_of
 from clipscale.start.start_run import start_run
 from clipscale.train import train
 from tests.eval.sets import pair_set

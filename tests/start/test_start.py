@@ -33,7 +33,7 @@ from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, image_size_and_tokenizer
-from clipscale.run_folder.names import RESULT, checkpoints_of
+from clipscale.run_folder.paths import RESULT, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.build import build
 from clipscale.start.resolve import precision_notices, resolve

@@ -22,7 +22,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import build_model
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.paths import path_of
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train

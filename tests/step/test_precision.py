@@ -14,7 +14,7 @@ from clipscale.config.sections import CacheConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.lifecycle.stopping import SignalError
 from clipscale.models.towers import build_model
-from clipscale.run_folder.names import checkpoints_of
+from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.precision import Precision
 from clipscale.train import train
 from tests.conftest import Capture

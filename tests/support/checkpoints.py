@@ -11,7 +11,7 @@ from clipscale import checkpoint
 from clipscale.config.model import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import checkpoints_of, path_of, step_of
+from clipscale.run_folder.paths import checkpoints_of, path_of, step_of
 
 # A run of one process.
 ONE_RANK = World(0, 1, torch.device("cpu"))

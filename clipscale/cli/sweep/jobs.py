@@ -21,7 +21,7 @@ from clipscale.common.files import file_name, unused_path
 from clipscale.common.record import RunResult
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import WorkerError
-from clipscale.run_folder.names import checkpoints_of, run_folder
+from clipscale.run_folder.paths import checkpoints_of, run_folder
 
 # Errors that end a run, and not its sweep. StoppedError is a UserError, but ends both.
 FAILURES = (UserError, OSError, WorkerError)

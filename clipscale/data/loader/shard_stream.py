@@ -83,7 +83,7 @@ class DecodedSample(NamedTuple):
     # Equal for samples that are the same by `data.same`.
     sameness_key: int
     # One array (2, D) for each teacher.
-    features: list[np.ndarray]
+    teacher_features: list[np.ndarray]
 
 
 class ShardStream:
@@ -170,7 +170,7 @@ class ShardStream:
         fallback_number = item.key if spec.repeats_samples else item.index
         sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {fallback_number}")
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
-        texts = [draw_part(text, part, rng, spec.fits) if part else text for text, part in captions]
+        texts = [draw_part(text, part, rng, spec.fits_context) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
         return DecodedSample(texts + negatives, sameness_key, features)
 

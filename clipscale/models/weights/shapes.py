@@ -34,7 +34,7 @@ TABLE: dict[str, NamesTable] = files.read_yaml(Path(__file__).with_suffix(".yaml
 def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     """The shapes of the weights in files of safetensors or torch, by the files' own names.
 
-    `key`: the path of the set of weights; see `names.choose_weight_set`.
+    `key`: the path of the set of weights; see `key_styles.choose_weight_set`.
 
     Raises UserError, and what their readers raise.
     """

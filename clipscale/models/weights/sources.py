@@ -31,7 +31,8 @@ from clipscale.models.weights.descriptions import (
 from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import described_values, is_run, run_folder, settings_of_run
+from clipscale.run_folder.paths import described_values, is_run, run_folder
+from clipscale.run_folder.records import settings_of_run
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.

@@ -17,7 +17,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import init_world
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import existing_run
+from clipscale.run_folder.paths import existing_run
 from clipscale.tools.embed.arrays import EmbeddedSet, Sample, open_embedded_set
 from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail

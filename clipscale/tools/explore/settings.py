@@ -10,7 +10,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import existing_run
+from clipscale.run_folder.paths import existing_run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from clipscale.config import sections
 from clipscale.config.eval import RunModel
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import locate
-from clipscale.run_folder.names import existing_run
+from clipscale.run_folder.paths import existing_run
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.names import existing_run, settings_of_run
+from clipscale.run_folder.paths import existing_run
+from clipscale.run_folder.records import settings_of_run
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings

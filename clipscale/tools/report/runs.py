@@ -15,7 +15,8 @@ from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.eval.expected import Expected
 from clipscale.log.records import StepRecord, read_evaluations, read_metrics
-from clipscale.run_folder.names import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep, settings_of_run
+from clipscale.run_folder.paths import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep
+from clipscale.run_folder.records import settings_of_run
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.config.train_config import TrainConfig
-from clipscale.run_folder.names import META, path_of
+from clipscale.run_folder.paths import META, path_of
 from tests.cli.conftest import Cli
 from tests.conftest import TINY, Capture
 

@@ -61,7 +61,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
     """The store does not answer. All is saved, and the same command copies it."""
     copied = CheckpointConfig(copy=str(tmp_path / "store"))
     config = four_step_config(shards, tmp_path / "run", samples=12, launch=LaunchConfig(procs=1), checkpoint=copied)
-    close = CheckpointUploader.close
+    close = CheckpointUploader.finish
     sent = []
     ended = threading.Event()
 
@@ -75,7 +75,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
 
     with (
         mock.patch.object(LocalFileSystem, "put_file", lambda *_, **__: ended.wait()),
-        mock.patch.object(CheckpointUploader, "close", closed),
+        mock.patch.object(CheckpointUploader, "finish", closed),
         pytest.raises(StoppedError, match=r"^stopped"),
     ):
         local.launch(config)

@@ -23,7 +23,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.index import lookup, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.launch import local
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.paths import path_of
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation

@@ -26,7 +26,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
-from clipscale.run_folder.names import path_of
+from clipscale.run_folder.paths import path_of
 from tests.models.weights.test_load_weights import (
     SMALL,
     config,

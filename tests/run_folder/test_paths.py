@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.run_folder.names import existing_run
+from clipscale.run_folder.paths import existing_run
 from tests.support.user_errors import refused
 
 
