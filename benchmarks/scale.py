@@ -141,7 +141,7 @@ def make_index(base: str, shards: int) -> None:
 
 def resumed(config: DataConfig, share: BatchShare, once: Any) -> OrderedShards:
     """What a rank that resumes does with its shards before it opens one. No server is asked whether they exist."""
-    with patch("clipscale.data.shards.listing.look_up", return_value={}):
+    with patch("clipscale.data.shards.listing.probe_objects", return_value={}):
         shards = order_shards(config, share, 0, None, once)
     at = {stream: StreamPosition(3, 100) for stream in range(shards.order.num_streams)}
     start_positions(shards, DataPosition(shards.order_fingerprint, len(at), at), share)

@@ -205,13 +205,13 @@ class Step:
 
     def cached(self, batch: int, meter: Callable[[str], None]) -> None:
         images, texts = (partial(self.rows, host) for host in self.pool)
-        load = ChunkLoader(images, batch, self.device, is_resident=False)
+        load = ChunkLoader(images, batch, self.device, stays_on_device=False)
         if self.kind in ("unsorted", "unlean"):
-            captions = ChunkLoader(texts, batch, self.device, is_resident=False)
+            captions = ChunkLoader(texts, batch, self.device, stays_on_device=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
             captions = SortedTexts(
-                texts, of_all, batch, self.device, is_resident=False, has_equal_chunks=self.is_captioner
+                texts, of_all, batch, self.device, stays_on_device=False, has_equal_chunks=self.is_captioner
             )
         inputs: list[LazyInput] = [load, captions]
         weight = 1.0

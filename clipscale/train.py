@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clipscale.checkpoint import CheckpointUploader, waiting_for_copy_if_start_fails
+from clipscale.checkpoint import CheckpointUploader, finish_copy_on_failed_start
 from clipscale.common import files
 from clipscale.common.record import RunResult
 from clipscale.config.train_config import TrainConfig
@@ -45,7 +45,7 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
     """Train one stage after another; a run without stages has one. Returns the last one's result."""
     uploader = None
     while True:
-        with waiting_for_copy_if_start_fails(uploader, world, COPY_WITHIN_S):
+        with finish_copy_on_failed_start(uploader, world, COPY_WITHIN_S):
             loop = start_run(config, world, lock, uploader)
         result = loop.run()
         uploader = loop.saver.uploader
@@ -62,5 +62,5 @@ def end_uploads(uploader: CheckpointUploader | None, folder: Path, limit_s: floa
 
     The same command, given again, finds this file and prints the results without training.
     """
-    if uploader is None or uploader.close(limit_s, result):
+    if uploader is None or uploader.finish(limit_s, result):
         files.write_json(folder / RESULT, result)

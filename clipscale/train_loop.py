@@ -20,7 +20,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
-from clipscale.lifecycle.early_end import closing_all, ending_run_if_folder_was_removed, saving_on_early_end
+from clipscale.lifecycle.early_end import closing_all, saving_on_early_end, stop_if_folder_removed
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.signal_poller import SignalPoller
@@ -177,7 +177,7 @@ class TrainLoop:
             show_task(f"saving step {self.step}")
         samples = self.stage.samples_after(self.step)
         description = replace(self.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
-        with ending_run_if_folder_was_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
+        with stop_if_folder_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
             self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
         self.saved_at = time.monotonic()
 

@@ -12,7 +12,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import adapters
 from clipscale.models.weights.load_weights import completed_by_weights, without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 
 T = TypeVar("T")
 
@@ -24,11 +24,11 @@ class OnRank0(Protocol):
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
-    """The model of a run's checkpoint; see `load_checkpoint`. `which`: as `locate` takes it.
+    """The model of a run's checkpoint; see `load_checkpoint`. `which`: as `find_checkpoint` takes it.
 
     Raises UserError where there is no such checkpoint or average.
     """
-    return load_checkpoint(locate(run, which), weights)
+    return load_checkpoint(find_checkpoint(run, which), weights)
 
 
 def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
@@ -57,7 +57,7 @@ def load_run_or_weights(
     Raises UserError.
     """
     if run is not None:
-        return load_checkpoint(on_rank0(lambda: locate(run, which)), weights)
+        return load_checkpoint(on_rank0(lambda: find_checkpoint(run, which)), weights)
     config = on_rank0(lambda: completed_by_weights(config))
     found = on_rank0(lambda: with_checkpoints_of_runs(config))
     return build_model(found).eval(), config, None

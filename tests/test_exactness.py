@@ -217,7 +217,7 @@ def sorted_texts(case: Case, tokens: Tensor) -> SortedTexts:
         lambda: lengths(tokens.numpy(), 0),
         len(tokens),
         torch.device("cpu"),
-        is_resident=case.offload == "none",
+        stays_on_device=case.offload == "none",
     )
     captions.make_chunks(case.chunks[1])
     return captions
@@ -231,7 +231,9 @@ def chunks_of_all_ranks(case: Case) -> int:
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
     resident = case.offload == "none"
-    return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), is_resident=resident)
+    return ChunkLoader(
+        lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), stays_on_device=resident
+    )
 
 
 def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:

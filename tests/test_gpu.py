@@ -140,7 +140,7 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
         if cached:
             device = torch.device(DEVICE)
             hosts = [pinned(pixels), pinned(tokens)]
-            rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, is_resident=False) for x in hosts]
+            rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, stays_on_device=False) for x in hosts]
             towers = [model.image, model.text]
             cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
             cache.step(*rows)  # measures the graphs
@@ -177,7 +177,7 @@ def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident:
     for count in (8, 64):
         host = torch.arange(count, dtype=torch.int64)[:, None].expand(count, side).to(torch.uint8).contiguous()
         rows = HostRows(host, transient and CUDA)  # on a CPU nothing copies them
-        source = ChunkLoader(rows, count, device, is_resident=resident)
+        source = ChunkLoader(rows, count, device, stays_on_device=resident)
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # 0 without a device

@@ -260,7 +260,7 @@ def test_a_run_without_sets_has_no_results(make: Callable[..., Loop]) -> None:
 
 def signalled(loop: Loop, step: int) -> None:
     if step == 3:
-        loop.loop.signal_poller.number = signal.SIGTERM
+        loop.loop.signal_poller.signum = signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
-from clipscale.checkpoint.upload import CheckpointUploader, waiting_for_copy_if_start_fails
+from clipscale.checkpoint.upload import CheckpointUploader, finish_copy_on_failed_start
 
 __all__ = [
     "CheckpointDescription",
@@ -25,8 +25,8 @@ __all__ = [
     "Retention",
     "Saver",
     "check_copy",
+    "finish_copy_on_failed_start",
     "load",
     "prepare_checkpoint",
     "read_description",
-    "waiting_for_copy_if_start_fails",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
 # ---- loading ----
 
 
-class Reader(dcp.FileSystemReader):
+class RestrictedReader(dcp.FileSystemReader):
     """torch's reader, which unpickles from `.metadata` only the classes that describe tensors and files."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
@@ -105,7 +105,7 @@ def load(
     """
     if not is_verified:
         verify(path)
-    reader = Reader(path)
+    reader = RestrictedReader(path)
     tensors: dict[str, Tensor] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         keys = name.split(SEPARATOR)

@@ -46,8 +46,8 @@ class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
     1. `save` waits for the checkpoint before, copies this rank's share into host memory, and returns.
-    2. `Writer.write_data`, in a thread: writes this rank's file into a temporary folder, with its checksum.
-    3. `Writer.finish`, in rank 0's thread when all ranks have written: writes meta.json.
+    2. `ChecksumWriter.write_data`, in a thread: writes this rank's file into a temporary folder, with its checksum.
+    3. `ChecksumWriter.finish`, in rank 0's thread when all ranks have written: writes meta.json.
     4. `commit`, at its end: renames the folder, asks for a copy, and deletes outdated checkpoints.
     5. `wait_for_save`, or the next `save`: raises or reports what failed.
 
@@ -109,7 +109,7 @@ class Saver:
         ignore_warning_of_one_process()  # the filter also holds in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(self._temporary(step), values_text(values), partial(self.commit, step)),
+            storage_writer=ChecksumWriter(self._temporary(step), values_text(values), partial(self.commit, step)),
             process_group=self.world.checkpoint_group if several else None,
             async_stager=self._stager,
             no_dist=not several,
@@ -147,7 +147,7 @@ class Saver:
         """Wait until the checkpoint is complete, and then at most `limit_s` seconds for its copy."""
         self.wait_for_save()
         if self.uploader:
-            run_on_rank0(self.world, partial(self.uploader.close, limit_s))
+            run_on_rank0(self.world, partial(self.uploader.finish, limit_s))
 
     def is_best_so_far(self, step: int) -> bool:
         """Whether the evaluation of `step` beats those of all checkpoints. A collective.
@@ -200,7 +200,7 @@ class Saver:
             self._remove_outdated(path.name)
         else:
             self.uploader.request()
-            with self.uploader.keeping_choice() as uploading:
+            with self.uploader.upload_choice_locked() as uploading:
                 self._remove_outdated(path.name, uploading)
 
     def _remove_outdated(self, up_to: str, uploading: Sequence[Path] = ()) -> None:
@@ -235,7 +235,7 @@ class ChecksummedWrite(WriteResult):
     file: tuple[int, int]
 
 
-class Writer(dcp.FileSystemWriter):
+class ChecksumWriter(dcp.FileSystemWriter):
     """torch's writer, which adds meta.json with the checksums of all files."""
 
     def __init__(self, path: Path, values: str, commit: Callable[[], None]) -> None:

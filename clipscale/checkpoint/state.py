@@ -99,7 +99,7 @@ class CheckpointState(CheckpointDescription):
             "scaler": self.scaler,
             "ema": self.ema,
             "chunks": asdict(self.chunks) if self.chunks else {},
-            "random": [state.record() for state in self.random],
-            "position": self.position.record() if self.position else {},
+            "random": [state.state_dict() for state in self.random],
+            "position": self.position.state_dict() if self.position else {},
             "version": self.version,
         }

@@ -37,7 +37,7 @@ class CheckpointUploader:
 
         start, request:   copies what is then the newest checkpoint; reads its files back and compares them
         an error:         is printed once for its type; the next `request` tries again
-        close:            makes a last copy and waits for it; a complete run's has result.json
+        finish:           makes a last copy and waits for it; a complete run's has result.json
 
     Checkpoints in the store that are later than the run's newest one are not deleted.
     """
@@ -47,7 +47,7 @@ class CheckpointUploader:
         self.run = run
         self.address = address
         self.retention = retention
-        # The checkpoint that is being uploaded, which must stay on the disk meanwhile; see `keeping_choice`.
+        # The checkpoint that is being uploaded, which must stay on the disk meanwhile; see `upload_choice_locked`.
         self.uploading: list[Path] = []
         self._choice_lock = Lock()
         # Why the store does not have the run's newest state.
@@ -70,7 +70,7 @@ class CheckpointUploader:
         self._tasks.put(True)
 
     @contextmanager
-    def keeping_choice(self) -> Iterator[list[Path]]:
+    def upload_choice_locked(self) -> Iterator[list[Path]]:
         """Inside, no other checkpoint is chosen for upload. Gives the one that is being uploaded, if there is one.
 
         The run's outdated checkpoints are deleted inside. Otherwise the uploader, which lists the checkpoints and then
@@ -79,7 +79,7 @@ class CheckpointUploader:
         with self._choice_lock:
             yield self.uploading
 
-    def close(self, limit_s: float, result: RunResult | None = None) -> bool:
+    def finish(self, limit_s: float, result: RunResult | None = None) -> bool:
         """Copy the present state and end. Waits at most ANNOUNCE_AFTER_S + `limit_s` seconds.
 
         Returns whether the store has the state. A warning says if it lacks the state.
@@ -159,15 +159,13 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
 
 
 @contextmanager
-def waiting_for_copy_if_start_fails(
-    uploader: CheckpointUploader | None, world: World, limit_s: float
-) -> Iterator[None]:
+def finish_copy_on_failed_start(uploader: CheckpointUploader | None, world: World, limit_s: float) -> Iterator[None]:
     """Around the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
     try:
         yield
     except UserError:
         if uploader and world.is_rank0:
-            uploader.close(limit_s)
+            uploader.finish(limit_s)
         raise
 
 

@@ -197,7 +197,7 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
             advice = "the same command resumes it" if same_command_resumes else own
         if not advice:
             raise
-        raise StoppedError(f"{stopped}; {advice}", stopped.number) from None
+        raise StoppedError(f"{stopped}; {advice}", stopped.signum) from None
 
 
 def make_demo_if_missing(config: TrainConfig) -> None:

@@ -26,10 +26,10 @@ class UserError(Exception):
 class StoppedError(UserError):
     """A signal ended the work; a run has saved if it had trained."""
 
-    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+    def __init__(self, message: str, signum: int = signal.SIGTERM) -> None:
         super().__init__(message)
-        self.number = number
-        self.exit_status = 128 + number
+        self.signum = signum
+        self.exit_status = 128 + signum
 
 
 class DataError(UserError):

@@ -94,11 +94,11 @@ def user_cache() -> Path:
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
-    number = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(fd)
     finally:
-        os.close(number)
+        os.close(fd)
 
 
 def wait_until_visible(path: Path, size: int, within_s: float) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class RandomRecord(TypedDict):
+class RandomStateDict(TypedDict):
     """`RandomState` in a checkpoint."""
 
     cpu: Tensor
@@ -34,13 +34,13 @@ class RandomState:
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
         )
 
-    def record(self) -> RandomRecord:
+    def state_dict(self) -> RandomStateDict:
         """The states in a checkpoint: `RandomState.of` reads them."""
         return {"cpu": self.cpu, "cuda": self.cuda}
 
     @staticmethod
-    def of(record: RandomRecord) -> "RandomState":
-        return RandomState(record["cpu"], record["cuda"])
+    def of(state: RandomStateDict) -> "RandomState":
+        return RandomState(state["cpu"], state["cuda"])
 
     def restore(self) -> None:
         """Continue from this state."""

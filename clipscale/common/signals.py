@@ -13,9 +13,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 
 
-def set_signal_of_parents_end(number: int) -> None:
+def set_signal_of_parents_end(signum: int) -> None:
     """Ask the kernel to send this process the signal when the thread that started it ends; 0: none."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Selection:
     # The source of hard negatives; empty without any.
     negatives: str = ""
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
-    takes_first: bool = False
+    first_caption_only: bool = False
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
@@ -56,7 +56,7 @@ class Selection:
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
-        if self.takes_first:
+        if self.first_caption_only:
             return [(first_caption(members, [source.name for source in self.captions]), "")]
         pool = []
         for source in self.captions:
@@ -157,8 +157,8 @@ def sample_name(sample: RawSample) -> str:
     return f"{basename(sample.url)}/{sample.key}"
 
 
-def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selection:
-    """Parse the settings. `takes_first`: see Selection.
+def parse_selection(config: DataConfig, *, first_caption_only: bool = False) -> Selection:
+    """Parse the settings. `first_caption_only`: see Selection.
 
     Raises UserError for conditions, sources or files that cannot be used.
     """
@@ -168,5 +168,5 @@ def parse_selection(config: DataConfig, *, takes_first: bool = False) -> Selecti
         same=config.same,
         text_layout=config.text_layout,
         negatives=config.negatives or "",
-        takes_first=takes_first,
+        first_caption_only=first_caption_only,
     )

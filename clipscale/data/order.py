@@ -242,15 +242,16 @@ class WeightedSources:
     num_streams: int
     seed: int
 
-    def source(self, stream_id: int, number: int) -> int:
-        """The source of a stream's usable sample `number`.
+    def source(self, stream_id: int, sample_index: int) -> int:
+        """The source of a stream's usable sample `sample_index`.
 
         A source gets its share, rounded down or up, of every block of SOURCE_BLOCK samples, in a random order. Each
         source has an interval of [0, 1) as long as its share. A block has SOURCE_BLOCK equally spaced points, and each
         point picks the source whose interval it lies in. From block to block the points shift by the golden ratio, so
         the shares are exact in the long run.
         """
-        return int(_block_sources(self.weights, self.seed, stream_id, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
+        block, place = divmod(sample_index, SOURCE_BLOCK)
+        return int(_block_sources(self.weights, self.seed, stream_id, block)[place])
 
     def within(self, source: int) -> Resampled:
         """The order of one source's shards."""

@@ -10,8 +10,8 @@ from clipscale.common import files
 from clipscale.data.hashing import utf8
 
 KEY_RULE = "KEY ends at the first dot of the name"
-# `held_names` names this many members.
-MAX_HELD = 4
+# `dotted_names_message` names this many members.
+MAX_DOTTED = 4
 # Members that webdataset reserves for itself.
 _META = re.compile(r"__[^/]*__($|/)")
 # Bytes of a member's name; a longer one belongs to no sample, as on file systems.
@@ -61,14 +61,14 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
     return f"{folder}{slash}{stem}", extension.lower()
 
 
-def cut_pictures(extensions: Iterable[str]) -> list[str]:
+def dotted_pictures(extensions: Iterable[str]) -> list[str]:
     """The extensions with a dot that end like a picture's: `2024.jpg` of IMG0.2024.jpg, whose key is IMG0."""
     return [name for name in extensions if "." in name and name.rpartition(".")[2] in IMAGE_TYPES]
 
 
-def held_names(extensions: Sequence[str]) -> str:
+def dotted_names_message(extensions: Sequence[str]) -> str:
     """The first of a sample's extensions with dots, and why they are no members of a pair."""
-    return f"holds {', '.join(f'.{name[:40]}' for name in extensions[:MAX_HELD])}: {KEY_RULE}"
+    return f"holds {', '.join(f'.{name[:40]}' for name in extensions[:MAX_DOTTED])}: {KEY_RULE}"
 
 
 @dataclass
@@ -93,7 +93,7 @@ class RawSample:
     # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
     # Extensions of members that are not read, because KEY ended at an earlier dot of their names: 2024.jpg, 2024.txt.
-    cut_names: list[str] = field(default_factory=list, repr=False)
+    dotted_extensions: list[str] = field(default_factory=list, repr=False)
     # The json member, kept only until a subset has looked up the uid in it. Empty where no subset needs it.
     json_bytes: bytes = field(default=b"", repr=False)
 
@@ -129,15 +129,17 @@ class RawSample:
             self.mark_unusable("too_large", f"{name}: {size} bytes")
         return not self.error
 
-    def note_cut_names(self, extensions: Iterable[str], size_limits: Mapping[str, int]) -> None:
+    def note_dotted_extensions(self, extensions: Iterable[str], size_limits: Mapping[str, int]) -> None:
         """Note which of its extensions only end like a member to read. Spoils the sample if all its pictures are such.
 
         `size_limits`: of the members to read.
         """
         names = list(extensions)
-        self.cut_names = [name for name in names if name not in size_limits and name.rpartition(".")[2] in size_limits]
-        if cut_pictures(self.cut_names) and not self.error and not self.members.keys() & {*IMAGE_TYPES}:
-            self.mark_unusable("dot_in_key", held_names(self.cut_names))
+        self.dotted_extensions = [
+            name for name in names if name not in size_limits and name.rpartition(".")[2] in size_limits
+        ]
+        if dotted_pictures(self.dotted_extensions) and not self.error and not self.members.keys() & {*IMAGE_TYPES}:
+            self.mark_unusable("dot_in_key", dotted_names_message(self.dotted_extensions))
 
     def mark_unusable(self, reason: str, detail: str) -> None:
         """Make it an unusable sample: sets its error, and drops its members."""

@@ -117,6 +117,6 @@ def raise_on_all_ranks(error: UserError) -> NoReturn:
     raise AgreedError(error) from error
 
 
-def own_error(error: Exception) -> Exception:
+def unwrap_agreed(error: Exception) -> Exception:
     """The error itself, or the one on which the ranks have agreed."""
     return error.error if isinstance(error, AgreedError) else error

@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import file_name
 from clipscale.config.eval import EvalRunConfig, check_one_model, results_name
 from clipscale.config.sections import PRECISIONS, EvalConfig
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run, run_folder
 from clipscale.run_folder.records import settings_of_run
 
@@ -53,6 +53,6 @@ def check_eval(config: EvalRunConfig) -> Path:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
     check_places(completed_by_run(config).eval)
     if folder:
-        locate(folder, config.which)
+        find_checkpoint(folder, config.which)
         return folder
     return Path(config.out).expanduser() if config.out else run_folder(file_name(results_name(config.model)))

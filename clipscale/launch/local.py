@@ -190,8 +190,8 @@ def launch_workers(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     # torch sets its own handlers, and would also set one for a signal that nohup ignores.
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
-    handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    handlers = {signum: signal.getsignal(signum) for signum in HANDLED}
+    handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
             min_nodes=1,
@@ -202,7 +202,7 @@ def launch_workers(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            signals_to_handle=",".join(number.name for number in handlers),
+            signals_to_handle=",".join(signum.name for signum in handlers),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             numa_options=numa_options(config.device, count),
         )
@@ -219,8 +219,8 @@ def launch_workers(
             first = first_failure(Path(folder))
             if first and isinstance(first.error, UserError):  # stopped, or the last save failed
                 raise first.error from None
-            number = effective_signal(error.sigval)
-            raise StoppedError(stop_message(number), number) from None
+            signum = effective_signal(error.sigval)
+            raise StoppedError(stop_message(signum), signum) from None
         finally:
             tempfile.tempdir = before
             for handled, handler in handlers.items():

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.terminal import is_main_rank, log_warning
-from clipscale.distributed.agreement import AgreedError, own_error, raise_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import AgreedError, raise_on_all_ranks, run_on_rank0, unwrap_agreed
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
@@ -47,7 +47,7 @@ def can_save_after(error: Exception, run: Savable) -> bool:
     A save also needs every rank's position in the data, for which `save_at_once` asks. If a rank does not know its own,
     `save_at_once` raises the loader's error on all ranks and saves nothing.
     """
-    if isinstance(own_error(error), FolderInUseError):
+    if isinstance(unwrap_agreed(error), FolderInUseError):
         return False
     return (run.world.size == 1 or isinstance(error, AgreedError)) and not run.is_updating
 
@@ -63,10 +63,10 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError, *OUT_OF_MEMORY) as error:
-        signal = own_error(error)
+        signal = unwrap_agreed(error)
         if isinstance(signal, SignalError):  # raised on all ranks
             run.save_at_once()
-            raise StoppedError(early_end_message(signal.number, run.step), signal.number) from None
+            raise StoppedError(early_end_message(signal.signum, run.step), signal.signum) from None
         if can_save_after(error, run):
             try:
                 run.save_at_once()
@@ -77,7 +77,7 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
 
 
 @contextmanager
-def ending_run_if_folder_was_removed(
+def stop_if_folder_removed(
     lock: RunLock | None, world: World, wait_for_save: Callable[[], None], step: int
 ) -> Iterator[None]:
     """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.

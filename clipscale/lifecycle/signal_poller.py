@@ -43,7 +43,7 @@ class SignalPoller:
 
     def __init__(self, world: World) -> None:
         # The last signal; 0: none has come.
-        self.number = 0
+        self.signum = 0
         self._world = world
         self._came_at = 0.0
         # The vote that was begun last, if any, and the time when it began.
@@ -56,7 +56,7 @@ class SignalPoller:
 
     def __enter__(self) -> None:
         self._handling = handling_signals(
-            self._record, lambda number: self._world.signals.publish(effective_signal(number))
+            self._record, lambda signum: self._world.signals.publish(effective_signal(signum))
         )
         self._handling.__enter__()
 
@@ -73,11 +73,11 @@ class SignalPoller:
 
         `every_call`: vote at each call, for calls that are far apart, such as between batches of an evaluation.
         """
-        number = self.number
+        signum = self.signum
         if self._world.size > 1:
-            number = self._poll_ranks(every_call)
-        if number:
-            raise SignalError(number)
+            signum = self._poll_ranks(every_call)
+        if signum:
+            raise SignalError(signum)
 
     def poll_while_waiting(self) -> None:
         """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one.
@@ -86,11 +86,11 @@ class SignalPoller:
         error and goes on to its calls of `poll`, one of which then raises on all ranks.
         """
         now = time.monotonic()
-        if not self.number and now - self._asked_at > ASK_EVERY_S:
+        if not self.signum and now - self._asked_at > ASK_EVERY_S:
             self._asked_at = now
-            self.number = self._world.signals.latest()
-        if self.number:
-            raise SignalError(self.number)
+            self.signum = self._world.signals.latest()
+        if self.signum:
+            raise SignalError(self.signum)
 
     def _poll_ranks(self, every_call: bool) -> int:
         """The signal of the last vote, if it is due; otherwise 0."""
@@ -100,7 +100,7 @@ class SignalPoller:
         now = time.monotonic()
         proposed = 1 if every_call else next_interval(now - self._voted_at, self._interval)
         outcome = self._read_vote()
-        self._begin_vote(Vote(self.number, proposed))
+        self._begin_vote(Vote(self.signum, proposed))
         self._voted_at = now
         self._interval = 1 if every_call else outcome.interval
         self._calls_left = self._interval
@@ -114,17 +114,17 @@ class SignalPoller:
         """Wait for the outcome of the vote that was begun last."""
         if not self._vote:
             return Vote(0, 1)
-        number, opposite = self._vote.values()
-        return Vote(number, -opposite)
+        signum, opposite = self._vote.values()
+        return Vote(signum, -opposite)
 
-    def _record(self, number: int, _: object) -> None:
+    def _record(self, signum: int, _: object) -> None:
         """Record a signal. At a first Ctrl-C rank 0 prints what it does."""
         now = time.monotonic()
-        if number == signal.SIGINT and self.number and now - self._came_at > SAME_CTRL_C_S:
+        if signum == signal.SIGINT and self.signum and now - self._came_at > SAME_CTRL_C_S:
             raise KeyboardInterrupt
-        if not self.number:
+        if not self.signum:
             self._came_at = now
-            if self._world.is_rank0 and number == signal.SIGINT:
+            if self._world.is_rank0 and signum == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
-        self.number = effective_signal(number)
+        self.signum = effective_signal(signum)

@@ -25,21 +25,21 @@ LEAVE_WITHIN_S = 15.0
 
 
 class SignalError(UserError):
-    """All ranks leave their work at the same place, because of the signal `number` to one of them."""
+    """All ranks leave their work at the same place, because of the signal `signum` to one of them."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.number = number
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"signal {signum}")
+        self.signum = signum
 
 
-def stop_message(number: int) -> str:
+def stop_message(signum: int) -> str:
     """The beginning of the line about a run that a signal has ended."""
-    return "stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+    return "stopped" if signum == signal.SIGINT else f"stopped by {signal.Signals(signum).name}"
 
 
-def effective_signal(number: int) -> int:
+def effective_signal(signum: int) -> int:
     """SIGTERM for SIGUSR1, Slurm's usual warning: both end with the same exit status. Any other signal itself."""
-    return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
+    return int(signal.SIGTERM) if signum == signal.SIGUSR1 else signum
 
 
 # Set once a signal has come to work that handles signals.
@@ -70,7 +70,7 @@ def handling_signals(
     """Handle SIGNALS. SIGHUP stays ignored where it is (nohup).
 
     `handler` runs in the main thread, once that thread runs Python again. While the main thread waits in a collective,
-    no handler runs. `listener(number)` runs at once, in a thread of its own.
+    no handler runs. `listener(signum)` runs at once, in a thread of its own.
     """
     before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
     reader, writer = os.pipe()
@@ -86,9 +86,9 @@ def handling_signals(
     thread = Thread(target=listen, name="signals", daemon=True)
     thread.start()
     try:
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, handler)
+        for signum in SIGNALS:
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                before[signum] = signal.signal(signum, handler)
         yield
     finally:
         signal.set_wakeup_fd(outer)
@@ -104,7 +104,7 @@ class _FirstSignal:
 
     def __init__(self, suffix: str) -> None:
         # 0: none has come.
-        self.number = 0
+        self.signum = 0
         self.work_has_ended = Event()
         # Outside the work, while handlers are set and restored, a signal is only recorded.
         self._interrupts = False
@@ -114,12 +114,12 @@ class _FirstSignal:
 
     def line(self) -> str:
         """The line that tells the user of the signal."""
-        return stop_message(self.number) + self._suffix
+        return stop_message(self.signum) + self._suffix
 
     def begin_work(self) -> None:
         """From here on, a signal interrupts the work. Raises KeyboardInterrupt if one has come."""
         self._interrupts = True
-        if self.number:
+        if self.signum:
             raise KeyboardInterrupt
 
     def end_work(self) -> None:
@@ -127,27 +127,27 @@ class _FirstSignal:
         self._interrupts = False
         self.work_has_ended.set()
 
-    def interrupt_work(self, number: int, _: object) -> None:
+    def interrupt_work(self, signum: int, _: object) -> None:
         """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The main thread runs it."""
         now = time.monotonic()
-        is_first = self.number == 0
+        is_first = self.signum == 0
         if is_first:
-            self.number = effective_signal(number)
+            self.signum = effective_signal(signum)
             self._came_at = now
         self._handler_ran.set()
-        comes_again = number == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
+        comes_again = signum == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
         if self._interrupts and (is_first or comes_again):
             raise KeyboardInterrupt
 
-    def end_if_stuck(self, number: int) -> None:
+    def end_if_stuck(self, signum: int) -> None:
         """End the process if the main thread does not leave its work in time. A thread of its own runs it."""
         if self._handler_ran.wait(HANDLER_WITHIN_S) and self.work_has_ended.wait(LEAVE_WITHIN_S):
             return
-        self.number = self.number or effective_signal(number)
+        self.signum = self.signum or effective_signal(signum)
         if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
             with suppress(OSError):
                 os.write(2, f"{self.line()}\n".encode())
-        os._exit(128 + self.number)
+        os._exit(128 + self.signum)
 
 
 @contextmanager
@@ -168,10 +168,10 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
             first.begin_work()
             yield
         except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
-            if not first.number:
+            if not first.signum:
                 raise
-            raise stop_in_context(error) or StoppedError(first.line(), first.number) from None
+            raise stop_in_context(error) or StoppedError(first.line(), first.signum) from None
         finally:
             first.end_work()
-    if first.number:  # it came when the work had ended
-        raise StoppedError(first.line(), first.number)
+    if first.signum:  # it came when the work had ended
+        raise StoppedError(first.line(), first.signum)

@@ -54,7 +54,7 @@ def caption_losses(decoder: nn.Module, image_NPW: Tensor, text_NTW: Tensor, toke
     labels_NT = tokens_NT[:, 1:].long()
     # Choosing the labels' tokens needs their number, for which the host would wait on a GPU.
     lean = next((module for module in decoder.modules() if isinstance(module, LeanDecoder)), None)
-    if tokens_NT.is_cuda or lean is None or not lean.takes_wanted:
+    if tokens_NT.is_cuda or lean is None or not lean.accepts_label_mask:
         logits_NTV = decoder(image_NPW, text_NTW[:, :-1])
         losses = cross_entropies(logits_NTV.flatten(0, 1), labels_NT.flatten())
         return losses.view(labels_NT.shape).sum(1)

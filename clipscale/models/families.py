@@ -46,10 +46,10 @@ class Family:
     # them.
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
     # The one padding token for which this holds. None: any.
-    masked_pad: Callable[[Any], int | None] = lambda encoder: None
+    required_pad_id: Callable[[Any], int | None] = lambda encoder: None
     # Whether adapters suit it: its blocks call their linear layers as modules, or are `LeanBlock`s, which lora.py
     # replaces.
-    calls_layers: Callable[[Any], bool] = lambda encoder: False
+    supports_lora: Callable[[Any], bool] = lambda encoder: False
     groups: LayerGroups = field(default_factory=lambda: GROUPS)
 
 
@@ -66,20 +66,20 @@ def _has_plain_blocks(encoder: TimmModel) -> bool:
 
 
 FAMILIES = (
-    Family(VisionTransformer, calls_layers=lambda encoder: isinstance(encoder, LeanVision)),
+    Family(VisionTransformer, supports_lora=lambda encoder: isinstance(encoder, LeanVision)),
     Family(
         TextTransformer,
         ignores_padding=_ignores_padding,
-        masked_pad=lambda encoder: encoder.pad_id if isinstance(encoder, LeanCaptions) else None,
-        calls_layers=lambda encoder: isinstance(encoder, LeanText | LeanCaptions),
+        required_pad_id=lambda encoder: encoder.pad_id if isinstance(encoder, LeanCaptions) else None,
+        supports_lora=lambda encoder: isinstance(encoder, LeanText | LeanCaptions),
     ),
-    Family(TimmModel, calls_layers=_has_plain_blocks),
+    Family(TimmModel, supports_lora=_has_plain_blocks),
     # open_clip masks the padding in attention and in every pooler.
     Family(
         HFTextEncoder,
         ignores_padding=lambda encoder: True,
-        masked_pad=lambda encoder: encoder.config.pad_token_id,
-        calls_layers=lambda encoder: True,
+        required_pad_id=lambda encoder: encoder.config.pad_token_id,
+        supports_lora=lambda encoder: True,
     ),
 )
 OTHER_FAMILY = Family()
@@ -95,5 +95,5 @@ def may_cut_captions(encoder: nn.Module, tokenizer: Callable[[list[str]], Tensor
     family = family_of(encoder)
     if not family.ignores_padding(encoder):
         return False
-    masked_pad = family.masked_pad(encoder)
-    return masked_pad is None or masked_pad == int(tokenizer([""])[0, -1])
+    required_pad_id = family.required_pad_id(encoder)
+    return required_pad_id is None or required_pad_id == int(tokenizer([""])[0, -1])

@@ -305,7 +305,7 @@ class LeanDecoder(Replacement, MultimodalTransformer):
     """
 
     # Whether the caller may pass `wanted`. A dry run may not: its tensors have no values by which to choose tokens.
-    takes_wanted = True
+    accepts_label_mask = True
 
     def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
         for block, cross in zip(self.resblocks, self.cross_attn, strict=True):

@@ -51,7 +51,7 @@ def add_adapters(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> No
 
     `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft.
     """
-    if not family_of(encoder).calls_layers(encoder):
+    if not family_of(encoder).supports_lora(encoder):
         raise UserError(
             f"model.lora={rank}: the {tower} tower is not a transformer of open_clip, a ViT of timm or a text tower of "
             f"transformers; take model.{tower}.train=none, or model.lora=0"

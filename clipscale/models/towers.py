@@ -217,7 +217,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
     with to_user_error(NO_DESCRIPTION, lacks):
         encoders = (CoCa if "multimodal_cfg" in description else CustomTextCLIP)(**description)
-        encoders.context_length = _length(description["text_cfg"], encoders.text.context_length)
+        encoders.context_length = _checked_context_length(description["text_cfg"], encoders.text.context_length)
         if overrides_timm_sizes(description["vision_cfg"]):
             encoders.set_submodule("visual.trunk", siglip_trunk(description["vision_cfg"]))
     trunk: Any = getattr(encoders.visual, "trunk", None)
@@ -226,7 +226,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     return encoders
 
 
-def _length(text: Record, positions: int) -> int:
+def _checked_context_length(text: Record, positions: int) -> int:
     """The context length of a description. `positions`: how many the text tower has; towers of transformers often have
     more.
 

@@ -84,7 +84,7 @@ def best_of(run: Path) -> Path:
     return path_of(run, step)
 
 
-def locate(run: Path, which: str) -> Path:
+def find_checkpoint(run: Path, which: str) -> Path:
     """A run's checkpoint: `latest`, `best`, a step number, or its path. Raises UserError where there is none."""
     if which == "best":
         return best_of(run)

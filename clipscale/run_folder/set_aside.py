@@ -51,15 +51,15 @@ def rename_misplaced_folders(paths: Iterable[Path]) -> None:
 # ---- an earlier run, and later steps ----
 
 
-def set_aside_for_resume(run_dir: Path, step: int, *, begins_elsewhere: bool) -> None:
+def set_aside_for_resume(run_dir: Path, step: int, *, starts_from_other_folder: bool) -> None:
     """Before a run goes on after `step`: set aside what it does not use in its folder.
 
     These are files of another run or of later steps, and a damaged config.yaml. Deletes result.json: the run is not
     complete any more.
 
-    `begins_elsewhere`: the run begins anew, or from a checkpoint of another folder.
+    `starts_from_other_folder`: the run begins anew, or from a checkpoint of another folder.
     """
-    if begins_elsewhere:
+    if starts_from_other_folder:
         set_aside_records(run_dir)
     if (run_dir / RESULT).exists():
         read_or_set_aside(run_dir / RESULT, read_result)

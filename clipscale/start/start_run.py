@@ -99,7 +99,7 @@ def announce_and_open_log(resolved: ResolvedRun, built: BuiltRun, world: World) 
     Raises UserError if a file of the folder cannot be written.
     """
     with writing_records(resolved.folder):
-        set_aside_for_resume(resolved.folder, resolved.step, begins_elsewhere=not resolved.continues_own_folder)
+        set_aside_for_resume(resolved.folder, resolved.step, starts_from_other_folder=not resolved.continues_own_folder)
         announce(resolved, built)
         return open_run_log(resolved, built.schedule, world)
 

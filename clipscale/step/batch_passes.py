@@ -66,7 +66,7 @@ class StepInputs:
 
     world: World
     # Whether a batch's pixels and texts stay on the device between the passes.
-    is_resident: bool
+    stays_on_device: bool
     # Whether texts, or a captioner's pairs, are sorted by length, so that they lose their padding. The features of such
     # a text tower must not depend on the padding.
     sorts_captions: bool
@@ -77,7 +77,7 @@ class StepInputs:
 
     def images(self, batch: HostBatch) -> ChunkLoader:
         """The image tower's input."""
-        return ChunkLoader(batch.pixels, len(batch), self.world.device, is_resident=self.is_resident)
+        return ChunkLoader(batch.pixels, len(batch), self.world.device, stays_on_device=self.stays_on_device)
 
     def texts(self, batch: HostBatch, chunk_size: int) -> ChunkLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
@@ -101,13 +101,13 @@ class StepInputs:
         """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
         device = self.world.device
         if not self.sorts_captions:
-            return ChunkLoader(batch.tokens, batch.num_texts, device, is_resident=self.is_resident)
+            return ChunkLoader(batch.tokens, batch.num_texts, device, stays_on_device=self.stays_on_device)
         texts = SortedTexts(
             batch.tokens,
             batch.lengths,
             batch.num_texts,
             device,
-            is_resident=self.is_resident,
+            stays_on_device=self.stays_on_device,
             has_equal_chunks=self.has_equal_chunks,
         )
         texts.make_chunks(chunk_size)

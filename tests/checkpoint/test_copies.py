@@ -136,7 +136,7 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
         saver.save(checkpoint.CheckpointState(step), wait=True)
         while not (path_of(root / "store", step) / "meta.json").exists():
             time.sleep(0.01)
-    saver.uploader.close(60)
+    saver.uploader.finish(60)
     return saver
 
 
@@ -189,7 +189,7 @@ def test_results_that_the_run_has_set_aside_leave_the_store(tmp_path: Path) -> N
     save(tmp_path, [2])
     shutil.rmtree(path_of(run, 2))
     shutil.rmtree(path_of(store, 2))
-    set_aside_for_resume(run, 1, begins_elsewhere=False)
+    set_aside_for_resume(run, 1, starts_from_other_folder=False)
     write_result(run, 3, 0.7)  # it has come to this step again
     write_result(store, 9, 0.1)  # the run knows nothing of it
     save(tmp_path, [])
@@ -378,7 +378,7 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
         shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
         saver = copying(tmp_path / "run", store, keep_newest=1)
         saver.save(checkpoint.CheckpointState(step, model={"w": torch.ones(1000)}), wait=True)
-        saver.uploader.close(60)
+        saver.uploader.finish(60)
 
     copied(1)
     size = sum(path.stat().st_size for path in path_of(store, 1).iterdir())
@@ -406,7 +406,7 @@ def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     saver = copying(tmp_path / "run", tmp_path / "store")
     saver.save(checkpoint.CheckpointState(1), wait=True)
-    saver.uploader.close(60)
+    saver.uploader.finish(60)
     assert not [*tmp_path.glob("store/checkpoints/*/meta.json")]
 
 

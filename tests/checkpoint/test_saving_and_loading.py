@@ -27,7 +27,7 @@ from clipscale.common.goal import Goal
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
-from clipscale.run_folder.chosen_checkpoint import BestFinder, locate
+from clipscale.run_folder.chosen_checkpoint import BestFinder, find_checkpoint
 from clipscale.run_folder.paths import checkpoints_of, path_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from tests.conftest import Capture
@@ -142,7 +142,7 @@ def test_a_save_that_fails_says_which_checkpoints_there_are(tmp_path: Path, monk
 
     for number in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr("clipscale.checkpoint.saving.Writer.write_data", full)
+            patch.setattr("clipscale.checkpoint.saving.ChecksumWriter.write_data", full)
             with refused("No space left") as failed:
                 saver_of(tmp_path).save(checkpoint.CheckpointState(9, **some_state()), wait=True)
         assert ("earlier ones stay" in str(failed.value)) == (number > 0), failed.value
@@ -214,7 +214,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 1, some_state(), keep=0)
         save(tmp_path, 2, some_state(value), keep=0)
-        set_aside_for_resume(tmp_path, 1, begins_elsewhere=False)
+        set_aside_for_resume(tmp_path, 1, starts_from_other_folder=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
         assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == path_of(tmp_path, 1)
     names = [path.name for path in path_of(tmp_path, 1).parent.glob("*02*")]
@@ -309,12 +309,12 @@ def test_the_best_checkpoint_is_found_by_what_the_run_was_told(tmp_path: Path) -
         save(tmp_path, step, some_state(), keep=0)
         write_result(tmp_path, step, value)
     with pytest.raises(UserError, match=r"step=best: .* was not trained with checkpoint\.best"):
-        locate(tmp_path, "best")
+        find_checkpoint(tmp_path, "best")
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top1}")
-    assert locate(tmp_path, "best").name == "step_00000002"
+    assert find_checkpoint(tmp_path, "best").name == "step_00000002"
     (tmp_path / "config.yaml").write_text("checkpoint: {best: birds/top5}")
     with pytest.raises(UserError, match=r"step=best: no checkpoint .* has a birds/top5"):
-        locate(tmp_path, "best")
+        find_checkpoint(tmp_path, "best")
 
 
 def test_a_checkpoint_of_an_earlier_version_has_this_checksum(tmp_path: Path) -> None:

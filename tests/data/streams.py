@@ -100,7 +100,7 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
 def positions(streams: list[TrainStream]) -> DataPosition:
     """The streams' position, as a checkpoint would hold it."""
     merged = merge_positions([stream.position() for stream in streams])
-    return DataPosition.of(json.loads(json.dumps(merged.record())))
+    return DataPosition.of(json.loads(json.dumps(merged.state_dict())))
 
 
 class OneSegment:

@@ -20,7 +20,7 @@ from clipscale.eval.encode import EvalEncoder, gather_batches
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.train import train
 from tests.data.files import write_tar
 from tests.eval.sets import (
@@ -279,5 +279,5 @@ def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> 
     train(replace(plain, run=str(tmp_path / "evaluated"), eval=evaluated))
     assert len(list((tmp_path / "evaluated/eval").glob("step_*.json"))) > 2
     assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
-    ours, reference = (checkpoint.load(locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
+    ours, reference = (checkpoint.load(find_checkpoint(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
     assert all(torch.equal(ours.model[name], value) for name, value in reference.model.items())

@@ -16,8 +16,8 @@ from clipscale.distributed.world import World
 from clipscale.lifecycle.early_end import (
     can_save_after,
     closing_all,
-    ending_run_if_folder_was_removed,
     saving_on_early_end,
+    stop_if_folder_removed,
 )
 from clipscale.lifecycle.run_lock import FolderInUseError
 from clipscale.lifecycle.stopping import SignalError
@@ -118,7 +118,7 @@ def test_the_end_of_a_removed_folder_is_on_all_ranks(tmp_path: Path) -> None:
     run = Run()
     with (
         refused("its folder was removed") as ended,
-        ending_run_if_folder_was_removed(lock, run.world, lambda: None, run.step),
+        stop_if_folder_removed(lock, run.world, lambda: None, run.step),
     ):
         pass
     assert can_save_after(ended.value, Run(2))

@@ -56,7 +56,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
         try:
             work()
         except StoppedError as stopped:
-            return stopped.number
+            return stopped.signum
     return 0
 
 
@@ -118,7 +118,7 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
         signal.raise_signal(signal.Signals[second])
         with pytest.raises(SignalError) as caught:
             poller.poll()
-    assert caught.value.number == number
+    assert caught.value.signum == number
 
 
 def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
@@ -165,7 +165,7 @@ def test_the_last_save_handles_signals_and_must_succeed(demo: Path, tmp_path: Pa
         raise OSError(28, "No space left on device")
 
     config = two_step_config(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=str(every)))
-    with patch("clipscale.checkpoint.saving.Writer.write_data", write_data), pytest.raises(UnwritableError):
+    with patch("clipscale.checkpoint.saving.ChecksumWriter.write_data", write_data), pytest.raises(UnwritableError):
         with_signal_at(CHUNKS + 3, lambda: train(config))
 
 
@@ -232,7 +232,7 @@ def votes_of(rank: int, world_size: int, calls: int, pause: float) -> tuple[int,
             if call == calls:
                 before = votes
                 seconds = time.monotonic() - begun
-                poller.number = signal.SIGTERM if rank == 1 else 0
+                poller.signum = signal.SIGTERM if rank == 1 else 0
             try:
                 poller.poll()
             except SignalError:

@@ -19,7 +19,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.models import lora
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.adapters import merge_run_adapters
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
@@ -132,7 +132,7 @@ def test_a_run_goes_on_bit_for_bit_where_its_start_has_changed(shards: str, tmp_
     save_model(tmp_path / "base", build_model(PLAIN), PLAIN, step=8)
     train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
     assert [r["loss"] for r in records(tmp_path / "part")] == curve(tmp_path / "whole")[2:]
-    saved, other = (checkpoint.load(locate(tmp_path / name, "latest")) for name in ("whole", "part"))
+    saved, other = (checkpoint.load(find_checkpoint(tmp_path / name, "latest")) for name in ("whole", "part"))
     assert all(torch.equal(x, other.model[name]) for name, x in saved.model.items())
     assert saved.ema is not None
     assert saved.ema["weights"].keys() == saved.optimizer["state"].keys()

@@ -63,7 +63,7 @@ RESULTS = ["{}", "[]", '{"step": "2", "eval": {}}', '{"step": 2}', '{"step": 2, 
 @pytest.mark.parametrize("text", RESULTS)
 def test_a_result_of_another_form_is_set_aside(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    set_aside_for_resume(tmp_path, 0, begins_elsewhere=False)
+    set_aside_for_resume(tmp_path, 0, starts_from_other_folder=False)
     assert [path.read_text() for path in tmp_path.glob("result.json.*.damaged")] == [text]
     (tmp_path / "result.json").write_text('{"step": 2, "eval": {"birds": {"top1": NaN, "loss": 1}}}')
     assert read_result(tmp_path / "result.json")["step"] == 2

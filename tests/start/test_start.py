@@ -371,6 +371,6 @@ def test_results_after_the_resumed_step_are_set_aside_without_a_later_checkpoint
     """The run was killed between an evaluation and its next save."""
     for step in (2, 4):
         ResultsFile(tmp_path, step).add("birds", {"top1": 0.5}, {})
-    set_aside_for_resume(tmp_path, 2, begins_elsewhere=False)
+    set_aside_for_resume(tmp_path, 2, starts_from_other_folder=False)
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["step_00000002.json"]
     assert [path.name for path in (tmp_path / "earlier").iterdir()] == ["step_00000004.json"]

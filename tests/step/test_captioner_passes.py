@@ -158,7 +158,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = StepInputs(ONE_RANK, is_resident=False, sorts_captions=False)
+    inputs = StepInputs(ONE_RANK, stays_on_device=False, sorts_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 

@@ -33,7 +33,7 @@ def small_step(precision: str = "fp32", *, world: World = ONE_RANK, parallel: st
         autocast=formats.autocast,
         scaler=formats.scaler,
     )
-    inputs = StepInputs(world, is_resident=False, sorts_captions=True)
+    inputs = StepInputs(world, stays_on_device=False, sorts_captions=True)
     return TrainStep(
         world=world,
         model=model,

@@ -173,7 +173,7 @@ def leave(stopped: StoppedError, *, in_parent: bool) -> None:
     requeued, as `launch/slurm.sh` does it. Otherwise returns: the run counts as failed."""
     if in_parent:
         raise LeaveSweepError(stopped)
-    if "SUBMITIT_EXECUTOR" in os.environ and stopped.number == signal.SIGTERM:
+    if "SUBMITIT_EXECUTOR" in os.environ and stopped.signum == signal.SIGTERM:
         print_line(stopped, error=True)
         signal.raise_signal(signal.SIGTERM)  # submitit requeues the job, and ends this process
 
@@ -207,21 +207,21 @@ def stopping_jobs(folder: JobFolder, jobs: Sequence[Job], advice: str) -> Iterat
     came_at: float | None = None
     stopped: StoppedError | None = None
 
-    def stop(number: int, _: object) -> None:
+    def stop(signum: int, _: object) -> None:
         nonlocal came_at, stopped
         if came_at is not None:
-            if number == signal.SIGINT and time.monotonic() - came_at > SAME_CTRL_C_S:
+            if signum == signal.SIGINT and time.monotonic() - came_at > SAME_CTRL_C_S:
                 raise KeyboardInterrupt
             return
         came_at = time.monotonic()
         folder.stop()
-        if number not in TO_GROUP:
+        if signum not in TO_GROUP:
             for child in psutil.Process().children():
-                child.send_signal(number)
+                child.send_signal(signum)
         folder.wait_for_jobs()
         complete = sum((Path(job.config.run) / RESULT).is_file() for job in jobs)
         known = f"{complete} of {counted(len(jobs), 'run')} complete; " if jobs else ""
-        stopped = StoppedError(f"{stop_message(number)}; {known}{advice}", effective_signal(number))
+        stopped = StoppedError(f"{stop_message(signum)}; {known}{advice}", effective_signal(signum))
         raise stopped
 
     with handling_signals(stop, lambda _: None):

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypedDict
 from clipscale.common.errors import UserError
 
 # `StreamPosition` in a checkpoint: the epoch, the samples, and for each source its epoch and samples.
-StreamRecord = tuple[int, int, *tuple[Sequence[int], ...]]
+StreamStateDict = tuple[int, int, *tuple[Sequence[int], ...]]
 
 
 class StreamPosition(NamedTuple):
-    """How far a shard stream has been read. In a checkpoint it is a `StreamRecord`."""
+    """How far a shard stream has been read. In a checkpoint it is a `StreamStateDict`."""
 
     epoch: int
     # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
@@ -19,22 +19,22 @@ class StreamPosition(NamedTuple):
     # With data.weights: for each source the epoch, and the samples read in it.
     sources: tuple[tuple[int, int], ...] = ()
 
-    def record(self) -> StreamRecord:
+    def state_dict(self) -> StreamStateDict:
         """The position in a checkpoint: `StreamPosition.of` reads it."""
         return (self.epoch, self.samples, *self.sources)
 
     @staticmethod
-    def of(record: StreamRecord) -> "StreamPosition":
-        epoch, samples, *sources = record
+    def of(state: StreamStateDict) -> "StreamPosition":
+        epoch, samples, *sources = state
         return StreamPosition(epoch, samples, tuple((source[0], source[1]) for source in sources))
 
 
-class PositionRecord(TypedDict):
+class PositionStateDict(TypedDict):
     """`DataPosition` in a checkpoint. `at`: stream id -> its position."""
 
     order: str
     streams: int
-    at: dict[str, StreamRecord]
+    at: dict[str, StreamStateDict]
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class DataPosition:
     # Stream id -> its position. Two ranks that read the same stream have the same position of it.
     by_stream: Mapping[int, StreamPosition] = field(default_factory=dict)
 
-    def record(self) -> PositionRecord:
+    def state_dict(self) -> PositionStateDict:
         """The position in a checkpoint: `DataPosition.of` reads it."""
-        at = {str(stream_id): position.record() for stream_id, position in self.by_stream.items()}
+        at = {str(stream_id): position.state_dict() for stream_id, position in self.by_stream.items()}
         return {"order": self.order_fingerprint, "streams": self.num_streams, "at": at}
 
     @staticmethod
-    def of(record: PositionRecord) -> "DataPosition":
-        at = {int(stream_id): StreamPosition.of(values) for stream_id, values in record["at"].items()}
-        return DataPosition(record["order"], record["streams"], at)
+    def of(state: PositionStateDict) -> "DataPosition":
+        at = {int(stream_id): StreamPosition.of(values) for stream_id, values in state["at"].items()}
+        return DataPosition(state["order"], state["streams"], at)
 
 
 def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:

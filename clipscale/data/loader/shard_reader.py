@@ -16,7 +16,7 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
 # A shuffle window ends early at this many bytes. Ordinary data stays below: 256 samples would need half a megabyte
-# each. A stream holds two windows: it gives one out while it reads the next. `_make_room` gives samples out early, so
+# each. A stream holds two windows: it gives one out while it reads the next. `_drain_early` gives samples out early, so
 # that both together stay near this limit.
 WINDOW_BYTES = 128 << 20
 
@@ -146,11 +146,11 @@ class WindowEnd(Enum):
     SHARD_END = auto()
 
     @classmethod
-    def of(cls, cursor: WindowCursor, raws: Sequence[RawSample]) -> "WindowEnd":
-        """`raws`: the samples of the cursor's window that were read."""
-        if len(raws) == cursor.size:
+    def of(cls, cursor: WindowCursor, samples_read: Sequence[RawSample]) -> "WindowEnd":
+        """`samples_read`: the samples of the cursor's window that were read."""
+        if len(samples_read) == cursor.size:
             return cls.FULL
-        if _num_bytes(raws) > WINDOW_BYTES:
+        if _num_bytes(samples_read) > WINDOW_BYTES:
             return cls.CUT
         return cls.SHARD_END if cursor.segment.count is None else cls.FULL
 
@@ -218,11 +218,11 @@ class ShardReader:
         self._open(url, failure, cursor)
         is_last = False
         while not is_last:
-            raws = yield from self._read_window(cursor)
-            end = WindowEnd.of(cursor, raws)
+            samples_read = yield from self._read_window(cursor)
+            end = WindowEnd.of(cursor, samples_read)
             needs_others = end is WindowEnd.CUT and cursor.is_partly_in_segment
             if end is not WindowEnd.FULL:
-                cursor.resize(len(raws))
+                cursor.resize(len(samples_read))
             if needs_others:
                 # The smaller window has another order, so other samples of it belong to the segment. Some of them may
                 # have been skipped: read the window again.
@@ -230,7 +230,7 @@ class ShardReader:
                 self._skip(cursor.start)
                 continue
             missing = RawSample.missing(url, failure.reason or "missing_from_shard", failure.detail or url)
-            samples = [raws[i] if i < len(raws) else missing for i in cursor.sample_order]
+            samples = [samples_read[i] if i < len(samples_read) else missing for i in cursor.sample_order]
             is_last = not cursor.advance()
             if end is WindowEnd.SHARD_END:
                 is_last = True
@@ -238,22 +238,22 @@ class ShardReader:
             while self._outgoing.items:
                 yield self._next_outgoing()
             self._outgoing = Window.of(epoch, segment, samples)
-            del raws, samples  # so that a sample that is given out leaves the memory
+            del samples_read, samples  # so that a sample that is given out leaves the memory
 
     def _read_window(self, cursor: WindowCursor) -> Generator[Given, None, list[RawSample]]:
         """Read and return the samples of the current window, up to WINDOW_BYTES. Gives out earlier ones meanwhile."""
-        raws = []
+        samples_read = []
         num_bytes = 0
         for raw in islice(self._raw_samples, cursor.size):
             self._store.poll()
-            raws.append(raw)
+            samples_read.append(raw)
             num_bytes += raw.num_bytes
-            yield from self._make_room(num_bytes)
+            yield from self._drain_early(num_bytes)
             if num_bytes > WINDOW_BYTES or cursor.segment is self.abandoned:
                 break
-        return raws
+        return samples_read
 
-    def _make_room(self, bytes_read: int) -> Iterator[Given]:
+    def _drain_early(self, bytes_read: int) -> Iterator[Given]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
 
         `bytes_read`: bytes of the window that is being read. A call after each sample that is read spreads requests

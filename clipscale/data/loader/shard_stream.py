@@ -54,20 +54,20 @@ class WorkerSpec:
     transform: TrainTransform
     tokenizer: Callable[[list[str]], Tensor]  # captions -> tokens
     pad: int  # the padding token
-    end_is_pad: bool  # whether a caption ends with the padding token, too
+    eos_is_pad: bool  # whether a caption ends with the padding token, too
     selection: Selection
     start_of: dict[int, StreamPosition]  # id of each of the worker's shard streams -> its start
     share: BatchShare
     samples_per_report: int
 
-    def fits(self, caption: str) -> bool:
+    def fits_context(self, caption: str) -> bool:
         """Whether the whole caption fits the context. False if it fills the context: it may then have been cut off."""
         tokens = np.asarray(self.tokenizer([caption]))
         return int(self.lengths(tokens)[0]) < tokens.shape[1]
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
         """(N, T) -> (N,) int: the tokens of each caption, its end token among them."""
-        return lengths(tokens, self.pad, end_is_pad=self.end_is_pad)
+        return lengths(tokens, self.pad, eos_is_pad=self.eos_is_pad)
 
     def rows(self) -> list[np.ndarray]:
         """The rows that each stream fills, counted in the local batch. Rows outside this batch are another rank's."""
@@ -75,7 +75,7 @@ class WorkerSpec:
         return [np.array(self.share.rows(stream_id, count)) for stream_id in self.start_of]
 
 
-class DecodedSample(NamedTuple):
+class SampleAnnotations(NamedTuple):
     """What a decoded sample has beside its pixels."""
 
     # The sample's captions, then its hard negatives.
@@ -124,7 +124,7 @@ class ShardStream:
         reader = self._readers[0]
         return StreamPosition(reader.epoch, reader.index)
 
-    def next_sample(self, row: np.ndarray) -> DecodedSample:
+    def next_sample(self, row: np.ndarray) -> SampleAnnotations:
         """Write the next usable sample's pixels to `row`; returns the rest. Counts the samples that it skips.
 
         With weights, the next sample of the same source replaces a broken one. Raises UserError if the stream gives up.
@@ -149,7 +149,7 @@ class ShardStream:
                 self._forget_skipped()
                 return sample
 
-    def _decode(self, segment: Segment, item: RawSample, row: np.ndarray) -> DecodedSample | None:
+    def _decode(self, segment: Segment, item: RawSample, row: np.ndarray) -> SampleAnnotations | None:
         """Write a sample's pixels to `row`; returns the rest, or None if sample weights leave it out of this epoch.
 
         All its random numbers depend on its place alone. Raises BrokenSampleError.
@@ -172,7 +172,7 @@ class ShardStream:
         features = [teacher.of(item.members) for teacher in spec.shards.teachers]
         texts = [draw_part(text, part, rng, spec.fits_context) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
-        return DecodedSample(texts + negatives, sameness_key, features)
+        return SampleAnnotations(texts + negatives, sameness_key, features)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -240,17 +240,17 @@ def open_shard_stream(
     return ShardStream(spec, stream_id, readers, store, broken, set_status)
 
 
-def lengths(tokens: np.ndarray, pad: int, *, end_is_pad: bool = False) -> np.ndarray:
+def lengths(tokens: np.ndarray, pad: int, *, eos_is_pad: bool = False) -> np.ndarray:
     """(N, T) -> (N,) int: tokens of each caption up to the last that is not padding; 0 for an empty caption.
 
-    `end_is_pad`: the first token of the padding is the caption's end token, which counts.
+    `eos_is_pad`: the first token of the padding is the caption's end token, which counts.
     """
     counts = np.arange(1, tokens.shape[1] + 1)
     used: np.ndarray = np.where(tokens != pad, counts, 0).max(axis=1)
-    return np.minimum(used + 1, tokens.shape[1]) if end_is_pad else used
+    return np.minimum(used + 1, tokens.shape[1]) if eos_is_pad else used
 
 
-def ends_with_pad(empty: np.ndarray, other: np.ndarray, pad: int) -> bool:
+def eos_is_pad(empty: np.ndarray, other: np.ndarray, pad: int) -> bool:
     """Whether captions end with the padding token, given the tokens (T,) of an empty caption and of another one.
 
     An end token that is not the padding is the last other token of both.
@@ -312,7 +312,7 @@ class BatchFiller:
                 if is_own:
                     texts.update(zip(self._arena.layout.text_rows(row), sample.texts, strict=True))
                     slot["sameness_keys"][row] = sample.sameness_key
-                    for teacher, features in zip(self._spec.shards.teachers, sample.features, strict=True):
+                    for teacher, features in zip(self._spec.shards.teachers, sample.teacher_features, strict=True):
                         slot[teacher.member][row] = features
             if texts:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))

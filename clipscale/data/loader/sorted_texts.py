@@ -57,7 +57,7 @@ class SortedTexts(ChunkLoader):
         count: int,
         device: torch.device,
         *,
-        is_resident: bool,
+        stays_on_device: bool,
         has_equal_chunks: bool = False,
     ) -> None:
         """`tokens(start, stop)` blocks until those texts have arrived, `lengths()` until all have.
@@ -66,7 +66,7 @@ class SortedTexts(ChunkLoader):
         both: `SortedPairs` loads the images of the same chunks, which then come in few shapes; and graphs of the first
         chunks are kept, so none is larger than the measured one.
         """
-        super().__init__(self._read, count, device, is_resident=is_resident)
+        super().__init__(self._read, count, device, stays_on_device=stays_on_device)
         self._has_equal_chunks = has_equal_chunks
         self._tokens = tokens
         self._lengths = lengths
@@ -154,7 +154,7 @@ class SortedPairs(PairLoader):
             lambda start, stop: texts.gather_in_order(pixels(0, count), start, stop),
             count,
             texts.device,
-            is_resident=texts.resident_chunks is not None,
+            stays_on_device=texts.resident_chunks is not None,
         )
         super().__init__(images, texts)
         self.spans = texts.spans

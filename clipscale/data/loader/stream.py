@@ -23,7 +23,7 @@ from clipscale.data.filters import parse_selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, check_memory, create_arena
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.shard_stream import WorkerSpec, ends_with_pad, open_filler
+from clipscale.data.loader.shard_stream import WorkerSpec, eos_is_pad, open_filler
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
@@ -282,7 +282,7 @@ def open_stream(
     `image_size`: the side of the model's pictures in pixels. `gpu`: page-lock the batch memory. `free`: see
     `check_memory`. Raises UserError for settings or shards that cannot work.
     """
-    selection = parse_selection(config, takes_first=bool(shards.teachers))
+    selection = parse_selection(config, first_caption_only=bool(shards.teachers))
     empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
     pad = int(empty[-1])
     start = start_positions(shards, position, share)
@@ -299,7 +299,7 @@ def open_stream(
         transform=TrainTransform(image_size, config.augment),
         tokenizer=tokenizer,
         pad=pad,
-        end_is_pad=ends_with_pad(empty, other, pad),
+        eos_is_pad=eos_is_pad(empty, other, pad),
         selection=selection,
         start_of=start,
         share=share,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 # Chunks on the device at once: one that computes and one that is copied.
-AHEAD = 2
+CHUNKS_ON_DEVICE = 2
 # Small chunks on the device at once. They compute quickly, so there are more: the device needs work while the host
 # begins the next tower.
-SMALL_AHEAD = 4
+SMALL_CHUNKS_ON_DEVICE = 4
 # A chunk of at most this many bytes is small.
 SMALL_BYTES = 8 << 20
 
@@ -51,23 +51,23 @@ class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
     `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies have their own stream,
-    and at most AHEAD chunks, or SMALL_AHEAD small ones, are on the device. So its memory does not grow with the batch.
-    With `is_resident`, every chunk stays on the device for the second pass.
+    and at most CHUNKS_ON_DEVICE chunks, or SMALL_CHUNKS_ON_DEVICE small ones, are on the device. So its memory does not
+    grow with the batch. With `stays_on_device`, every chunk stays on the device for the second pass.
     """
 
     def __init__(
-        self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, is_resident: bool
+        self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, stays_on_device: bool
     ) -> None:
         self.read = read
         self.count = count
         self.device = device
         # The chunks that stay on the device; None if none does.
-        self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if is_resident else None
+        self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if stays_on_device else None
         self.copy_stream = shared_copy_stream(device) if device.type == "cuda" else None
         # One event for each chunk on the device. The compute stream records it before the chunk's copy begins. Once it
         # has completed, the kernels of all earlier chunks have run.
         self.events: deque[torch.cuda.Event] = deque()
-        self.ahead = AHEAD
+        self.most_on_device = CHUNKS_ON_DEVICE
 
     def __len__(self) -> int:
         return self.count
@@ -89,11 +89,11 @@ class ChunkLoader:
             return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)
         self.events.append(compute.record_event())
-        while len(self.events) >= self.ahead:
+        while len(self.events) >= self.most_on_device:
             self.events.popleft().synchronize()
         with torch.cuda.stream(self.copy_stream):
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
-        self.ahead = SMALL_AHEAD if chunk.nbytes <= SMALL_BYTES else AHEAD
+        self.most_on_device = SMALL_CHUNKS_ON_DEVICE if chunk.nbytes <= SMALL_BYTES else CHUNKS_ON_DEVICE
         compute.wait_stream(self.copy_stream)
         # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)

@@ -40,15 +40,15 @@ MAX_COUNTED_BYTES = 2**26
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan_at_most: float = math.inf) -> Counts:
-    """The number of samples of each shard, or of its samples in a subset; None if unknown. See `known_shards`."""
-    return _counts_of(known_shards(urls, subset, scan_at_most=scan_at_most))
+    """The number of samples of each shard, or of its samples in a subset; None if unknown. See `shard_entries`."""
+    return _counts_of(shard_entries(urls, subset, scan_at_most=scan_at_most))
 
 
 def _counts_of(entries: Sequence[index.IndexEntry | None]) -> Counts:
     return [None if entry is None else entry.samples for entry in entries]
 
 
-def known_shards(
+def shard_entries(
     urls: Sequence[str], subset: Subset | None = None, *, scan_at_most: float = math.inf
 ) -> list[index.IndexEntry | None]:
     """The entry of each shard, or of its samples in a subset, from the indexes; None if unknown. Warns of shards that
@@ -57,7 +57,7 @@ def known_shards(
     Also reads the shards that no index has, if they are at most `scan_at_most` and all local, and writes their counts
     to an index in the user's cache. In a damaged shard the samples before the damage count.
     """
-    state = index.lookup(urls, subset)
+    state = index.read_entries(urls, subset)
     if state.stale:
         problem = f"the index of {len(state.stale)} of {len(urls)} shards is out of date (first: {min(state.stale)})"
         log.warning(f"{problem}: they have changed; run `clipscale data index` again")
@@ -84,7 +84,7 @@ def known_shards(
                 entries[url] = outcome._replace(offsets=None)
         # Another process may have written an entry since the look-up: such a shard is not scanned again.
         if since := [url for url in unknown if url not in entries]:
-            entries |= index.lookup(since, subset).entries
+            entries |= index.read_entries(since, subset).entries
     damaged = [url for url in urls if url in entries and entries[url].reason]
     if damaged:
         first = f"{damaged[0]}, {why_damaged(damaged[0], entries[damaged[0]])}"
@@ -103,7 +103,7 @@ def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None
     if not urls or config.weights is not None or config.order == "resampled":
         return None
     subset = subset_of(config)
-    entries = index.lookup(urls, subset).entries
+    entries = index.read_entries(urls, subset).entries
     unknown = [url for url in urls if url not in entries]
     with suppress(OSError, SourceError):  # the run warns of a shard that cannot be read, and goes on
         if len(unknown) > SCAN_AT_MOST or sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
@@ -160,7 +160,7 @@ def build_order(
     if config.order == "epochs":
         scan_at_most = math.inf
     subset = subset_of(config)
-    counts, expected, damage = on_rank0(lambda: _counted(urls, known_shards(urls, subset, scan_at_most=scan_at_most)))
+    counts, expected, damage = on_rank0(lambda: _counted(urls, shard_entries(urls, subset, scan_at_most=scan_at_most)))
     known_counts = [count for count in counts if count is not None]
     unknown = len(urls) - len(known_counts)
     if not unknown and not sum(known_counts):

@@ -71,7 +71,7 @@ class IndexEntry(NamedTuple):
     detail: str = ""
     # For a subset: the sum of the samples' weights, which is their number in an average epoch.
     weight: float | None = None
-    # Its samples' offsets, by `pack`; None for subsets, and in the entries of `lookup`.
+    # Its samples' offsets, by `pack`; None for subsets, and in the entries of `read_entries`.
     offsets: bytes | None = None
 
     @property
@@ -111,7 +111,7 @@ def query(path: Path, question: str, values: Sequence[object] = ()) -> Iterator[
         log.warning("%s: the index cannot be read (%s); continuing without it", path, error)
 
 
-class KnownShards(NamedTuple):
+class IndexedShards(NamedTuple):
     """The indexes' entries for shards."""
 
     # Valid entries, by the shards' addresses.
@@ -125,7 +125,7 @@ class KnownShards(NamedTuple):
         return [url for url, entry in self.entries.items() if not entry.version.endswith(RULE_MARK)]
 
 
-def lookup(urls: Sequence[str], subset: Subset | None = None) -> KnownShards:
+def read_entries(urls: Sequence[str], subset: Subset | None = None) -> IndexedShards:
     """Read the indexes' entries for these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
@@ -148,7 +148,7 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> KnownShards:
                     entries.setdefault(url, entry)
                 else:
                     changed[url] = None
-    return KnownShards(entries, [url for url in changed if url not in entries])
+    return IndexedShards(entries, [url for url in changed if url not in entries])
 
 
 def _states(paths: Sequence[str]) -> list[ObjectState | None]:

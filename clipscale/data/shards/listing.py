@@ -23,7 +23,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.addresses import as_path, basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnRank0, in_this_process
 from clipscale.data.shards.requests import UNKNOWN_HOST
-from clipscale.data.shards.store import look_up
+from clipscale.data.shards.store import probe_objects
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
         log.warning("%s", line)
     remote = [url for url in urls if scheme_of(url) in SCHEMES]
     asked = remote[:: -(-len(remote) // MAX_CHECKED_URLS) or 1]
-    failed = look_up(asked)
+    failed = probe_objects(asked)
     missing = [url for url, error in failed.items() if error.reason in ("missing_shard", UNKNOWN_HOST)]
     if missing:
         problem = f"{len(missing)} of {len(asked)} shards do not exist (first: {missing[0]}, {failed[missing[0]]})"
@@ -254,10 +254,10 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
 def check_answers(url: str) -> None:
     """Ask for some object below a pattern or folder: a listing may take minutes, also of a server that answers.
 
-    Raises SourceError for an unknown host, and as `look_up`.
+    Raises SourceError for an unknown host, and as `probe_objects`.
     """
     some = PATTERN.split(url, maxsplit=1)[0].rstrip("/") + "/0.tar"
-    error = look_up([some], f"a first answer, before {url} is listed").get(some)
+    error = probe_objects([some], f"a first answer, before {url} is listed").get(some)
     if error and error.reason == UNKNOWN_HOST:
         raise error
 

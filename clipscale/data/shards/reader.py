@@ -257,7 +257,7 @@ class OpenShard:
             if is_kept_json:
                 sample.json_bytes = content
         if dotted and size_limits:
-            sample.note_cut_names(dotted, size_limits)
+            sample.note_dotted_extensions(dotted, size_limits)
         sample.num_bytes = self.archive.offset - self.counted_until + sample.link_bytes
         self.counted_until = self.archive.offset
 

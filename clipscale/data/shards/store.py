@@ -122,7 +122,7 @@ def _wait_until(until: float, store: Store) -> None:
         remaining_s = until - time.monotonic()
 
 
-def look_up(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
+def probe_objects(urls: Sequence[str], awaited: str = "") -> dict[str, SourceError]:
     """Request a byte of each object, all at once. Returns the errors of those that cannot be read.
 
     After ANNOUNCE_S a line says that `awaited` is waited for. Raises LoaderError if no request is answered, and

@@ -12,8 +12,8 @@ from clipscale.data.sample import (
     KEY_RULE,
     MAX_TEXT_BYTES,
     BrokenSampleError,
-    cut_pictures,
-    held_names,
+    dotted_names_message,
+    dotted_pictures,
     json_fields,
     visible_text,
 )
@@ -68,10 +68,10 @@ def lost_pairs(url: str, captions: Sequence[str]) -> str:
         for key, members in islice(Archive(*open_archive(source)).samples(), MAX_LOOKED_AT):
             names = [member.extension for member in islice(members, MAX_LOOKED_AT)]
             stems = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in sources}
-            cut = cut_pictures(names)
+            cut = dotted_pictures(names)
             if cut and (any(name.rpartition(".")[0] in stems for name in cut) or not {*names} & {*IMAGE_TYPES}):
                 dotted = [name for name in names if "." in name]
-                return f"pairs of {basename(url)} are not read: {key} {held_names(dotted)}"
+                return f"pairs of {basename(url)} are not read: {key} {dotted_names_message(dotted)}"
     return ""
 
 

@@ -30,7 +30,7 @@ from clipscale.models.weights.descriptions import (
 )
 from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
 from clipscale.models.weights.shapes import misfit, shapes_of
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import described_values, is_run, run_folder
 from clipscale.run_folder.records import settings_of_run
 
@@ -276,7 +276,7 @@ def _in_run(folder: Path, origin: str, key: str) -> Source:
     """The weights of a checkpoint. `folder`: the checkpoint, or a run, whose newest one is taken; its best one if the
     key is `best`."""
     if (folder / "checkpoints").is_dir():
-        folder = locate(folder, "best" if key == "best" else "latest")
+        folder = find_checkpoint(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
     with files.damage_to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
         trained = ModelConfig.of(described_values(folder)["model_config"])

@@ -16,7 +16,14 @@ from clipscale.data.addresses import basename
 from clipscale.data.filters import parse_selection, sample_name
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture import Picture
-from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, cut_pictures, held_names, image_bytes, size_limits_of
+from clipscale.data.sample import (
+    IMAGE_TYPES,
+    BrokenSampleError,
+    dotted_names_message,
+    dotted_pictures,
+    image_bytes,
+    size_limits_of,
+)
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.subset import subset_of
@@ -39,8 +46,8 @@ class Findings:
     # Reason -> the first such sample, and what is wrong with it.
     examples: dict[str, str] = field(default_factory=dict)
     # Pictures that are not read, because their names have further dots, and the first sample with such.
-    cut_pictures: int = 0
-    cut_example: str = ""
+    dotted_pictures: int = 0
+    dotted_example: str = ""
     # Why the shard could not be read to its end; empty if it could.
     damage: str = ""
 
@@ -66,8 +73,9 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
         rows.append(("samples in an epoch", f"{sum(shard.weight for shard in shards):.1f}", "by data.sample_weights"))
     if not samples and not damaged:
         rows.append(("no sample", "", RULE))
-    if cut := sum(shard.cut_pictures for shard in shards):
-        rows.append(("pictures not read", str(cut), next(shard.cut_example for shard in shards if shard.cut_example)))
+    if cut := sum(shard.dotted_pictures for shard in shards):
+        example = next(shard.dotted_example for shard in shards if shard.dotted_example)
+        rows.append(("pictures not read", str(cut), example))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
     show(TextTable(("", "", ""), rows + damaged))
     return int(not samples or bool(damaged) or not all(reason.startswith("filter_") for reason in broken))
@@ -85,9 +93,10 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             continue
         findings.samples += 1
         findings.bytes += sample.num_bytes
-        if cut := cut_pictures(sample.cut_names):
-            findings.cut_pictures += len(cut)
-            findings.cut_example = findings.cut_example or f"{sample_name(sample)} {held_names(sample.cut_names)}"
+        if cut := dotted_pictures(sample.dotted_extensions):
+            findings.dotted_pictures += len(cut)
+            if not findings.dotted_example:
+                findings.dotted_example = f"{sample_name(sample)} {dotted_names_message(sample.dotted_extensions)}"
         try:
             if sample.error:
                 raise BrokenSampleError(sample.error, sample.detail)

@@ -26,7 +26,7 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     urls = expanded(sources)
     subset = subset_of(DataConfig(only_keys=settings.only_keys, sample_weights=settings.sample_weights))
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
-    entries = index.lookup(urls, subset).entries.values()
+    entries = index.read_entries(urls, subset).entries.values()
     samples = sum(entry.samples for entry in entries)
     size = sum(entry.size for entry in entries)
     print_line(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")

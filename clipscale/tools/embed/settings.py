@@ -11,7 +11,7 @@ from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
 from clipscale.config.setting import setting
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run
 
 # The features of a sample, in the order of a row.
@@ -54,5 +54,5 @@ def check_embed(config: EmbedConfig) -> Path | None:
 
     local_shards(config.data)
     if folder:
-        locate(folder, config.which)
+        find_checkpoint(folder, config.which)
     return folder

@@ -9,7 +9,7 @@ from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
 from clipscale.config.setting import setting
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run
 
 
@@ -38,4 +38,4 @@ def check_explore(config: ExploreConfig) -> None:
 
     open_embedded_set(Path(folders[0]).expanduser())
     if run:
-        locate(run, config.which)
+        find_checkpoint(run, config.which)

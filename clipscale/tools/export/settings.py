@@ -8,7 +8,7 @@ from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.eval import RunModel
 from clipscale.config.setting import setting
-from clipscale.run_folder.chosen_checkpoint import locate
+from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run
 
 
@@ -41,4 +41,4 @@ def check_export(settings: ExportSettings) -> None:
     """Raises UserError without a run, for a checkpoint that is missing, and for a folder that cannot be written."""
     if settings.out:
         check_writable(Path(settings.out).expanduser(), "out")
-    locate(existing_run(settings.run), settings.which)
+    find_checkpoint(existing_run(settings.run), settings.which)

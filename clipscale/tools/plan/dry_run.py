@@ -260,7 +260,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
     precision.cast_frozen_(model.image, model.text)
     chunk_sizes = ChunkSizes(1, 1, "")
     if isinstance(model.decoder, LeanDecoder):
-        model.decoder.takes_wanted = False
+        model.decoder.accepts_label_mask = False
     try:
         samples_repeat(config.data)
     except UserError:  # a plan needs no file of sample weights

@@ -28,9 +28,9 @@ from clipscale.tools.plan.step_memory import (
     PHASES,
     TOWERS,
     HostMemory,
-    PerTower,
+    StepEstimate,
     StepMemory,
-    StepModel,
+    TowerPair,
     host_memory,
     outside_torch,
 )
@@ -42,7 +42,7 @@ class SecondPasses:
     """Which chunks of a step have a second pass."""
 
     # Chunks of each tower whose graphs are kept.
-    kept: PerTower
+    kept: TowerPair
     # The share of each tower's inputs that are encoded twice.
     replayed_share: list[float]
     # Operations of all passes.
@@ -78,7 +78,7 @@ class Prediction:
             self.free = self.usable - self.workspace - self.outside
 
     @cached_property
-    def chunk_sizes(self) -> PerTower:
+    def chunk_sizes(self) -> TowerPair:
         """The sizes that are set. An `auto` size is assumed: `auto_chunk` of assumed.yaml, halved until passes fit."""
         fixed = [*self.config.cache.sizes]
         rows = (self.local_batch, self.local_batch * self.dry_run.texts_per_sample)
@@ -90,14 +90,14 @@ class Prediction:
             sizes = (fixed[0] or size, fixed[1] or size)
             if all(fixed) or size == 1:
                 return sizes
-            memory = StepModel(self.dry_run, self.local_batch, sizes).memory()
+            memory = StepEstimate(self.dry_run, self.local_batch, sizes).memory()
             if max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return sizes
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        step = StepModel(self.dry_run, batch, self.chunk_sizes)
+        step = StepEstimate(self.dry_run, batch, self.chunk_sizes)
         budget = self.config.cache.keep_bytes
         if budget is None:  # takes a share of the memory that is free before the step
             if self.gpu:
@@ -137,7 +137,7 @@ class Prediction:
         num_fitting = bisect(sizes, False, first, end, key=lambda size: not self.fits(size))
         return sizes[num_fitting - 1] * self.config.ranks if num_fitting else 0
 
-    def second_passes(self, step: StepModel, memory: StepMemory) -> SecondPasses:
+    def second_passes(self, step: StepEstimate, memory: StepMemory) -> SecondPasses:
         """The chunks that the step encodes twice, and the operations of all its passes."""
         counts = zip(self.dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
@@ -163,7 +163,7 @@ class Prediction:
         config = self.config
         memory = self.memory(self.local_batch)
         host = self.host_memory(self.local_batch, memory)
-        step = StepModel(self.dry_run, self.local_batch, self.chunk_sizes)
+        step = StepEstimate(self.dry_run, self.local_batch, self.chunk_sizes)
         second = self.second_passes(step, memory)
         min_seconds, time = step_time(
             config,

@@ -21,7 +21,7 @@ PHASES = ("encode", "loss", "replay", "optim")
 # Bytes of each number of a feature.
 FEATURE = 4
 # One number for the image and one for the text tower: rows, chunk sizes, or kept graphs.
-PerTower = tuple[int, int]
+TowerPair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepMemory:
 
     before: dict[str, float]  # live bytes at the start of each phase
     peak: dict[str, float]  # of each part of a phase: "encode image", "loss", ... A frozen tower has no "replay"
-    kept: PerTower = (0, 0)  # chunks whose graphs are kept
+    kept: TowerPair = (0, 0)  # chunks whose graphs are kept
     kept_images: int = 0  # images whose outputs of a frozen image tower a captioner keeps
 
     def phase(self, name: str) -> float:
@@ -42,15 +42,15 @@ class StepMemory:
         return max(self.peak.values())
 
 
-class StepModel:
+class StepEstimate:
     """The memory of a step of `batch` samples on a rank: of each pass, the loss and the update, beyond what is live as
     it begins."""
 
-    def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower) -> None:
+    def __init__(self, dry_run: DryRun, batch: int, chunks: TowerPair) -> None:
         self.dry_run = dry_run
         self.batch = batch
         # Whether pixels and tokens stay on the device.
-        self.is_resident = dry_run.config.offload == "none"
+        self.stays_on_device = dry_run.config.offload == "none"
         # Rows of pictures and of texts; for a captioner rows of pairs, and 0.
         self.rows = batch, 0 if dry_run.trains_captioner else batch * dry_run.texts_per_sample
         # Rows of a chunk.
@@ -78,7 +78,7 @@ class StepModel:
             for count, share, chunk in zip(self.counts, replayed_share, self.passes)
         )
 
-    def memory(self, kept: PerTower = (0, 0), kept_images: int = 0) -> StepMemory:
+    def memory(self, kept: TowerPair = (0, 0), kept_images: int = 0) -> StepMemory:
         """Add up the parts. `kept`: chunks whose graphs stay until their tower's second pass. `kept_images`: images
         whose outputs stay."""
         dry_run = self.dry_run
@@ -116,7 +116,7 @@ class StepModel:
         """Bytes that stay from a tower's first pass to its second one: features, kept graphs, inputs and weights."""
         memory = self.dry_run.memory
         size = features
-        if self.is_resident:
+        if self.stays_on_device:
             size += self.rows[tower] * self.dry_run.row_bytes[tower]
         size += memory.gathered[tower].held
         if not self.only_chunk[tower]:
@@ -138,7 +138,7 @@ class StepModel:
         kept_images = min(self.batch, int(budget // size)) if size else 0
         return self.memory(self.kept(budget - kept_images * size), kept_images)
 
-    def kept(self, budget: float) -> PerTower:
+    def kept(self, budget: float) -> TowerPair:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image_graph, text_graph = (chunk.graph for chunk in self.passes)
         images = num_that_fit(budget, self.counts[0], image_graph)

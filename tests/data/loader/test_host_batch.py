@@ -78,7 +78,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
     options = {"workers": 1, "shard_streams": 1, "timeout_s": 50.0, "tokenizer": Gated(tmp_path)}
     with open_stream(shard, batch=128, side=SIDE, **options) as stream:
         batch = stream.next_batch()
-        rows = ChunkLoader(batch.pixels, len(batch), torch.device("cpu"), is_resident=False)
+        rows = ChunkLoader(batch.pixels, len(batch), torch.device("cpu"), stays_on_device=False)
         cache = GradCache([encode], lambda features: features.square().sum(), chunks=32)
         assert torch.isfinite(cache.step(rows))
 

@@ -26,7 +26,7 @@ def test_chunks_stay_on_the_device_only_if_they_are_resident(resident: bool, rea
         spans.append((start, stop))
         return rows[start:stop]
 
-    chunks = ChunkLoader(read, 10, torch.device("cpu"), is_resident=resident)
+    chunks = ChunkLoader(read, 10, torch.device("cpu"), stays_on_device=resident)
     for span in ((0, 6), (6, 10), (0, 6), (6, 10)):
         assert chunks.chunk(*span).tolist() == [*range(*span)]
     assert len(spans) == reads and len(chunks) == 10
@@ -51,7 +51,7 @@ def test_three_small_chunks_are_copied_ahead_and_one_large_one(
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: compute)
     monkeypatch.setattr("torch.cuda.stream", lambda _: nullcontext())
     rows = [Mock(**{"to.return_value.nbytes": size}) for size in sizes]
-    chunks = ChunkLoader(lambda start, _: rows[start], len(sizes), torch.device("cuda"), is_resident=False)
+    chunks = ChunkLoader(lambda start, _: rows[start], len(sizes), torch.device("cuda"), stays_on_device=False)
     for number in range(1, len(sizes) + 1):
         chunks.chunk(number - 1, number)
     assert waited == waits

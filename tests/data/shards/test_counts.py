@@ -51,16 +51,16 @@ def test_a_shard_that_another_process_has_counted_meanwhile_is_known(
 ) -> None:
     """Two runs on the same new data start at once, and share the cache."""
     urls = [str(path) for path in write_shards(tmp_path, [3, 5])]
-    lookup = index.lookup
+    read_entries = index.read_entries
     looks = []
 
-    def look(urls: Sequence[str], subset: Subset | None = None) -> index.KnownShards:
+    def look(urls: Sequence[str], subset: Subset | None = None) -> index.IndexedShards:
         looks.append(urls)
-        known = lookup(urls, subset)
+        known = read_entries(urls, subset)
         if len(looks) == 1:  # the other process writes its entry after this look
             count_samples([urls[1]])
         return known
 
-    monkeypatch.setattr(index, "lookup", look)
+    monkeypatch.setattr(index, "read_entries", look)
     order = build_order(DataConfig(), urls, None, BatchShare(1, 0, 1), 0)
     assert isinstance(order, Epochs) and order.counts == (3, 5)

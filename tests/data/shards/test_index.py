@@ -88,7 +88,8 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     assert [s.key for s in read(paths[0], offsets=index.sample_offsets)[0]] == ["a", "b"]
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     assert count_samples(urls[:1]) == [2]
-    assert count_samples(urls, scan_at_most=0) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
+    assert count_samples(urls, scan_at_most=0) == [2, 5]
+    assert not index.read_entries(urls).stale, "counted at every start"
     assert open_stream(tmp_path, batch=4).epoch_samples == 7
 
 
@@ -99,7 +100,7 @@ def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path) ->
     urls = [str(paths[number]) for number in (4, 0, 2, 3, 4, 1)]
     write_tar(paths[2], sample("x"))
     assert count_samples(urls, scan_at_most=0) == [4, 3, None, 2, 4, 5]
-    assert index.lookup(urls).stale == [str(paths[2])]
+    assert index.read_entries(urls).stale == [str(paths[2])]
 
 
 def test_a_few_shards_without_an_index_are_counted_among_any_number(

@@ -140,7 +140,7 @@ def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counte
     """Eight pairs of one key were one sample. The others are read with its offsets. `data index` renews it."""
     path = write_tar(tmp_path / "0.tar", [*sample("a"), *named("jpg txt " * 8), *sample("b")])
     dict(index.update_indexes([str(path)]))
-    (entry,) = index.lookup([str(path)]).entries.values()
+    (entry,) = index.read_entries([str(path)]).entries.values()
     offsets = index.unpack(index.scan_shard(str(path)).offsets or b"")
     with index._writing(tmp_path / index.INDEX_FILE) as base:
         old = (entry.version.removesuffix(index.RULE_MARK), 3, index.pack(offsets[[0, 1, 9, 10]].tolist()))

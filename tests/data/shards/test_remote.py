@@ -230,7 +230,7 @@ def test_with_another_signature_an_address_has_the_same_index_and_features(tmp_p
     with serving(Signed(tmp_path)) as web:
         url = f"{web.url}/{path.name}"
         dict(index.update_indexes([f"{url}?signature=a/b"]))
-        assert index.lookup([f"{url}?signature=c//d"]).entries[f"{url}?signature=c//d"].samples == 3
+        assert index.read_entries([f"{url}?signature=c//d"]).entries[f"{url}?signature=c//d"].samples == 3
         assert notes_beside(f"{url}?signature=c//d") == {"teacher": {}}
 
 

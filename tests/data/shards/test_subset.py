@@ -129,7 +129,8 @@ def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypat
     (full / "1.tar").write_bytes((full / "2.tar").read_bytes())
     assert count() == 30
     file.write_text("2-00\n2-01\n2-02\n2-03\n")
-    assert count() == 8 and index.lookup([str(full / "2.tar")], subset_of(DataConfig(only_keys=str(file)))).entries
+    assert count() == 8
+    assert index.read_entries([str(full / "2.tar")], subset_of(DataConfig(only_keys=str(file)))).entries
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_an_epoch_is_as_long_as_the_weights_of_the_samples_that_are_there(tmp_pa
     assert count_if_quick(config, urls) == 22
     assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     make_index([str(full)], IndexSettings(sample_weights=file))
-    assert [entry.expected for entry in index.lookup(urls, subset_of(config)).entries.values()] == [16, 6]
+    assert [entry.expected for entry in index.read_entries(urls, subset_of(config)).entries.values()] == [16, 6]
     assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     assert count_if_quick(config, urls) == 22
 

@@ -20,7 +20,7 @@ from clipscale.cli.main import main as command
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import EvalConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.shards.index import lookup, update_indexes
+from clipscale.data.shards.index import read_entries, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.launch import local
 from clipscale.run_folder.paths import path_of
@@ -73,7 +73,7 @@ def start_of_an_index(config: TrainConfig) -> dict:
         time.sleep(60)
 
     with mock.patch("clipscale.data.shards.index.local_state", silent):
-        lookup(urls)
+        read_entries(urls)
     return {}
 
 
@@ -105,7 +105,7 @@ def started(config: TrainConfig, main: str, output: Path, check_plan: Callable[[
         local.launch(config, main, check_plan=check_plan)
     except StoppedError as stopped:
         os.write(2, f"{stopped}\n".encode())
-        os._exit(128 + stopped.number)
+        os._exit(128 + stopped.signum)
 
 
 @pytest.mark.parametrize(

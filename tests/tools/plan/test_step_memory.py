@@ -9,7 +9,7 @@ from clipscale.common import files
 from clipscale.config.train_config import TrainConfig
 from clipscale.tools.plan.dry_run import dry_run
 from clipscale.tools.plan.memory_tracker import ROUND
-from clipscale.tools.plan.step_memory import PHASES, StepMemory, StepModel
+from clipscale.tools.plan.step_memory import PHASES, StepEstimate, StepMemory
 from tests.support.cases import slow_but
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import measured, measured_config, measured_on_a_rank
@@ -24,7 +24,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     """A step with what `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        return StepModel(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_bytes or 0)
+        return StepEstimate(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_bytes or 0)
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
@@ -71,7 +71,7 @@ def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: i
     """It keeps a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = measured_config(**CASES[name] | {"batch": 96})
     with dry_run(config, 1, None) as run:
-        model = StepModel(run, 96, (16, 16))
+        model = StepEstimate(run, 96, (16, 16))
         budget = int(share * 6 * sum(each.graph for each in model.passes))
         step = model.within(budget)
     config = replace(config, cache=replace(config.cache, keep=str(budget)))
