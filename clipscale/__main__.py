@@ -1,9 +1,9 @@
-"""The program: `python -m clipscale` is `clipscale`."""
+"""`python -m clipscale`: the same program as the command `clipscale`."""
 
 import signal
 import sys
 
-# Signals that a scheduler sends to a job, or a terminal that is closed.
+# Signals from a scheduler, or from a terminal that closes.
 SIGNALS_OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # timm imports it, and it leaves folders in TMPDIR
@@ -16,7 +16,7 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, before)
     status = run()
-    for number in SIGNALS_OF_SCHEDULERS:  # the interpreter's end takes a while: the status stays what it is
+    for number in SIGNALS_OF_SCHEDULERS:  # a signal while the interpreter exits must not change the status
         signal.signal(number, signal.SIG_IGN)
     return status
 

@@ -1,4 +1,4 @@
-"""Loads the trained model of a run, or the one that any weights are of. Above `models/`, which knows no run."""
+"""Loads the trained model of a run, or the model of any weights. It is not in `models/`, which knows no run."""
 
 from collections.abc import Callable
 from dataclasses import replace

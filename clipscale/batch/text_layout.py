@@ -21,7 +21,7 @@ class TextLayout:
         return self.captions + self.negatives
 
     def rows_of(self, image: int, num_images: int) -> list[int]:
-        """The rows of an image's captions, and then those of its hard negatives."""
+        """The rows of an image's captions, and then of its hard negatives."""
         first_caption = image * self.captions
         first_negative = num_images * self.captions + image * self.negatives
         return [

@@ -103,7 +103,7 @@ def read_meta(path: Path) -> Meta:
 
 
 def decoded(node: dict[str, object]) -> object:
-    """What `values_text` has encoded as this dictionary; any other dictionary as it is. Raises ValueError."""
+    """Decode a dictionary that `values_text` has made of a value; return any other one unchanged. Raises ValueError."""
     match node:
         case {"base64": str(text)} if len(node) == 1:
             return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
@@ -116,7 +116,7 @@ def decoded(node: dict[str, object]) -> object:
 
 
 def check_form(meta: Mapping[str, object]) -> None:
-    """Raise ValueError for the values of a meta.json that are not those of `Meta`."""
+    """Raise ValueError for a meta.json whose values do not have the types of `Meta`."""
     files = meta.get("files")
     are_sums = isinstance(files, dict) and all(isinstance(sums, list) and len(sums) == 2 for sums in files.values())
     if not are_sums or not isinstance(meta.get("values"), dict):

@@ -60,7 +60,7 @@ class RestrictedReader(dcp.FileSystemReader):
         with to_user_error(f"checkpoint {path} is damaged or not a checkpoint"):
             check_inside(path / ".metadata", path)
             with (path / ".metadata").open("rb") as file:
-                metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
+                metadata = MetadataUnpickler(file).load()  # damaged bytes may raise any exception
             for name in {stored.relative_path for stored in metadata.storage_data.values()}:
                 check_inside(path / name, path)
         return metadata

@@ -69,7 +69,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
         if resume == "auto":
             if not is_fetched and not (run / METRICS).exists():  # the start will drop lines of later steps
                 copy_records(store, DirFileSystem(str(run), LOCAL))
-            restore_best(store, in_store, run)  # in every start: the one that fetched the newest may have been killed
+            restore_best(store, in_store, run)  # at every start: an earlier one may have been killed before this
     return is_fetched
 
 
@@ -118,7 +118,7 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
                 with fetched_checkpoint(store, path, run) as temporary:
                     temporary.replace(run / path)
                 log_line(f"{path.name}, the best by checkpoint.best={goal}, is restored from checkpoint.copy, too")
-    except Exception as error:  # each library behind fsspec has its own
+    except Exception as error:  # each library behind fsspec raises exceptions of its own
         log_warning(f"checkpoint.copy: {name} could not be fetched and remains only there ({one_line(error)})")
 
 

@@ -98,7 +98,7 @@ class Saver:
         `wait` it raises UnwritableError.
         """
         self._wait_or_warn(goes_on=not wait)
-        if torch.__version__ < "2.13":  # there a stager works only once
+        if torch.__version__ < "2.13":  # before 2.13 a stager works only once
             self._stager = self._new_stager()
         step = state.step
         values, tensors = split_tensors(state.tree())
@@ -106,7 +106,7 @@ class Saver:
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
-        ignore_warning_of_one_process()  # the filter also holds in the thread that writes
+        ignore_warning_of_one_process()  # the filter also applies in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
             storage_writer=ChecksumWriter(self._temporary(step), values_text(values), partial(self.commit, step)),

@@ -113,7 +113,7 @@ class CheckpointUploader:
                 self._copy(open_store(self.address, announce=False))
                 self.problem = ""
                 reported = None
-            except Exception as error:  # each library behind fsspec has its own
+            except Exception as error:  # each library behind fsspec raises exceptions of its own
                 self.problem = one_line(error)
                 if type(error) is not reported and not self.is_abandoned:
                     log_warning(f"checkpoint.copy: {self.problem}; the run continues")

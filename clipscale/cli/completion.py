@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def escape(text: str) -> str:
-    """The text with a backslash before each character that a shell reads."""
+    """The text with a backslash before each character that a shell interprets."""
     return re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 

@@ -116,7 +116,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
         values[key] = value
         before = key
     if "epochs" in declared and values.keys() & {"samples", "epochs", "stages"}:
-        values.setdefault("samples", "null")  # what is typed replaces an experiment's length, in whatever unit
+        values.setdefault("samples", "null")  # a typed length replaces an experiment's, in any unit
         values.setdefault("epochs", "null")
     for key, value in values.items():
         if key in texts or (key in groups and (sweep or "," not in value)):
@@ -199,7 +199,7 @@ def quote(text: str) -> str:
 def settings(name: str, words: Sequence[str], config_dir: str | None = None, *, in_sweep: str = "") -> Any:
     """The settings of a verb: its defaults, conf/ and Hydra's overrides `words`. Raises UserError for any mistake.
 
-    `in_sweep`: the name of the run's folder in that of its sweep.
+    `in_sweep`: the name of the run's folder in its sweep's folder.
     """
     verb = VERBS[name]
     if config_dir and not Path(config_dir).is_dir():
@@ -259,13 +259,12 @@ def is_in_dictionary(key: str, config: type) -> bool:
 
 
 def with_lists(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The fields of settings, with lists in the place of tuples, which OmegaConf 2.4 allows no other value."""
+    """The fields of settings, with tuples as lists: OmegaConf 2.4 lets no other value replace a tuple."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
 def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """The values of the presets of optimizer and loss that are typed beside an experiment. They count more than its
-    own."""
+    """The values of the presets of optimizer and loss that are typed beside an experiment. They override its own."""
     typed_words = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -289,7 +288,7 @@ def demo_folder() -> str:
     return str(user_folder())
 
 
-with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the OmegaConf after 2.4 will change
+with warnings.catch_warnings(action="ignore"):  # about changes in Hydra 1.5 and after OmegaConf 2.4
     OmegaConf.register_new_resolver("demo", demo_folder, replace=True)
     OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 

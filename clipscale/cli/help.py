@@ -105,7 +105,7 @@ def describe(declared: Iterable[Setting]) -> None:
 
 
 def shown(default: object) -> str:
-    """A default as one types it; empty if there is none. A list of one value is that value."""
+    """A default as a user types it; empty if there is none. A list of one value is that value."""
     if isinstance(default, list) and len(default) == 1:
         return as_typed(default[0])
     return "" if default in (None, "", [], {}) else as_typed(default)

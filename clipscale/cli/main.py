@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     words = [word for word in asked if word not in ("-h", "--help")]
     if "help" in words[1:3]:
         words.remove("help")
-    asks_for_help = words != argv  # a word was taken out
+    asks_for_help = words != argv  # a word that asks for help was removed
     if asks_for_help or not words or help.begins_several(words):
         help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
     if line.cfg:
         clear()
         if verb.conf == "train":
-            print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
+            print("# @package _global_")  # so that the output can be saved as an experiment for --config-dir
         print(to_yaml(settings), end="", flush=True)
     arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
 
 
 def load_main(name: str) -> Callable[..., object]:
-    """The function of a verb. A signal during its imports has its line, as one during its work has."""
+    """The function of a verb. A signal during its imports is answered with a line, as during its work."""
     with exit_on_signal():
         if name in IMPORT_TORCH:
             announce_task("loading torch", error=True)

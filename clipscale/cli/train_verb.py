@@ -144,7 +144,8 @@ def result_written(folder: str) -> int | None:
 def starts_again(key: str, typed: object) -> bool:
     """Whether a complete run starts again for a setting that differs from those it was trained with.
 
-    The weights complete what the model's settings leave open. A copy at another address has yet to be made.
+    A model's setting without a value is no difference: the weights have filled it in. A new `checkpoint.copy` is one:
+    the copy has yet to be made.
     """
     if key.startswith("model."):
         return typed not in (None, "", {})
@@ -190,7 +191,7 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     try:
         return launch_and_plan(config, isolated=isolated)
     except StoppedError as stopped:
-        if not advice and result_written(config.run) not in (None, earlier_result):  # it came when all was done
+        if not advice and result_written(config.run) not in (None, earlier_result):  # the signal came too late
             return read_result(Path(config.run) / RESULT)
         if not advice and has_checkpoint(config):
             own = f"continue with {shlex.quote(f'run={config.run}')} resume=auto"

@@ -16,7 +16,7 @@ class UserError(Exception):
     a traceback and exits with `exit_status`. Control characters, such as newlines in the value, are escaped.
     """
 
-    # Of the command line.
+    # The exit status of the command line.
     exit_status = 2
 
     def __init__(self, message: object) -> None:

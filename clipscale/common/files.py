@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, names of new ones, and errors of files as one line."""
+"""Writes files whole or not at all, names new files, and turns errors of files into one line."""
 
 import fcntl
 import json
@@ -102,7 +102,7 @@ def sync(path: Path) -> None:
 
 
 def wait_until_visible(path: Path, size: int, within_s: float) -> bool:
-    """Wait at most so many seconds for a file of this size. Returns whether it is there.
+    """Wait at most this many seconds for a file of this size. Returns whether it is there.
 
     If another host has written it, a network file system may show the folder's earlier content for a while.
     """
@@ -177,9 +177,9 @@ def parse_yaml(text: str) -> Any:
     try:
         try:
             return yaml.load(text, YAML_LOADER)
-        except yaml.YAMLError:  # libyaml also refuses escapes of bytes that are no UTF-8, as names of files have them
+        except yaml.YAMLError:  # libyaml refuses escapes of bytes that are not UTF-8, as in names of files
             return yaml.safe_load(text)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # as of `!!bool x` and `!!timestamp x`
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # for `!!bool x` and `!!timestamp x`
         raise ValueError(one_line(error)) from error
 
 

@@ -14,9 +14,9 @@ from clipscale.common.text import did_you_mean
 
 # The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
-# What Linux says of the CPU.
+# Linux's description of the CPU.
 CPU_INFO = Path("/proc/cpuinfo")
-# A pass on a GPU takes at most so many pictures or captions: with more, attention kernels exceed the largest grid.
+# The most pictures or captions of a pass on a GPU: with more, attention kernels exceed the largest grid.
 MAX_SEQUENCES = 2**15
 
 

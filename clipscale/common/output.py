@@ -36,7 +36,7 @@ def ignore_output_errors() -> None:
     """From now on, an error of printing does not end this process: a run is worth more than its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # otherwise it was replaced already, or by a test
+        if stream is getattr(sys, f"__{name}__"):  # else it was replaced before, perhaps by a test
             with suppress(OSError):
                 stream.flush()
             raw: Any = _TolerantFile(stream.fileno(), "w", closefd=False)

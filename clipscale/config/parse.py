@@ -183,7 +183,7 @@ def removal_message(word: str, verb: str = "") -> str:
 
 
 def as_typed(value: object) -> str:
-    """A value as one types it on the command line."""
+    """A value as a user types it on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, dict):

@@ -113,7 +113,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What a sweeper of Hydra's, such as Optuna, learns of a run."""
+    """The result of each run that a sweeper of Hydra's, such as Optuna, gets."""
 
     metric: str = setting(
         "", "The result of each run that the sweeper gets, SET/METRIC as in `imagenet1k/top1`; empty: the last loss."
@@ -257,7 +257,7 @@ class DistillConfig:
     )
 
     def check(self) -> None:
-        """Raises UserError for teachers that are named twice, scales that are not theirs, and weights of 0."""
+        """Raises UserError for a teacher that is named twice, a wrong number of scales, and weights that are all 0."""
         if len({*self.teachers}) < len(self.teachers):
             raise UserError(f"distill.teachers={self.teachers}: name each teacher once")
         if self.teachers and self.scales is not None and len(self.scales) != len(self.teachers):
@@ -287,13 +287,13 @@ class SinkConfig:
         asked = os.environ.get("WANDB_MODE")
         if self.wandb == "disabled" or not asked:
             return self.wandb
-        mode = {"dryrun": "offline", "run": "online"}.get(asked, asked)  # wandb's earlier words
+        mode = {"dryrun": "offline", "run": "online"}.get(asked, asked)  # wandb's older names of these modes
         if mode not in WANDB_MODES:
             raise UserError(f"WANDB_MODE={asked} of the environment: choose {one_of(WANDB_MODES)}, or unset it")
         return mode
 
     def check(self) -> None:
-        """Raises UserError for another word of the environment."""
+        """Raises UserError for an unknown mode in the environment."""
         _ = self.wandb_mode
 
 
@@ -321,7 +321,7 @@ class EvalConfig:
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 
     def check(self) -> None:
-        """Raises UserError for evaluations of nothing."""
+        """Raises UserError for evaluations without sets."""
         if self.every and not self.has_sets:
             raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=FOLDER")
 

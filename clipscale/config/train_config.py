@@ -135,7 +135,7 @@ HARMLESS_BATCH_RATIO = 5.5
 
 
 def beyond_published(batch: int, samples: int | None) -> str:
-    """The warning for a batch far larger than the best one of published sweeps for a run of so many samples.
+    """The warning for a batch far larger than the best one of published sweeps for a run of this many samples.
 
     Empty if it is not, or if the number of samples is unknown.
     """

@@ -9,9 +9,9 @@ class Kind(NamedTuple):
 
     # Matches the first bytes of such a file.
     beginning: re.Pattern[bytes]
-    # The kind in messages.
+    # The name of the kind in messages.
     name: str
-    # The usual suffix of files that `data pack` counts by it, or names a converter for; else empty.
+    # The suffix by which `data pack` counts such files or finds their converter; empty for other kinds.
     suffix: str = ""
 
 

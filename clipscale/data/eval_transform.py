@@ -37,7 +37,7 @@ class EvalTransform:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
             image = rgb(open_picture(data))
-            if self.mode == "shortest":  # a picture one pixel wide grows by the square of its shorter side
+            if self.mode == "shortest":  # the longer side grows in proportion, so it needs a limit
                 check_pixels(self.image_size, self.image_size * max(image.size) // min(image.size))
             return np.ascontiguousarray(np.asarray(self.resized(image)).transpose(2, 0, 1))
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 class AgreedError(UserError):
     """An error that every rank raises, at the same place, so that a collective may follow. Only this module makes one.
 
-    `error`: that of the first rank which has one. Message and exit status are its own.
+    `error`: the first rank's error. Message and exit status are those of `error`.
     """
 
     def __init__(self, error: UserError) -> None:
@@ -106,7 +106,8 @@ def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
         problem = error
     for rank, error_of_rank in enumerate(world.all_gather_object(problem)):
         if error_of_rank:
-            raise_on_all_ranks(problem if problem and rank == world.rank else error_of_rank)  # its own has its cause
+            # This rank raises its own error, which has its cause, and not the copy that was sent.
+            raise_on_all_ranks(problem if problem and rank == world.rank else error_of_rank)
     return result
 
 

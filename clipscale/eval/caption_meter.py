@@ -21,7 +21,7 @@ from clipscale.models.captioner import PAD, WRITTEN_TOKENS, caption_losses, writ
 
 # Pairs with logits in memory at once. With 76 tokens and CLIP's vocabulary they take half a GB.
 PAIRS_AT_ONCE = 32
-# A report shows so many of a set's first usable pictures.
+# A report shows this many of a set's first usable pictures.
 MAX_SHOWN = 8
 
 
@@ -37,7 +37,7 @@ class ShownPicture(NamedTuple):
 
 @dataclass
 class CaptionMeter:
-    """Collects what a captioner makes of a set's pictures, each with its first caption, while they are encoded."""
+    """Collects a captioner's losses on a set's pictures, each with its first caption, while they are encoded."""
 
     encoder: EvalEncoder
     # The captions of each picture.

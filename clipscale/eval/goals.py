@@ -22,7 +22,8 @@ def check_goals(goals: Mapping[str, str], sets: Sequence[EvalSet], sizes: Sequen
 def check_goal(key: str, goal: str, labels: list[str], sized: list[str] | None = None) -> None:
     """Raise UserError for a SET/METRIC that means none or several of the evaluated `labels`. `key`: the setting's.
 
-    `sized`: the names of results by the first numbers of the features. They are meant only where no set itself is.
+    `sized`: the names of results by the first numbers of the features. They count only if no set itself has such a
+    name.
     """
     parsed = Goal.parse(key, goal)
     found = parsed.possible_sets(labels) or parsed.possible_sets(sized or [])

@@ -53,7 +53,7 @@ def work(config: EvalRunConfig) -> Results:
         wandb_mode = config.log.wandb_mode if world.is_rank0 else "disabled"
         if world.is_rank0:
             log_wandb_mode(config.log.wandb, wandb_mode)
-        model_settings = {} if run else {"model": asdict(config.model)}  # wandb has those of a run from its training
+        model_settings = {} if run else {"model": asdict(config.model)}  # wandb has a run's settings from its training
         with_tensorboard = world.is_rank0 and config.log.tensorboard
         with closing(open_sinks(folder, wandb_mode, with_tensorboard, model_settings)) as sinks:
             show_task("loading the model")

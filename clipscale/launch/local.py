@@ -64,7 +64,7 @@ TRAIN_FUNCTION = "clipscale.train:train"
 NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
 SHUTDOWN_S = 150
-# A worker that returns after a signal waits so many seconds for its launcher.
+# A worker that returns after a signal waits this many seconds for its launcher.
 ANSWER_WITHIN_S = 5.0
 # Signals that the launcher forwards to its workers.
 HANDLED = (*SIGNALS, signal.SIGQUIT)

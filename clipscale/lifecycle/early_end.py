@@ -70,7 +70,7 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
         if can_save_after(error, run):
             try:
                 run.save_at_once()
-            except (Exception, CheckpointException) as failure:  # what ended the run stays its end
+            except (Exception, CheckpointException) as failure:  # the run still ends with the first error
                 if is_main_rank() and str(failure) != str(error):
                     log_warning(f"the last completed steps are not saved ({one_line(failure)})")
         raise
@@ -112,8 +112,8 @@ def closing_all(*resources: Closable) -> Iterator[None]:
         yield
 
 
-def early_end_message(number: int, step: int) -> str:
+def early_end_message(signum: int, step: int) -> str:
     """The message of a run that a signal has ended."""
-    return stop_message(number) + (
+    return stop_message(signum) + (
         f" after step {step} and saved" if step else " before step 1 was complete: nothing is saved"
     )

@@ -84,7 +84,7 @@ class RunLock:
         make_folder(self.folder)
         file = (self.folder / LOCK).open("a+")
         is_locked = wait_for_flock(file, self.folder)
-        if self._removed(file):  # by a holder that has failed at its start
+        if self._removed(file):  # a holder that failed at its start has removed it
             file.close()
             self.acquire()
             return
@@ -116,7 +116,7 @@ class RunLock:
         if self.file:
             ours = self.has_made_folder and not self._removed(self.file)  # another run may have begun in its place
             if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", LOCK]:
-                with suppress(OSError):  # there is something in it
+                with suppress(OSError):  # the folder has other files
                     (self.folder / "checkpoints").rmdir()
                     (self.folder / LOCK).unlink()
                     self.folder.rmdir()

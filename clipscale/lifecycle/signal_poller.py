@@ -10,7 +10,7 @@ from typing import NamedTuple
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.lifecycle.stopping import SAME_CTRL_C_S, SignalError, effective_signal, handling_signals
 
-# Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
+# Seconds between two votes of the ranks. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
 # Calls of `poll` between two votes, at most.
 MAX_CALLS = 256

@@ -173,5 +173,5 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
             raise stop_in_context(error) or StoppedError(first.line(), first.signum) from None
         finally:
             first.end_work()
-    if first.signum:  # it came when the work had ended
+    if first.signum:  # the signal came after the work had ended
         raise StoppedError(first.line(), first.signum)

@@ -84,7 +84,7 @@ def lr_of_step(run_dir: Path, step: int) -> float | None:
 
 
 def read_evaluations(run_dir: Path) -> list[EvalRecord]:
-    """The contents of `eval/step_N.json`, by step. Files of other names, as of a copy, are not read."""
+    """The contents of `eval/step_N.json`, by step. Files of other names, such as copies, are not read."""
     records: list[tuple[int, EvalRecord]] = []
     for file in (run_dir / EVAL).glob("step_*.json"):
         if not re.fullmatch(r"step_\d+", file.stem):

@@ -139,7 +139,7 @@ class ProductCounter(TorchDispatchMode):
         self.times = 1
 
     def count_each(self, times: int, *_: object) -> None:
-        """From now on, count each product so many times. It is a hook of a module."""
+        """From now on, count each product this many times. It is a hook of a module."""
         self.times = times
 
     def __torch_dispatch__(

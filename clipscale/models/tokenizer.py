@@ -119,7 +119,7 @@ def _loaded(name: str, text: Record) -> AnyTokenizer:
             _check(made.encoder, text)
         made([""])
         return made
-    except Exception as error:  # the library of tokenizers raises no subclass
+    except Exception as error:  # the library of tokenizers raises Exception itself
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({one_line(error)}){lacks}") from error
 

@@ -96,6 +96,6 @@ def find_checkpoint(run: Path, which: str) -> Path:
     path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
     if not path.exists():
         raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
-    if path.resolve() not in [own.resolve() for own in checkpoints]:  # its results would replace those of the run
+    if path.resolve() not in [own.resolve() for own in checkpoints]:  # its results would replace the run's own
         raise UserError(f"checkpoint={which}: no checkpoint of {run}; give a step of it, or the other run=NAME")
     return path

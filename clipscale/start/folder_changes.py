@@ -66,8 +66,8 @@ def note_evaluation_and_copy(file: Path, settings: str) -> None:
 def open_run_log(resolved: ResolvedRun, schedule: Schedule, world: World) -> MetricLog:
     """Write config.yaml and env.json, drop the later lines of metrics.jsonl, and open it with the other sinks.
 
-    In a complete run's config.yaml only the evaluation and the address of the copy change. The other settings stay
-    those of the training.
+    In a complete run's config.yaml only the evaluation and the address of the copy change. The other settings stay as
+    they were in training.
     """
     if resolved.step >= schedule.end:
         note_evaluation_and_copy(resolved.folder / CONFIG, resolved.config_yaml)

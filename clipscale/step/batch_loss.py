@@ -75,8 +75,8 @@ class BatchLoss:
     def loss_of_pairs(
         self, features: Tensor, *, sameness_keys: Tensor | None = None, teacher_features: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The loss of features of images and captions side by side, (N, 2, D). The other arguments are those of a
-        call."""
+        """The loss of features of images and captions side by side, (N, 2, D). For the other arguments see
+        `__call__`."""
         images, texts = features.unbind(1)
         return self(
             images.contiguous(), texts.contiguous(), sameness_keys=sameness_keys, teacher_features=teacher_features

@@ -248,7 +248,7 @@ class TrainStep:
             )
 
     def sum_and_unscale_gradients(self) -> None:
-        """Sum the gradients of scale and bias over ranks, as the replay does with those of the towers. A collective.
+        """Sum the gradients of scale and bias over ranks, as the replay does for the towers. A collective.
 
         With fp16 also divide all gradients by the scale of the loss.
         """

@@ -33,7 +33,7 @@ def findings() -> Iterator[tuple[str, str]]:
         try:
             gpu = torch.cuda.get_device_properties(number)
             free, total = torch.cuda.mem_get_info(number)
-        except RuntimeError as error:  # as of a GPU in exclusive mode that another process has taken
+        except RuntimeError as error:  # raised for a GPU in exclusive mode that another process has taken
             first_line = str(error).partition("\n")[0]
             yield "problem", f"GPU {number} cannot be used: {first_line}"
             continue

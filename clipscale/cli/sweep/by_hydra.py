@@ -68,7 +68,7 @@ def train(sweep: Sweep, plugins: Plugins, jobs: Sequence[Job]) -> list[str]:
             call_hydra(Task(sweep, plugins, parent=os.getpid()), command_line(sweep, plugins))
     except LeaveSweepError as left:
         raise left.stopped from None
-    except UserError as error:  # Optuna's too: no run has a result
+    except UserError as error:  # Optuna also raises if no run has a result
         if isinstance(error, StoppedError) or not folder.failed():
             raise
         print_failure(error)
@@ -89,7 +89,7 @@ def prepare_slurm(launcher: DictConfig) -> None:
     """Set environment variables that submitit and Slurm read, here and in the jobs.
 
     Before its time limit a run then gets SIGTERM, at which it saves, instead of SIGUSR2. And srun gets --cpus-per-task.
-    Since Slurm 22.05 it does not take that over itself: a run and all its loaders would share one core.
+    Since Slurm 22.05 srun does not take it from the job: a run and all its loaders would share one core.
     """
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "TERM"
     if launcher.cpus_per_task:
@@ -139,7 +139,7 @@ class Task:
             ignore_output_errors()
         hydra_job = HydraConfig.get()
         words = [word.lstrip("+") for word in hydra_job.overrides.task]
-        GlobalHydra.instance().clear()  # it has composed the job
+        GlobalHydra.instance().clear()  # Hydra composed this job; the run composes its own settings
         name = folder_name(words, self.sweep.common)
         folder = JobFolder(self.sweep.folder)
         with folder.lock(name):
@@ -226,5 +226,5 @@ def stopping_jobs(folder: JobFolder, jobs: Sequence[Job], advice: str) -> Iterat
 
     with handling_signals(stop, lambda _: None):
         yield
-    if stopped:  # an import has swallowed it
+    if stopped:  # an import swallowed the exception
         raise stopped

@@ -47,10 +47,10 @@ class Plugins:
         """Words with defaults that suit runs, for the keys that the user has not typed. `metric`: `sweep.metric`."""
         low = not metric or Goal.parse("sweep.metric", metric).is_minimum
         suitable = {
-            # a run may be requeued as often as its time limit ends it: it goes on where it was
+            # requeue a run each time that its time limit ends it: it continues from its checkpoint
             "hydra.launcher.max_num_timeout": 1000,
             "hydra.sweeper.direction": "minimize" if low else "maximize",
-            # a run that fails ends nothing but itself
+            # a failed run ends no other run
             "hydra.sweeper.max_failure_rate": 1.0,
             # the same command again proposes the same values: those runs are complete
             "hydra.sweeper.sampler.seed": 0,

@@ -62,7 +62,7 @@ class Layout:
         return self.samples * self.text_layout.texts_per_sample
 
     def text_rows(self, sample: int) -> list[int]:
-        """The rows of a sample's captions, and then those of its hard negatives."""
+        """The rows of a sample's captions, and then of its hard negatives."""
         return self.text_layout.rows_of(sample, self.samples)
 
     def slot_arrays(self) -> dict[str, ArraySpec]:

@@ -217,7 +217,7 @@ class TrainStream:
             if not self._defers_failures:
                 raise
             return
-        except Exception as error:  # even at a bug of the loader the run saves its steps, and ends
+        except Exception as error:  # after a bug of the loader, too, the run saves its steps and ends
             self.failure = LoaderError(f"the data loader failed: {error!r}")
             print_failure("the data loader failed", "".join(traceback.format_exception(error)))
             if not self._defers_failures:

@@ -51,8 +51,8 @@ THREADS = 16
 MIN_PARALLEL_SHARDS = 16
 
 
-# Follows the version in an entry that was made by today's rule of what a sample is. An earlier rule took repeated
-# members of a key for one sample, and no links.
+# Stands after the version in an entry made by the present rule of what a sample is. The rule before it took repeated
+# members of a key for one sample, and ignored links.
 RULE_MARK = " #2"
 
 

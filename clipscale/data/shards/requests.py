@@ -33,7 +33,7 @@ NO_ANSWER = "no_answer"
 UNKNOWN_HOST = "unknown_host"
 # The exceptions of aiohttp and botocore for a server that cannot be found.
 _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
-# HTTP statuses that may pass.
+# HTTP statuses of failures that may pass.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 # HTTP statuses of a redirect.
 _MOVED = {301, 302, 303, 307, 308}
@@ -96,7 +96,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
         raise TransientError(NO_ANSWER, f"no answer of {stop - start} bytes within {seconds:.3g} s") from error
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library raises exceptions of its own
         if type(error).__name__ in NO_CREDENTIALS:
             raise no_credentials(f"data.train: {bucket_of(url)}", error) from error
         reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"

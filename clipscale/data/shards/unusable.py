@@ -1,4 +1,4 @@
-"""Says why samples of a shard are not usable, and which setting helps."""
+"""Explains why samples of a shard are not usable, and names the setting that helps."""
 
 import re
 from collections import Counter

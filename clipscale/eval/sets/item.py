@@ -65,7 +65,7 @@ class ImageRef(NamedTuple):
 
 
 def without_frame(data: bytes, width: int) -> bytes:
-    """The picture without a red frame of so many pixels, uncompressed. Without red corners it is returned as it is.
+    """The picture without a red frame of this many pixels, uncompressed. Without red corners it is returned as it is.
 
     Raises BrokenSampleError.
     """

@@ -4,7 +4,7 @@
     sources.py          value of `model.weights` -> `Source`: a file, a folder, a run's checkpoint, a tag of open_clip
     descriptions.py     configuration beside the weights -> open_clip's description of the model
     hugging_face.py     the same for transformers' CLIP and SigLIP, by the table hugging_face.yaml
-    key_styles.py       keys in the file -> keys of the model, whatever wraps them
+    key_styles.py       keys in the file -> keys of the model, without their wrappers
     shapes.py           shapes in the file -> what does not fit the model, before torch is loaded; by shapes.yaml
     adapters.py         PEFT's adapters -> merged into the weights that they change
     renaming.py         transformers' keys -> open_clip's, and back for an export

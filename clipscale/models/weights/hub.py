@@ -30,9 +30,9 @@ def check_connection(model: ModelConfig) -> None:
         except LocalEntryNotFoundError:
             try:
                 server.model_info(repository, timeout=PATIENCE_S)
-            except HfHubHTTPError:  # the server answers; loading the weights will explain
+            except HfHubHTTPError:  # the server answers; loading the weights will explain the error
                 continue
-            except Exception as error:  # each library that connects has its own
+            except Exception as error:  # each library that connects raises exceptions of its own
                 raise UserError(
                     f"{repository} is not on this machine, and cannot be fetched: {server.endpoint} has no answer; "
                     "download it elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"

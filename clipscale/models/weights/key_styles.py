@@ -1,7 +1,7 @@
-"""Finds a model's weights in a file by their keys, whatever wrappers and trainers put around and into them.
+"""Finds a model's weights in a file by their keys, also where wrappers and trainers have added to the keys.
 
-A key style is a way to call a model's weights: open_clip's, OpenAI's (open_clip's without `text.`), transformers', or
-one of these for a tower alone. A key in a file may have a prefix (`module.`, `student.`) and inserted segments
+A key style is a naming scheme of a model's weights: open_clip's, OpenAI's (open_clip's without `text.`), transformers',
+or one of these for a tower alone. A key in a file may have a prefix (`module.`, `student.`) and inserted segments
 (`_orig_mod`). Without them it is the canonical key of a style. `models/weights/__init__.py` has an example. Imports
 nothing heavy.
 """
@@ -295,7 +295,7 @@ def _match_style(keys: Iterable[str], style: KeyStyle) -> _StyleMatch:
 def _keys_in_towers(keys: Iterable[str], style: KeyStyle, wrappings: Collection[Wrapping]) -> dict[str, str]:
     """Key in the file -> key in the full model, for all that is in a tower once the wrappings are taken off.
 
-    That includes keys that the style lacks, as of a classifier.
+    That includes keys that the style lacks, such as a classifier's.
     """
     prefixes = sorted({wrapping.prefix for wrapping in wrappings}, key=len, reverse=True)
     inserted = {segment for wrapping in wrappings for segment in wrapping.inserted}

@@ -235,7 +235,7 @@ def fit_positions(weights: Weights, model: nn.Module) -> list[str]:
 
 
 def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Module, class_tokens: int) -> Tensor:
-    """Position embeddings of patches (bicubic) or tokens (linear) in another number, as by open_clip and timm.
+    """Position embeddings of patches (bicubic) or tokens (linear) in another number, as open_clip and timm do it.
 
     positions: (..., T, W). shape: of the result; the same width. Other positions are returned as they are. The
     positions of an image tower's prefix tokens stay, and those of a text tower's last `class_tokens` tokens.

@@ -151,7 +151,7 @@ def resolve_architecture(
 def with_trained_architecture(config: ModelConfig, run: Path) -> ModelConfig:
     """The settings with the architecture of a run that has checkpoints. Raises UserError where it cannot be read.
 
-    config.yaml has that of the whole run: a checkpoint's pictures may have the size of its stage.
+    config.yaml has the whole run's: a checkpoint's pictures may have the size of its stage.
     """
     trained = None
     with suppress(UserError, *files.DAMAGED_OR_FOREIGN):
@@ -263,7 +263,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
         wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
     elif match.matched:  # else open_clip may know the names
         if config.is_captioner:
-            ours.pop("visual.proj", None)  # of CLIP's, another width
+            ours.pop("visual.proj", None)  # CLIP's projection has another width
         wrong = misfit(ours, comparable(description), sections, match.unmatched)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")

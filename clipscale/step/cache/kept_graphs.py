@@ -1,6 +1,6 @@
 """Kept graphs: which chunks keep their graph from the first pass, so that they need no second pass, and in what memory.
 
-With `keep_bytes` a number of bytes, so many graphs as fit:
+With `keep_bytes` a number of bytes, as many graphs are kept as fit:
 
 first step at a chunk size   `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the
                              first pass all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`)

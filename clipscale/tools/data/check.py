@@ -82,7 +82,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:
-    """Decode the shard's samples as training does. With `most`, only the first so many."""
+    """Decode the shard's samples as training does. `most`: only this many of the first samples."""
     findings = Findings()
     problem = ReadFailure()
     chosen = parse_selection(config)

@@ -71,7 +71,7 @@ def check_rebuilt_by_open_clip(model: ClipModel, config: ModelConfig) -> None:
         reference = encoders_of(details).visual
     try:
         reference.load_state_dict(model.image.encoder.state_dict(), assign=True)
-    except RuntimeError as error:  # of another shape
+    except RuntimeError as error:  # for weights of another shape
         name = details["vision_cfg"].get("timm_model_name", config.name)
         raise UserError(
             f"run: open_clip builds {name} at its own size, not at model.image_size={config.image_size}; "

@@ -116,7 +116,7 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     settings = dict(flat(settings_of_run(run)))
     results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
-    was_evaluated = note["weights"] in WEIGHTS  # an average was not
+    was_evaluated = note["weights"] in WEIGHTS  # an average of weights was not evaluated
     results = with_start(results_by_step.get(note["step"], {}) if was_evaluated else {}, results_by_step.get("0", {}))
     scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")

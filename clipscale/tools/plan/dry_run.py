@@ -330,7 +330,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     if config.trains_captioner:
         assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
-    sorts_captions = False  # more memory, and so safe, where the tokenizer cannot be had
+    sorts_captions = False  # takes more memory, so it is safe where the tokenizer is missing
     with suppress(UserError, OSError):
         sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
     runtime = DryRunRuntime(capability, ranks_to_simulate(exchange, world_size, ranks_of_node), ranks_of_node)

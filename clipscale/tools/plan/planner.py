@@ -230,7 +230,7 @@ def first_fitting(remedies: Iterable[Remedy], gpu: Hardware | None, dry_run: Dry
     """The first remedy with which the run fits; None if there is none. `dry_run`: without it, each has its own."""
     for remedy in remedies:
         config = remedy.config
-        with suppress(UserError):  # it does not go together with the run
+        with suppress(UserError):  # raised for a remedy that the run's other settings exclude
             check_sizes(config.cache.sizes, local_batch_of(config), config.data.text_layout.texts_per_sample)
             with nullcontext(dry_run) if dry_run else open_dry_run(config, gpu) as known:
                 if Prediction(config, gpu, known).fits(local_batch_of(config)):

@@ -20,7 +20,7 @@ SAME_SIZE = math.log(1.6)
 # A chip reaches at most this many times the share of its peak that was measured on another chip.
 MAX_SHARE_RATIO = 1.2
 
-# Seconds in which a host issues one operation of torch, at least: the dispatcher and a launch take 5 to 8 us.
+# The least seconds that a host needs to issue one operation of torch: the dispatcher and a launch take 5 to 8 us.
 LAUNCH_S = 6e-6
 # The estimate needs a model with this many operations in a sample's forward pass: a tenth of the smallest known
 # model's. A smaller one waits for the launches of its kernels.

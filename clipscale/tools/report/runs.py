@@ -30,7 +30,7 @@ class Run:
     records: list[StepRecord]
     evaluations: list[EvalRecord]
     rows: list[Record]
-    # Setting -> its value as one types it.
+    # Setting -> its value as a user types it.
     settings: dict[str, str]
     # A line with the newest scores and the published ones; empty if none are published.
     expected: str

@@ -54,7 +54,7 @@ def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
         data = cell_bytes(place, most + 1) if isinstance(place, Cell) else bytes_at(place, most + 1)
     except BrokenSampleError:
         raise
-    except Exception as error:  # each scheme's library has its own
+    except Exception as error:  # each scheme's library raises exceptions of its own
         raise BrokenSampleError("unreadable_file", str(error)) from error
     if not isinstance(data, bytes):
         raise BrokenSampleError("no_image")

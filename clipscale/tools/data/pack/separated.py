@@ -18,7 +18,7 @@ from clipscale.data.sample import IMAGE_TYPES, MAX_TEXT_BYTES
 PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
 # A row of a table: values by column, of any type, since strangers write them.
 Row = dict[str, object]
-# Most lines of a value. Each line that opens a quote may make the reader look so many lines ahead.
+# Most lines of a value. The reader may look this many lines ahead for each line that opens a quote.
 MAX_LINES = 200
 # The number of first lines that show how a table names pictures.
 FIRST_LINES = 100

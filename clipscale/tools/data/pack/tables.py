@@ -110,7 +110,7 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
 
 
 def check_content(file: Path) -> None:
-    """Raises UserError for a table that is packed, or Excel's, whatever its name says."""
+    """Raises UserError for a compressed table, or Excel's, by its first bytes."""
     with file.open("rb") as start:
         kind = kind_of(start.read(PROBE_BYTES))
     if kind and kind.suffix in CONVERSIONS:

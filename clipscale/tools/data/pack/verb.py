@@ -209,7 +209,7 @@ def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> st
         target = without.get(text.stem)
         if target is not None and target != text.parent:
             origin = text.parent
-            while origin.name == target.name:  # a tree like that of the pictures
+            while origin.name == target.name:  # its folders have the names of the pictures' folders
                 origin = origin.parent
                 target = target.parent
             copied = f"cp -r {shlex.quote(f'{folder / origin}/.')} {shlex.quote(str(folder / target))}"
@@ -249,7 +249,7 @@ def remove_empty(out: Path, *, is_new: bool) -> None:
     """Remove the empty folders of a refused command, and its note if no part has one. `is_new`: it has made `out`."""
     folders = [out / name for name in ("parts", *PARTS.values()) if name]
     for folder in folders:
-        with suppress(OSError):  # there is something in it
+        with suppress(OSError):  # the folder has other files
             folder.rmdir()
     if not any(folder.exists() for folder in folders):
         if not any(out.rglob("*.tar")):
@@ -305,13 +305,14 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
 def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
     """Whether a pair is held out, by a hash of its group, or else of the picture's bytes.
 
-    So pairs with the same group or picture are on one side, whatever else the source holds.
+    So pairs with the same group or picture are on one side, and other pairs of the source do not matter.
     """
     return hash64(pair.group or data) < fraction * 2**64
 
 
 def captions_of(pair: Pair) -> list[str]:
-    """The captions of a pair. Raises BrokenSampleError for one that is left out, whatever its picture."""
+    """The captions of a pair. Raises BrokenSampleError for a pair that is unusable for another reason than its
+    picture."""
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
