@@ -1,4 +1,4 @@
-"""Words of open_clip and of earlier versions that are not settings: what each is answered, and the page about them."""
+"""Words of open_clip and of earlier versions that are not settings: the answer to each, and the page about them."""
 
 import re
 from argparse import ArgumentParser

@@ -1,4 +1,4 @@
-"""What a full disk refuses of a run's records waits in memory."""
+"""Records of a run that a full disk refuses wait in memory."""
 
 import resource
 from contextlib import closing

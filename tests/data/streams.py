@@ -1,4 +1,4 @@
-"""Opening a stream over test shards and reading what it gives."""
+"""Opens streams over test shards, and reads their batches."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The header of a usual JPEG is read without Pillow, and decides nothing that Pillow would not have decided."""
+"""The header of a usual JPEG is read without Pillow, and with the same result."""
 
 import io
 from collections.abc import Iterator

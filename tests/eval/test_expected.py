@@ -1,4 +1,4 @@
-"""What a preset's run should end with, beside its results."""
+"""A run's results are shown beside the results that its preset's source has published."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
+"""Every layout of evaluation sets is read, and unusable sets are refused with their reason."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""The runtime of a loss is the one of the place where it is called."""
+"""A loss uses the runtime that is current where it is called."""
 
 from datetime import timedelta
 

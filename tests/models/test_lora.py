@@ -1,4 +1,5 @@
-"""Adapters: nothing at first, peft's products when they are merged, and merged wherever a run's weights are read."""
+"""Adapters change nothing at first, equal peft's when they are merged, and are merged wherever a run's weights are
+read."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""A step of a whole run with keys, weights, sizes or teachers is one dense graph's."""
+"""A step of a whole run with keys, weights, sizes or teachers equals the step of one dense graph."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The loss of a run's batch: its weights, and parts of a feature that have hardly any length."""
+"""The loss of a run's batch: its weights, and truncated features of almost no length."""
 
 from contextlib import nullcontext
 

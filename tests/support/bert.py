@@ -1,4 +1,4 @@
-"""A small BERT of transformers in its folder, as Hugging Face has the large one."""
+"""A small BERT in a folder of transformers' layout, as Hugging Face stores the large one."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Python files as syntax trees, each parsed once in one of pytest's workers."""
+"""Python files as syntax trees. Each of pytest's workers parses a file once."""
 
 import ast
 from functools import cache

@@ -1,4 +1,4 @@
-"""Resuming: the same samples follow, whoever reads them, wherever the run was cut off, and little is read twice."""
+"""After a resume the same samples follow, for any readers and any place of interruption, and little is read twice."""
 
 from pathlib import Path
 from typing import Any

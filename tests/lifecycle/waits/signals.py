@@ -1,4 +1,4 @@
-"""Sends a signal to a run that waits, holds the time in which it is heard, and lets pictures not come."""
+"""Sends a signal to a run that waits, checks how soon the run reacts, and holds pictures back."""
 
 import os
 import signal

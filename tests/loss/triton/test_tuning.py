@@ -1,4 +1,4 @@
-"""Tiles are such as Triton compiles, on each architecture."""
+"""Triton compiles the chosen tiles on each architecture."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Folders of transformers: here its models have the features that they have there, and go back as they came."""
+"""Models of transformers have the same features here, and an export gives the same folders back."""
 
 import json
 import os

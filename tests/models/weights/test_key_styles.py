@@ -1,4 +1,4 @@
-"""The weights of the right model are found under any wrapper; others are told by their names."""
+"""The weights of the right model are found under any wrapper; other models are recognised by their keys."""
 
 import json
 import re

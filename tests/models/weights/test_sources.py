@@ -1,4 +1,4 @@
-"""Weights say which model they are: instead of a default, and against another that was chosen."""
+"""Weights decide the model: they replace a default one, and refuse another one that was chosen."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Kept graphs: as many chunks as fit skip their second pass. The gradient stays: see test_exactness.py."""
+"""Kept graphs: as many chunks as fit skip their second pass. test_exactness.py shows that the gradient stays."""
 
 import math
 import weakref

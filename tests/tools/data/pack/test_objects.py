@@ -1,4 +1,4 @@
-"""JSON is read in each of the forms that people have; of what is read in none, the line that is printed converts it."""
+"""JSON is read in every form that people use; for nested rows, the printed command makes a table of them."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""A Parquet table's pairs are read from whatever type their writers knew, and one bad cell is one pair."""
+"""A Parquet table's pairs are read from every type that writers use, and one bad cell costs one pair."""
 
 from collections.abc import Callable
 from datetime import datetime
