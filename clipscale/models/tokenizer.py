@@ -92,31 +92,31 @@ class Tokenizer:
         return text if len(text) <= most else " ".join(text.split())[:most]
 
 
-def tokenizer_of(name: str, text: Record) -> Tokenizer:
+def tokenizer_of(name: str, text_cfg: Record) -> Tokenizer:
     """The tokenizer that the `text_cfg` of an open_clip description asks for. `name`: the model's, for messages.
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
     """
-    return Tokenizer(partial(_loaded, name, text), context_length_of(text))
+    return Tokenizer(partial(_loaded, name, text_cfg), context_length_of(text_cfg))
 
 
-def context_length_of(text: Record) -> int:
+def context_length_of(text_cfg: Record) -> int:
     """The context length in tokens that a model's `text_cfg` gives."""
-    return int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
+    return int(text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 
-def _loaded(name: str, text: Record) -> AnyTokenizer:
-    options = dict(text.get("tokenizer_kwargs") or {})
-    source = text.get("hf_tokenizer_name")
+def _loaded(name: str, text_cfg: Record) -> AnyTokenizer:
+    options = dict(text_cfg.get("tokenizer_kwargs") or {})
+    source = text_cfg.get("hf_tokenizer_name")
     try:
         if source:
-            options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
+            options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
             with sanitised_copy(source) as folder:
-                made = HFTokenizer(folder, context_length_of(text), **options)
-                _check(made.tokenizer.get_vocab(), text, pads=made.tokenizer.pad_token is not None)
+                made = HFTokenizer(folder, context_length_of(text_cfg), **options)
+                _check(made.tokenizer.get_vocab(), text_cfg, pads=made.tokenizer.pad_token is not None)
         else:
             made = SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
-            _check(made.encoder, text)
+            _check(made.encoder, text_cfg)
         made([""])
         return made
     except Exception as error:  # the library of tokenizers raises Exception itself
@@ -124,13 +124,13 @@ def _loaded(name: str, text: Record) -> AnyTokenizer:
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({one_line(error)}){lacks}") from error
 
 
-def _check(vocabulary: dict[str, int], text: Record, *, pads: bool = True) -> None:
+def _check(vocabulary: dict[str, int], text_cfg: Record, *, pads: bool = True) -> None:
     """Raise ValueError for a tokenizer that cannot be used with a model of this `text_cfg`."""
     if not pads:
         raise ValueError("it has no pad_token; name one in its tokenizer_config.json")
-    vocab_size = text.get("vocab_size", VOCABULARY)
+    vocab_size = text_cfg.get("vocab_size", VOCABULARY)
     largest = max(vocabulary.values(), default=0)
-    if largest >= vocab_size and not text.get("hf_model_name"):
+    if largest >= vocab_size and not text_cfg.get("hf_model_name"):
         raise ValueError(f"its largest token is {largest}, and the model has {vocab_size}: it is another model's")
 
 

@@ -226,13 +226,13 @@ def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
     return encoders
 
 
-def _checked_context_length(text: Record, positions: int) -> int:
+def _checked_context_length(text_cfg: Record, positions: int) -> int:
     """The context length of a description. `positions`: how many the text tower has; towers of transformers often have
     more.
 
-    Raises ValueError if it has fewer.
+    Raises ValueError if there are fewer.
     """
-    length = context_length_of(text)
+    length = context_length_of(text_cfg)
     if 0 < positions < length:  # 0: any number, as T5 takes
         raise ValueError(f"text_cfg.context_length is {length}, and its text tower has {positions} positions")
     return length
@@ -248,14 +248,14 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     description_json = json.dumps(description, sort_keys=True, default=str)
     if description_json in USABLE_DESCRIPTIONS:
         return
-    vision = description["vision_cfg"]
-    text = description["text_cfg"]
-    pixels = torch.empty(1, 3, *to_2tuple(vision.get("image_size", IMAGE_SIZE)), device="meta")
+    vision_cfg = description["vision_cfg"]
+    text_cfg = description["text_cfg"]
+    pixels = torch.empty(1, 3, *to_2tuple(vision_cfg.get("image_size", IMAGE_SIZE)), device="meta")
     tokens = torch.empty(1, encoders.context_length, dtype=torch.long, device="meta")
     towers = []  # towers of open_clip's own classes
-    if "timm_model_name" not in vision:
+    if "timm_model_name" not in vision_cfg:
         towers.append(("image", encoders.visual, pixels))
-    if not text.get("hf_model_name"):
+    if not text_cfg.get("hf_model_name"):
         towers.append(("text", encoders.text, tokens))
     decoder_inputs: list[Tensor] = []
     for name, tower, inputs in towers:
