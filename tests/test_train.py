@@ -184,7 +184,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
     train(ten_step_config(demo, tmp_path / "run", precision=precision))
-    assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.15)
+    assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.02)  # 0.003 on a CPU; the curve falls by 0.9
 
 
 def diverging(demo: Path, run: Path, precision: str = "fp32", **optim: Any) -> TrainConfig:
