@@ -36,13 +36,11 @@ class Objective:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether it is the mean of a softmax over rows and the same over columns."""
-        return self.weights == (0.5, 0.5)
+        """Whether it is the mean of a softmax over rows and the same over columns.
 
-    @property
-    def can_mix_targets(self) -> bool:
-        """Whether `Distillation` can compute it together with the teachers' loss, as one softmax with mixed targets."""
-        return False
+        Then `Distillation` can compute it together with the teachers' loss, as one softmax with mixed targets.
+        """
+        return self.weights == (0.5, 0.5)
 
     @property
     def reads_hard_negatives(self) -> bool:
@@ -90,10 +88,6 @@ class Softmax(Objective):
 
     is_pairwise: bool = False
     has_kernels: bool = True
-
-    @property
-    def can_mix_targets(self) -> bool:
-        return self.is_symmetric
 
     def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())

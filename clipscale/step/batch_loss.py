@@ -25,7 +25,7 @@ class BatchLoss:
     shorter than MIN_LENGTH, they are divided by MIN_LENGTH.
 
     With teachers, each of these losses is w * contrastive + d * distillation; w and d are `distill_weights`. If the
-    objective `can_mix_targets`, one `distillation_loss` computes both.
+    objective `is_symmetric`, one `distillation_loss` computes both.
     """
 
     # The model, which has the logit scale and bias.
@@ -88,7 +88,7 @@ class BatchLoss:
         """The loss of features of one size."""
         if not teachers:
             return self._contrastive(images, texts, sameness_keys)
-        if OBJECTIVES[self.objective_name].can_mix_targets:
+        if OBJECTIVES[self.objective_name].is_symmetric:
             return self._distilled(images, texts, sameness_keys, teachers, self.distill_weights)
         pair_weight, teacher_weight = self.distill_weights
         terms = []
