@@ -17,7 +17,7 @@ from clipscale.common.text import did_you_mean
 from clipscale.config.eval import AnyModel
 from clipscale.config.libraries import needs_transformers
 from clipscale.config.parse import ALIASES
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import (
     MAX_SAMPLES,
     TrainConfig,
@@ -86,8 +86,8 @@ def check_without_torch(config: TrainConfig) -> None:
             log_warning(f"data.train: {holds}", error=True)
         elif lost := lost_pairs(shards[0], captions):
             log_warning(f"data.train: {lost}", error=True)
-        for stage in stages_of(config):
-            samples_of(stage, epoch_samples)
+        for stage_config in stage_configs_of(config):
+            samples_of(stage_config, epoch_samples)
 
 
 def check_resume(resume: str) -> None:

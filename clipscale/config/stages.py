@@ -87,17 +87,17 @@ Run = TypeVar("Run", bound=Staged)
 Settings = TypeVar("Settings", bound=Section)
 
 
-def stages_of(config: Run) -> list[Run]:
-    """The settings of each stage of a run. A run without stages has one, with its own settings."""
-    settings_of_stages = []
+def stage_configs_of(config: Run) -> list[Run]:
+    """The configuration of each stage of a run. A run without stages has one, with its own configuration."""
+    stage_configs = []
     for stage in config.stages:
-        settings = config
+        stage_config = config
         for key, name in STAGE_SETTINGS.items():
             value = getattr(stage, key)
             if value is not UNSET:
-                settings = with_setting(settings, name, value)
-        settings_of_stages.append(settings)
-    return settings_of_stages or [config]
+                stage_config = with_setting(stage_config, name, value)
+        stage_configs.append(stage_config)
+    return stage_configs or [config]
 
 
 def with_setting(config: Settings, name: str, value: object) -> Settings:

@@ -20,7 +20,7 @@ from clipscale.config.expected_bands import bands_of
 from clipscale.config.model import ModelConfig
 from clipscale.config.secrets import without_secrets
 from clipscale.config.setting import UNSET, Section, differences, setting
-from clipscale.config.stages import StageConfig, stages_of, total_samples
+from clipscale.config.stages import StageConfig, stage_configs_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
 # Epochs of a run without a length in its settings.
@@ -158,7 +158,7 @@ def beyond_published(batch: int, samples: int | None) -> str:
 
 def has_logit_bias(config: TrainConfig) -> bool:
     """Whether a stage of the run has a loss with a logit bias."""
-    return any(OBJECTIVES[stage.loss.objective].needs_bias for stage in stages_of(config))
+    return any(OBJECTIVES[stage_config.loss.objective].needs_bias for stage_config in stage_configs_of(config))
 
 
 def check_sigmoid(config: TrainConfig) -> None:
@@ -195,12 +195,12 @@ def check_across_sections(config: TrainConfig) -> None:
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
     total_samples(config)
     procs = config.launch.procs
-    for stage in stages_of(config):
-        check_divisible(stage.batch, procs or 1, f"launch.procs={procs} processes")
-        check_sigmoid(stage)
-        stage.schedule.check()
-        if stage.samples is not None:
-            samples_of(stage, None)
+    for stage_config in stage_configs_of(config):
+        check_divisible(stage_config.batch, procs or 1, f"launch.procs={procs} processes")
+        check_sigmoid(stage_config)
+        stage_config.schedule.check()
+        if stage_config.samples is not None:
+            samples_of(stage_config, None)
 
 
 def check_data(config: TrainConfig) -> None:

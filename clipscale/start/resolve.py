@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cpu_has_bf16
 from clipscale.config.model import ModelConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
-from clipscale.config.stages import Stage, stages_of
+from clipscale.config.stages import Stage, stage_configs_of
 from clipscale.config.train_config import TrainConfig, check_captioner, check_divisible, samples_of, to_yaml
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0
@@ -86,7 +86,7 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
-    stage_configs = stages_of(config)
+    stage_configs = stage_configs_of(config)
     stages = make_stages(config, stage_configs, world)
     step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)

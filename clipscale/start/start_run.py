@@ -8,7 +8,7 @@ from clipscale import checkpoint
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import show_task
 from clipscale.config.expected_bands import SOURCE, bands_of
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
@@ -118,7 +118,7 @@ def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
     return Evaluation(
         sets=sets,
         batch_size=config.eval.batch,
-        objective=stages_of(config)[-1].loss.objective,
+        objective=stage_configs_of(config)[-1].loss.objective,
         sizes=tuple(config.loss.sizes),
         uses_ema=config.eval.weights == "ema",
         facts={"precision": config.precision},

@@ -10,7 +10,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
 from clipscale.config.data import DataConfig
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig, batch_exceeds_data
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
@@ -33,8 +33,8 @@ def main(config: TrainConfig) -> None:
     """
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=completed_by_weights(config.model))
-    for stage in stages_of(config):
-        architecture(stage.model)
+    for stage_config in stage_configs_of(config):
+        architecture(stage_config.model)
     resumed = run_to_resume(config.run, config.resume)  # its checkpoint holds the weights
     model = config.model if resumed else completed_by_weights(config.model)
     sources = config.data.train or []
@@ -47,7 +47,7 @@ def main(config: TrainConfig) -> None:
         shards = sum(check_source(source, config.data) for source in sources)
         find_teachers(config.data, config.distill.teachers, config.distill.scales)
         epoch = count_if_quick(config.data, local_shards(config.data))
-        for warning in {batch_exceeds_data(stage, epoch) for stage in stages_of(config)} - {""}:
+        for warning in {batch_exceeds_data(each, epoch) for each in stage_configs_of(config)} - {""}:
             print_line(f"warning: {warning}", error=True)
         sets = len(load_chosen_sets(config.eval))
     if config.checkpoint.copy:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from clipscale.common.terminal import clear, print_line
 from clipscale.config.libraries import hidden_packages, unneeded_packages
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import stage_configs_of
 from clipscale.models.weights.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
@@ -18,13 +18,16 @@ def main(config: PlanConfig) -> int:
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.render import render
 
-    stages = stages_of(config)
-    results = [plan(stage) for stage in stages]
+    stage_configs = stage_configs_of(config)
+    results = [plan(stage_config) for stage_config in stage_configs]
     if config.json:
         clear()
         print(json.dumps({"stages": results} if results[1:] else results[0], indent=1))
     else:
-        pages = [render("page", **result, config=stage, here=here) for result, stage in zip(results, stages)]
+        pages = [
+            render("page", **result, config=stage_config, here=here)
+            for result, stage_config in zip(results, stage_configs)
+        ]
         for line in "\n".join(pages).splitlines():
             print_line(line)
     return 0 if all(result["fits"] for result in results) else 1

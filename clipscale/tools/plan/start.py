@@ -6,7 +6,7 @@ from clipscale.common.hardware import cores, gpu_here, hardware_of
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
-from clipscale.config.stages import stages_of
+from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import num_workers
 from clipscale.models.weights.sources import with_hub_architecture
@@ -29,6 +29,7 @@ def start_plan(config: TrainConfig) -> Record:
         from clipscale.tools.plan.render import render
 
     machine = {"model": model, "hardware": hardware, "gpus": num_workers(config), "host_memory": free_memory()}
-    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine))]
+    plan_config = PlanConfig(**vars(config) | machine)
+    plans = [plan(stage_config, search=False) for stage_config in stage_configs_of(plan_config)]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
     return {"fits": result["fits"], "lines": render("start", **result, cores_here=cores()).splitlines()}
