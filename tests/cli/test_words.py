@@ -100,7 +100,7 @@ def test_words_of_open_clip_are_answered(words: str, expected: str) -> None:
     assert answer(*words.split()).startswith(expected)
 
 
-# -- what earlier versions had -----------------------------------------------------------------------------------------
+# ---- what earlier versions had ----
 
 REMOVED = {name: version for version, names in ABSENT["removed"].items() for name in names}
 

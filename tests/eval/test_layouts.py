@@ -108,7 +108,7 @@ def test_labels_of_other_sets_are_not_imagenets(tmp_path: Path, name: str) -> No
     assert eval_set.classnames == ["stingray", "goldfinch"] and len(eval_set.templates) == 80
 
 
-# -- class folders -----------------------------------------------------------------------------------------------------
+# ---- class folders ----
 
 
 def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_of_a_folder_with_parts_the_held_out_one_is_evaluated(tmp_path: Path) ->
     assert (eval_set.name, eval_set.path.name) == ("imagenet/val", "val")
 
 
-# -- caption files -----------------------------------------------------------------------------------------------------
+# ---- caption files ----
 
 
 def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
             load_set(path)
 
 
-# -- sets that cannot be used ------------------------------------------------------------------------------------------
+# ---- sets that cannot be used ----
 
 
 def test_paths_that_are_no_set_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: 
     assert caption_ranks == (scores.argsort(dim=0, descending=True) == owner).int().argmax(0).tolist()
 
 
-# -- captions and pictures that repeat ---------------------------------------------------------------------------------
+# ---- captions and pictures that repeat ----
 
 
 def test_where_captions_repeat_a_perfect_model_is_perfect_and_another_is_not() -> None:

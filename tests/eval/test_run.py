@@ -197,7 +197,7 @@ def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
     assert tops[0] < tops[1], "one number of a colour does not tell all"
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# ---- files ----
 
 
 def test_results_are_saved_with_what_they_belong_to(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
     assert json.loads(file.path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# ---- several ranks ----
 
 
 def features_and_results(
@@ -267,7 +267,7 @@ def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shar
     assert steps(tmp_path / "run") == [1]
 
 
-# -- during training ---------------------------------------------------------------------------------------------------
+# ---- during training ----
 
 
 def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> None:

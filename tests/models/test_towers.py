@@ -82,7 +82,7 @@ def test_a_description_is_tried_when_the_model_is_built(part: str, words: dict[s
         build_model(ModelConfig("theirs", described))
 
 
-# -- tokenizers --------------------------------------------------------------------------------------------------------
+# ---- tokenizers ----
 
 
 @pytest.mark.parametrize("text", ["a red square", "  two \n circles" * 40, "x" * 300, "日本 " * 2000, "a\ud800b"])

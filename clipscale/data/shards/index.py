@@ -221,7 +221,7 @@ def _writing(path: Path, final_column: str = _OFFSETS) -> Iterator[sqlite3.Conne
         raise UserError(f"{path}: the index cannot be written ({error}); remove it, or make room") from error
 
 
-# -- scanning ----------------------------------------------------------------------------------------------------------
+# ---- scanning ----
 
 
 def scan_shard(url: str, subset: Subset | None = None) -> IndexEntry:

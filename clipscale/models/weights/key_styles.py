@@ -30,7 +30,7 @@ MAX_DEPTH = 4
 MAX_LISTED = 3
 
 
-# -- where weights are in a checkpoint ---------------------------------------------------------------------------------
+# ---- where weights are in a checkpoint ----
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ def _tensor_dictionaries(content: Mapping[str, object]) -> Iterator[tuple[str, d
         level = next_level
 
 
-# -- key styles --------------------------------------------------------------------------------------------------------
+# ---- key styles ----
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _style_of_tower(patterns: Iterable[str], prefixes: Sequence[str]) -> KeyStyl
     return KeyStyle(prefix_of, prefixes[-1])
 
 
-# -- the parts of a key in a file --------------------------------------------------------------------------------------
+# ---- the parts of a key in a file ----
 
 
 class Wrapping(NamedTuple):
@@ -205,7 +205,7 @@ def _canonical_keys(keys: Iterable[str], style: KeyStyle) -> dict[str, str]:
     return canonical
 
 
-# -- which keys are a model's ------------------------------------------------------------------------------------------
+# ---- which keys are a model's ----
 
 
 @dataclass(frozen=True)

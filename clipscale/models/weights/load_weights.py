@@ -118,7 +118,7 @@ def load_weights(encoders: CustomTextCLIP | CoCa, config: ModelConfig) -> None:
             copy_into(encoders, convert(read(source), encoders, source, prefix), source, prefix)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# ---- reading ----
 
 
 def read(source: Source) -> Weights:
@@ -254,7 +254,7 @@ def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Modu
     return rows.reshape(shape)
 
 
-# -- filling -----------------------------------------------------------------------------------------------------------
+# ---- filling ----
 
 
 def copy_into(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") -> None:

@@ -269,7 +269,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
 
 
-# -- where they are ----------------------------------------------------------------------------------------------------
+# ---- where they are ----
 
 
 def _in_run(folder: Path, origin: str, key: str) -> Source:

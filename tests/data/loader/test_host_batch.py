@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(
         open_stream(shard, batch=50, side=64, workers=workers)
 
 
-# -- overlap -----------------------------------------------------------------------------------------------------------
+# ---- overlap ----
 
 
 class Gated:
@@ -83,7 +83,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
         assert torch.isfinite(cache.step(rows))
 
 
-# -- page-locked memory ------------------------------------------------------------------------------------------------
+# ---- page-locked memory ----
 
 
 class Runtime:

@@ -160,7 +160,7 @@ def test_which_sample_and_which_of_its_texts_comes_when_is_pinned_down(tmp_path:
     assert [" ".join(texts(stream.next_batch())) for _ in range(4)] == case["texts"]
 
 
-# -- exact epochs ------------------------------------------------------------------------------------------------------
+# ---- exact epochs ----
 
 
 @settings(max_examples=4)
@@ -203,7 +203,7 @@ def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Pa
     assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [plain[i : i + 10] for i in range(0, 40, 10)]
 
 
-# -- which order -------------------------------------------------------------------------------------------------------
+# ---- which order ----
 
 
 def test_uncounted_local_shards_are_scanned_when_few(
@@ -217,7 +217,7 @@ def test_uncounted_local_shards_are_scanned_when_few(
     assert open_stream(tmp_path, batch=4).epoch_samples == 12
 
 
-# -- dirty data --------------------------------------------------------------------------------------------------------
+# ---- dirty data ----
 
 BROKEN = {
     "no_image": [("k.txt", b"words")],
@@ -269,7 +269,7 @@ def test_workers_leave_a_core_and_have_a_stream_each(
     assert worker_count(DataConfig(workers=workers), streams) == expected
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# ---- settings ----
 
 
 @pytest.mark.parametrize(

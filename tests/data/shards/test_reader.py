@@ -152,7 +152,7 @@ def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counte
     assert count_samples([str(path)]) == [10]
 
 
-# -- links -------------------------------------------------------------------------------------------------------------
+# ---- links ----
 
 
 SYMBOLIC = tarfile.SYMTYPE
@@ -294,7 +294,7 @@ def test_only_wanted_members_are_read(tmp_path: Path) -> None:
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3
 
 
-# -- what a shard holds of which nothing is usable ---------------------------------------------------------------------
+# ---- what a shard holds of which nothing is usable ----
 
 
 def members(picture_name: str, caption_name: str) -> Members:

@@ -113,7 +113,7 @@ def test_all_ranks_leave_when_one_is_late_and_either_is_asked(shards: str, tmp_p
         assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-# -- an evaluation -----------------------------------------------------------------------------------------------------
+# ---- an evaluation ----
 
 
 def evaluated(shards: str, tmp_path: Path, batch: int) -> TrainConfig:

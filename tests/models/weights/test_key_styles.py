@@ -152,7 +152,7 @@ def test_other_names_are_shown_beside_the_models_and_no_other_model_is_asked_for
     assert "another model" not in str(refused.value)
 
 
-# -- several sets of weights -------------------------------------------------------------------------------------------
+# ---- several sets of weights ----
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_names_itself_ends(tmp_path: Path) -> None:
     assert shapes_of([tmp_path / "w.pt"], "", "x") == {"a": (1,)}
 
 
-# -- PEFT --------------------------------------------------------------------------------------------------------------
+# ---- PEFT ----
 
 LORA = {"r": 2, "lora_alpha": 6, "peft_type": "LORA"}
 ADAPTED = "visual.transformer.resblocks.0.mlp.c_fc"
@@ -251,7 +251,7 @@ def test_adapters_of_an_unknown_factor_are_to_be_merged_first(
         resolve_architecture(config(weights=f"{tmp_path}/w.safetensors"), chosen=True)
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
+# ---- folders ----
 
 
 def test_folders_that_are_nearly_weights_are_named_as_what_they_are(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
         assert torch.equal(features(ours)[0], features(one)[0]) and torch.equal(features(ours)[1], features(two)[1])
 
 
-# -- what comes with weights -------------------------------------------------------------------------------------------
+# ---- what comes with weights ----
 
 
 def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
         assert completed_by_weights(start) == start
 
 
-# -- hostile and damaged files, and weights that do not fit ------------------------------------------------------------
+# ---- hostile and damaged files, and weights that do not fit ----
 
 
 class Code:
