@@ -1,26 +1,17 @@
 """Loads the trained model of a run, or the model of any weights. It is not in `models/`, which knows no run."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, to_user_error
+from clipscale.common.ranks import OnRank0
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import adapters
 from clipscale.models.weights.load_weights import completed_by_weights, without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
-
-T = TypeVar("T")
-
-
-class OnRank0(Protocol):
-    """Calls a function on rank 0, and returns on every rank what it has returned. A collective."""
-
-    def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:

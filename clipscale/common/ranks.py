@@ -1,8 +1,26 @@
-"""This process's rank, from the variables that torchrun or a scheduler sets. Only this file reads them."""
+"""This process's rank, from the variables that torchrun or a scheduler sets. Only this file reads them.
+
+Also the type of a function that does work on one rank, for parts that know no process group.
+"""
 
 import os
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from clipscale.common.errors import UserError
+
+T = TypeVar("T")
+
+
+class OnRank0(Protocol):
+    """Calls a function on rank 0, and returns its result on every rank, as `agreement.run_on_rank0` does."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+def in_this_process(work: Callable[[], T], /) -> T:
+    """`OnRank0` where there is one process."""
+    return work()
 
 
 def number(name: str, default: int) -> int:

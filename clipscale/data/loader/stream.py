@@ -17,6 +17,7 @@ from torch import Tensor
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.poll import Poll, no_poll
+from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
@@ -26,7 +27,7 @@ from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec, eos_is_pad, open_filler
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.counts import OnRank0, build_order, in_this_process
+from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.shard_errors import CHANGED_SHARD

@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from clipscale.common.errors import UserError
+from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import is_local
 from clipscale.data.hashing import utf8
@@ -19,20 +19,6 @@ from clipscale.data.shards.unusable import RULE
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
-T = TypeVar("T")
-
-
-class OnRank0(Protocol):
-    """Calls a function on one rank, and returns its result on all, as `agreement.run_on_rank0` does."""
-
-    def __call__(self, work: Callable[[], T], /) -> T: ...
-
-
-def in_this_process(work: Callable[[], T], /) -> T:
-    """`OnRank0` where there is one process."""
-    return work()
-
-
 # At most this many shards without an index are scanned for their counts: more would delay the start of a run.
 SCAN_AT_MOST = 256
 # Most bytes that are read to count samples before a run is planned.

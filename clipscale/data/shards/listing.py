@@ -18,10 +18,10 @@ from braceexpand import braceexpand
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, to_user_error
+from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.common.remote import within_time
 from clipscale.config.data import DataConfig
 from clipscale.data.addresses import as_path, basename, dirname, is_local, scheme_of
-from clipscale.data.shards.counts import OnRank0, in_this_process
 from clipscale.data.shards.requests import UNKNOWN_HOST
 from clipscale.data.shards.store import probe_objects
 
@@ -53,7 +53,7 @@ NO_SHARD = "matches no shard; give a tar file, a brace list, a glob, a folder of
 def list_shards(config: DataConfig, on_rank0: OnRank0 = in_this_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None without weights). Raises UserError.
 
-    Missing shards and other files are left out with a warning. `on_rank0`: see `counts.OnRank0`.
+    Missing shards and other files are left out with a warning. `on_rank0`: see `ranks.OnRank0`.
     """
     notes: list[str] = []
     listed = [

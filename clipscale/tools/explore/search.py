@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from clipscale.common.errors import UserError
+from clipscale.common.ranks import OnRank0
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import init_world
@@ -23,7 +24,7 @@ from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encode
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
-from clipscale.trained_model import OnRank0, load_run_or_weights
+from clipscale.trained_model import load_run_or_weights
 
 SIDE = 320  # pixels of the longer side of a picture on the page
 
