@@ -21,7 +21,7 @@ from clipscale.tools.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, Phi, assert_exact, features, keys, results, tiles_of
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.loss.workers import Workers, stacked, whole
-from tests.support.cases import slow_but
+from tests.support.cases import slow_except
 
 Teachers = list[tuple[Tensor, Tensor, float]]
 
@@ -88,7 +88,7 @@ def on_a_rank(
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "local", "replicated"])
-@pytest.mark.parametrize("world_size", slow_but([3], [1, 2, 3]))
+@pytest.mark.parametrize("world_size", slow_except([3], [1, 2, 3]))
 def test_it_is_exact_on_ranks(ranks: Workers, world_size: int, exchange: str) -> None:
     n = 5
     u, v = stacked(world_size, n, n, 12)

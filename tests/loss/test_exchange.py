@@ -21,7 +21,7 @@ from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.runtime import LossRuntime, running_on
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
-from tests.support.cases import slow_but
+from tests.support.cases import slow_except
 from tests.support.ranks import run_ranks, workers
 
 # `auto` is one of the others. `nodes` needs several nodes, and has a test of its own.
@@ -61,7 +61,7 @@ def test_dot_product_is_exact_on_any_number_of_ranks(
 
 
 # Each kind once, and each exchange: an exchange does the same whatever the kind.
-KINDS_AND_EXCHANGES = slow_but(
+KINDS_AND_EXCHANGES = slow_except(
     [("aligned", "ring"), ("low", "gather"), ("obtuse", "ring"), ("obtuse", "local")],
     product(("aligned", "low", "obtuse"), EXCHANGES),
 )

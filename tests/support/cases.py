@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 
-def slow_but(ordinary: Container[Any], cases: Iterable[Any]) -> list[Any]:
-    """All cases: these for the ordinary suite, and the others, which are like one of them, marked slow."""
+def slow_except(ordinary: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """All `cases`, marked slow except for the `ordinary` ones. Each slow case is like one of these."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

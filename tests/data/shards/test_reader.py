@@ -33,7 +33,7 @@ from clipscale.tools.data.check import check_shard
 from tests.conftest import Capture
 from tests.data.files import Members, link, picture, sample, write_shards, write_tar
 from tests.data.streams import flat, ids, items_of, open_stream, read, sample_id
-from tests.support.cases import slow_but
+from tests.support.cases import slow_except
 
 
 def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ REPEATED = {
 ORDINARY = [*REPEATED.items()][:2] + [*REPEATED.items()][5:8]
 
 
-@pytest.mark.parametrize(("names", "expected"), slow_but(ORDINARY, REPEATED.items()), ids=REPEATED)
+@pytest.mark.parametrize(("names", "expected"), slow_except(ORDINARY, REPEATED.items()), ids=REPEATED)
 def test_a_member_that_repeats_begins_a_sample_or_is_counted(
     tmp_path: Path, capsys: Capture, names: str, expected: list[Any]
 ) -> None:
