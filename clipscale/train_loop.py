@@ -73,7 +73,7 @@ class TrainLoop:
     def run(self) -> RunResult:
         """Run the remaining steps and the final evaluation. Returns the run's result, as `train` does."""
         results: Results = {}
-        end = self.schedule.end  # the step with which the run, or the stage, ends
+        end = self.schedule.end  # the last step of the run, or of the stage
         self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
             closing_all(self.records),
@@ -103,7 +103,7 @@ class TrainLoop:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
         step = self.step + 1
         train_step = self.train_step
-        lr = self.schedule.apply(train_step.optimizer, self.step)
+        lr = self.schedule.apply(train_step.optimizer, step)
         with train_step.rollback_on_error(self.stream):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:

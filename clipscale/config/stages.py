@@ -59,17 +59,16 @@ class Stage:
 
     # Pairs per step.
     global_batch: int
-    # The stage's first step, counted from 0 in the run.
-    first_step: int
-    # Samples of the stages before it.
-    first_sample: int
+    # Steps and samples of the stages before it.
+    steps_before: int
+    samples_before: int
     is_last: bool
     # What the stage's first step does with the optimizer's state.
     optimizer_policy: OptimizerPolicy
 
     def samples_after(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
-        return self.first_sample + (step - self.first_step) * self.global_batch
+        return self.samples_before + (step - self.steps_before) * self.global_batch
 
 
 class Staged(Section, Protocol):

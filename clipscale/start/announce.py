@@ -69,7 +69,7 @@ def changes_at_resume(resolved: ResolvedRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
     changes = change_lines(written_settings(resolved.folder), resolved.config_yaml)
     before = lr_of_step(resolved.folder, resolved.step)
-    now = schedule.lr(resolved.step - 1)
-    if before is not None and resolved.step > schedule.first_step and not math.isclose(before, now, rel_tol=0.05):
+    now = schedule.lr(resolved.step)
+    if before is not None and resolved.step > schedule.steps_before and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")
     return changes

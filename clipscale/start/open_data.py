@@ -78,7 +78,7 @@ def open_data(
         config.batch,
         samples_of(config, epoch_samples),
         epoch_samples,
-        resolved.stage.first_step,
+        resolved.stage.steps_before,
     )
     if resolved.step < schedule.end:
         run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))

@@ -89,8 +89,8 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     stage_configs = stage_configs_of(config)
     stages = make_stages(config, stage_configs, world)
     step = resumed.step if resumed else 0
-    index = max(i for i, stage in enumerate(stages) if stage.first_step <= step)
-    is_stage_start = index > 0 and step == stages[index].first_step
+    index = max(i for i, stage in enumerate(stages) if stage.steps_before <= step)
+    is_stage_start = index > 0 and step == stages[index].steps_before
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(resumed, config, last_trained)
     stage_config = stage_configs[index]
@@ -125,8 +125,8 @@ def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: Wo
         is_last = index == len(stage_configs) - 1
         stage = Stage(
             global_batch=stage_config.batch,
-            first_step=step,
-            first_sample=samples,
+            steps_before=step,
+            samples_before=samples,
             is_last=is_last,
             optimizer_policy=policy,
         )

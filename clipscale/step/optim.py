@@ -177,7 +177,10 @@ def parse_steps(setting: str, text: str, *, total: int, per_epoch: float | None)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a pure function of the step, so that a resumed run needs no state."""
+    """Learning rate as a pure function of the step, so that a resumed run needs no state.
+
+    Steps are counted from 1, from the start of the run.
+    """
 
     # The highest rate.
     peak: float
@@ -189,8 +192,8 @@ class Schedule:
     final: float
     # Whether the rate falls along a cosine. If not, the rate stays at the peak until the cooldown.
     is_cosine: bool
-    # The step of the run at which the schedule begins.
-    first_step: int
+    # Steps of the run before the schedule's first one.
+    steps_before: int
 
     @staticmethod
     def build(
@@ -199,11 +202,11 @@ class Schedule:
         global_batch: int,
         samples: int,
         epoch_samples: int | None,
-        first_step: int,
+        steps_before: int,
     ) -> "Schedule":
         """The schedule of a run of `samples`. Raises UserError.
 
-        `epoch_samples`: samples of an epoch; None if unknown. `first_step`: see the attribute.
+        `epoch_samples`: samples of an epoch; None if unknown. `steps_before`: see the attribute.
         """
         total = max(1, samples // global_batch)
         per_epoch = None if epoch_samples is None else epoch_samples / global_batch
@@ -216,17 +219,17 @@ class Schedule:
             cooldown=min(cooldown, total),
             final=config.final,
             is_cosine=config.name == "cosine",
-            first_step=first_step,
+            steps_before=steps_before,
         )
 
     @property
     def end(self) -> int:
-        """The step after the schedule's last one, counted from the start of the run."""
-        return self.first_step + self.total
+        """The schedule's last step."""
+        return self.steps_before + self.total
 
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""
-        position = step - self.first_step
+        position = step - 1 - self.steps_before
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final

@@ -146,27 +146,27 @@ def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:
 
 def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
     s = schedule(ScheduleConfig(warmup="10", final=0.1), 2.0, 110)
-    assert s.lr(0) == pytest.approx(0.2)
-    assert s.lr(9) == s.lr(10) == pytest.approx(2.0)
-    assert s.lr(60) == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 0.5)))
-    assert s.lr(110) == pytest.approx(0.2)
-    assert all(s.lr(i) >= s.lr(i + 1) for i in range(10, 109))
+    assert s.lr(1) == pytest.approx(0.2)
+    assert s.lr(10) == s.lr(11) == pytest.approx(2.0)
+    assert s.lr(61) == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert s.lr(111) == pytest.approx(0.2)
+    assert all(s.lr(i) >= s.lr(i + 1) for i in range(11, 110))
 
 
 def test_epochs_are_counted_in_steps_of_the_batch() -> None:
     config = ScheduleConfig(warmup="0.5ep", cooldown="1ep")
-    of_epochs = Schedule.build(config, OptimConfig(), global_batch=8, samples=4000, epoch_samples=800, first_step=0)
+    of_epochs = Schedule.build(config, OptimConfig(), global_batch=8, samples=4000, epoch_samples=800, steps_before=0)
     assert (of_epochs.total, of_epochs.warmup, of_epochs.cooldown) == (500, 50, 100)
 
 
 def test_constant_stays_and_cools_down_linearly() -> None:
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), 1.0, 100)
-    assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]
-    assert s.lr(90) == pytest.approx(0.5)
+    assert [s.lr(i) for i in (1, 51, 81)] == [1.0, 1.0, 1.0]
+    assert s.lr(91) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("cooldown", "rate"), [("0", 1.0), ("20%", 0.0)])
 def test_a_run_past_its_end_has_the_rate_of_its_end(cooldown: str, rate: float) -> None:
     """A run that is given fewer samples than it has trained asks for it."""
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown=cooldown), 1.0, 50)
-    assert s.lr(50) == s.lr(99) == rate
+    assert s.lr(51) == s.lr(100) == rate
