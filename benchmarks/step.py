@@ -41,8 +41,8 @@ from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
 from clipscale.data.loader.shard_stream import lengths
-from clipscale.data.loader.sorted_texts import SortedPairs, SortedTexts
-from clipscale.data.loader.to_device import ChunkLoader, PairLoader
+from clipscale.data.loader.sorted_texts import SortedTexts
+from clipscale.data.loader.to_device import ChunkLoader, TextLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
@@ -205,21 +205,19 @@ class Step:
 
     def cached(self, batch: int, meter: Callable[[str], None]) -> None:
         images, texts = (partial(self.rows, host) for host in self.pool)
-        load = ChunkLoader(images, batch, self.device, stays_on_device=False)
+        context = self.model.context_length
+        captions: TextLoader
         if self.kind in ("unsorted", "unlean"):
-            captions = ChunkLoader(texts, batch, self.device, stays_on_device=False)
+            captions = TextLoader(texts, batch, context, self.device, stays_on_device=False)
         else:  # sorted within the time, as in training; workers have counted the tokens
             of_all = lambda: np.resize(self.lengths, batch)  # noqa: E731
             captions = SortedTexts(
-                texts, of_all, batch, self.device, stays_on_device=False, has_equal_chunks=self.is_captioner
+                texts, of_all, batch, context, self.device, stays_on_device=False, has_equal_chunks=self.is_captioner
             )
-        inputs: list[LazyInput] = [load, captions]
+        inputs: list[LazyInput] = [ChunkLoader(images, batch, self.device, stays_on_device=False), captions]
         weight = 1.0
         if self.is_captioner:
-            inputs = [PairLoader(load, captions)]
-            if isinstance(captions, SortedTexts):
-                captions.make_chunks(self.chunk)
-                inputs = [SortedPairs(images, captions)]
+            inputs = [captions.with_images(images)]
             weight = CAPTION_WEIGHT / int(count_caption_labels(texts(0, batch)))
         representations = self.cache.encode(*inputs)
         meter("encode")

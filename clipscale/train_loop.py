@@ -120,7 +120,7 @@ class TrainLoop:
                 before_chunk=self.make_before_chunk(len(batch)),
             )
         self.step = step  # the step is complete: an error from here on does not roll it back
-        self.loss = result.numbers.loss
+        self.loss = result.scalars.loss
         record: StepRecord = {
             "step": step,
             "samples": self.stage.samples_after(step),
@@ -128,7 +128,7 @@ class TrainLoop:
             "lr": lr,
         }
         self.records.add(record, result, train_step.model.logit_scale.exp())
-        if not result.numbers.overflows:  # else the optimizer may have no state yet, which also takes memory
+        if not result.scalars.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.set_keep_bytes_if_unknown(result.timer)
         return result
 

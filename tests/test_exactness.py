@@ -216,6 +216,7 @@ def sorted_texts(case: Case, tokens: Tensor) -> SortedTexts:
         lambda start, stop: tokens[start:stop],
         lambda: lengths(tokens.numpy(), 0),
         len(tokens),
+        TOKENS,
         torch.device("cpu"),
         stays_on_device=case.offload == "none",
     )

@@ -53,8 +53,8 @@ class Step:
         self.during(step)
         before_chunk()
         self.diary.append(f"step {step}")
-        numbers = SimpleNamespace(loss=float(step), overflows=False)
-        return SimpleNamespace(numbers=numbers, wants_save=wants_save or step in self.saves_after, timer=None)
+        scalars = SimpleNamespace(loss=float(step), overflows=False)
+        return SimpleNamespace(scalars=scalars, wants_save=wants_save or step in self.saves_after, timer=None)
 
     @contextmanager
     def rollback_on_error(self, stream: object) -> Iterator[None]:

@@ -48,12 +48,12 @@ class StepRecords:
         now = time.monotonic()
         widths = result.widths
         mean_width = sum(width * count for width, count in widths.items()) / sum(widths.values())
-        numbers = result.numbers
+        scalars = result.scalars
         measured: StepRecord = {
-            "loss": numbers.loss,
-            **numbers.captioner_losses,
-            "grad_norm": None if numbers.overflows else numbers.grad_norm,
-            "skipped": numbers.overflows,  # with fp16; otherwise such a step ends the run, without a record
+            "loss": scalars.loss,
+            **scalars.captioner_losses,
+            "grad_norm": None if scalars.overflows else scalars.grad_norm,
+            "skipped": scalars.overflows,  # with fp16; otherwise such a step ends the run, without a record
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),

@@ -15,10 +15,11 @@ from clipscale.distributed.world import World
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.batch_passes import BatchPasses, StepInputs, TwoTowerPasses
+from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.ema import WeightEma
+from clipscale.step.input_builder import InputBuilder
 from clipscale.step.optim import build_optimizer
 from clipscale.step.pair_encoder import wrapped_pair_encoder
 from clipscale.step.precision import Precision
@@ -39,7 +40,7 @@ def build_step(
 
     Here the settings of a step end: what it calls gets plain values, or its own section.
 
-    `sorts_captions`: see StepInputs. Raises UserError.
+    `sorts_captions`: see InputBuilder. Raises UserError.
     """
     loss = build_loss(config, model, precision, teachers)
     passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
@@ -91,7 +92,7 @@ def build_passes(
 ) -> BatchPasses:
     """The two passes of the towers, or of a captioner's encoder of pairs, wrapped for several ranks. A collective."""
     parallel = config.launch.parallel
-    inputs = StepInputs(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
+    inputs = InputBuilder(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -14,6 +15,15 @@ from clipscale.models.towers import ClipModel, unit_rows
 # Truncated features (`feature_sizes`) are divided by their length, but by no less than this: their gradient grows by a
 # factor of at most 1,000.
 MIN_LENGTH = 1e-3
+
+
+class LossOptions(TypedDict):
+    """The keyword arguments of a call of `BatchLoss`."""
+
+    # (N,) int64, equal for samples that are the same.
+    sameness_keys: Tensor
+    # One tensor (N, 2, D) for each teacher.
+    teacher_features: list[Tensor]
 
 
 @dataclass(frozen=True)

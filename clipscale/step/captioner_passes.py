@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.sorted_texts import SortedPairs, SortedTexts
-from clipscale.data.loader.to_device import Images, PairLoader
+from clipscale.data.loader.to_device import Images
 from clipscale.models.captioner import count_caption_labels
-from clipscale.step.batch_passes import EncodedBatch, StepAgreement, StepInputs, StepLoss
-from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.batch_passes import BatchPasses, EncodedBatch
+from clipscale.step.input_builder import StepAgreement
+from clipscale.step.step_loss import StepLoss
 
 
 @dataclass
-class CaptionerPasses:
+class CaptionerPasses(BatchPasses):
     """The passes of a `PairEncoder`. The features are an image and its caption side by side, (N, 2, D).
 
     A step's loss is the contrastive loss of the features, plus `caption_weight` times the mean cross entropy. The mean
@@ -29,8 +29,6 @@ class CaptionerPasses:
     graph: the second pass, or the first pass if its graph is kept.
     """
 
-    cache: GradCache
-    inputs: StepInputs
     caption_weight: float
     # The frozen image tower; None if it trains. Its outputs are kept between the passes as far as memory allows.
     frozen_images: nn.Module | None
@@ -41,12 +39,8 @@ class CaptionerPasses:
     # Labels in the captions of this step's global batch; 0 before the first one is encoded.
     num_labels: int = 0
 
-    @property
-    def sorts_captions(self) -> bool:
-        return self.inputs.sorts_captions
-
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        pairs = self.load_pairs(batch)
+        pairs = self.inputs.texts(batch, self.cache.chunks[0]).with_images(batch.pixels)
         reserved = 0.0
         if self.frozen_images is not None:
             reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
@@ -58,13 +52,6 @@ class CaptionerPasses:
         self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
         return EncodedBatch([features], pairs.texts)
 
-    def load_pairs(self, batch: HostBatch) -> PairLoader:
-        """The encoder's input: images and captions of the same samples."""
-        texts = self.inputs.texts(batch, self.cache.chunks[0])
-        if isinstance(texts, SortedTexts):
-            return SortedPairs(batch.pixels, texts)
-        return PairLoader(self.inputs.images(batch), texts)
-
     def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         [pairs] = features
         return pairs[:, 0], pairs[:, 1]
@@ -72,9 +59,6 @@ class CaptionerPasses:
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
         labels = own_caption_labels(upcoming) if upcoming else 0
         return self.inputs.start_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
-
-    def discard_agreement(self) -> None:
-        self.inputs.agreement = None
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)

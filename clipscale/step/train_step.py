@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,65 +13,33 @@ from clipscale.common.errors import UserError, clear_frames, one_line
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.stream import TrainStream
-from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.batch_passes import BatchPasses, CaptionerLosses, StepAgreement, StepLoss
+from clipscale.step.batch_loss import LossOptions
+from clipscale.step.batch_passes import BatchPasses
 from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, start_statistics
-from clipscale.step.measurements import Readback, StepTimer, measured_keep_bytes
+from clipscale.step.measurements import StepTimer, measured_keep_bytes
 from clipscale.step.precision import Precision
+from clipscale.step.step_loss import StepLoss, StepScalars
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
-
-
-class LossOptions(TypedDict):
-    """The keyword arguments of a call of `BatchLoss`."""
-
-    # (N,) int64, equal for samples that are the same.
-    sameness_keys: Tensor
-    # One tensor (N, 2, D) for each teacher.
-    teacher_features: list[Tensor]
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """The numbers of a step that the host reads back, to decide whether the weights are updated."""
-
-    loss: float
-    # Empty if the loss has only one term.
-    captioner_losses: CaptionerLosses
-    # The norm of all parameters' gradients, before clipping.
-    grad_norm: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the run ends before the update. Not used with fp16; see
-        `overflows`.
-        """
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-    @property
-    def overflows(self) -> bool:
-        """Whether the gradients are not finite. With fp16 the loss scaler then skips the update, whatever the loss."""
-        return not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of a step, for the run's loop."""
 
-    numbers: StepNumbers
-    # The ranks' agreement on the next step.
-    agreement: StepAgreement
+    scalars: StepScalars
+    # Whether any rank wishes to save a checkpoint before the next step.
+    wants_save: bool
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
@@ -80,11 +47,6 @@ class StepResult:
     widths: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
     statistics: PendingStatistics | None
-
-    @property
-    def wants_save(self) -> bool:
-        """Whether any rank wishes to save a checkpoint before the next step. Waits for the ranks' message."""
-        return self.agreement.wants_save
 
 
 @dataclass
@@ -137,13 +99,13 @@ class TrainStep:
         with self.phase(timer, "replay", step):
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            numbers = self.check_and_update(self.passes.step_loss(value), stream, step)
+            scalars = self.check_and_update(self.passes.step_loss(value), stream, step)
         return StepResult(
-            numbers=numbers,
-            agreement=agreement,
+            scalars=scalars,
+            wants_save=agreement.facts.wants_save,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
-            widths=self.widths(texts),
+            widths=texts.widths(),
             statistics=statistics,
         )
 
@@ -190,34 +152,28 @@ class TrainStep:
             return None
         return start_statistics(*self.passes.paired_features(features))
 
-    def widths(self, texts: ChunkLoader) -> dict[int, int]:
-        """Width in tokens -> texts that the text tower computed at it."""
-        if isinstance(texts, SortedTexts):
-            return dict(texts.widths())
-        return {self.model.context_length: len(texts)}
-
     # ---- update ----
 
-    def check_and_update(self, loss: StepLoss, stream: TrainStream, step: int) -> StepNumbers:
+    def check_and_update(self, loss: StepLoss, stream: TrainStream, step: int) -> StepScalars:
         """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
 
         A collective. Raises as `run` does.
 
-        The host waits for the device here, to read the numbers. It also waits in the loss, which reads the logit scale
+        The host waits for the device here, to read the scalars. It also waits in the loss, which reads the logit scale
         (Triton kernels) or bounds and sums (torch's tiles) on the host.
         """
         if stream.failure:
             self.poison_gradients()
         self.sum_and_unscale_gradients()
         norm = gradient_norm(self.trainable_parameters)
-        numbers = self.read_numbers(loss, norm)
-        is_bad = numbers.overflows if self.precision.scaler else not numbers.is_finite
+        scalars = StepScalars.read(loss, norm)
+        is_bad = scalars.overflows if self.precision.scaler else not scalars.is_finite
         if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
-            self.raise_if_failed_or_diverged(numbers, stream, step)
+            self.raise_if_failed_or_diverged(scalars, stream, step)
         self.is_updating = True
-        self.update(norm, overflows=numbers.overflows)
+        self.update(norm, overflows=scalars.overflows)
         self.is_updating = False
-        return numbers
+        return scalars
 
     def poison_gradients(self) -> None:
         """Set this rank's gradient of the logit scale to NaN.
@@ -227,13 +183,8 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def read_numbers(self, loss: StepLoss, norm: Tensor) -> StepNumbers:
-        """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *values = Readback.start(norm, *loss.tensors).read()
-        return StepNumbers(*loss.on_host(*values), grad_norm)
-
-    def raise_if_failed_or_diverged(self, numbers: StepNumbers, stream: TrainStream, step: int) -> None:
-        """Raise the reason why the numbers are not finite. A collective.
+    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: TrainStream, step: int) -> None:
+        """Raise the reason why the scalars are not finite. A collective.
 
         It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.
         An overflow of fp16 raises nothing as long as the scaler can lower its scale.
@@ -242,7 +193,7 @@ class TrainStep:
         if not self.precision.can_lower_loss_scale:
             raise_on_all_ranks(
                 UserError(
-                    f"step {step}: loss={numbers.loss}, gradient norm={numbers.grad_norm}: training has diverged; its "
+                    f"step {step}: loss={scalars.loss}, gradient norm={scalars.grad_norm}: training has diverged; its "
                     "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
                 )
             )

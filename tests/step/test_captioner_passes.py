@@ -35,12 +35,12 @@ from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build_step import build_step
-from clipscale.step.batch_passes import StepInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
+from clipscale.step.input_builder import InputBuilder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
@@ -148,7 +148,7 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         encoded: list[int] = []
         step.model.image.register_forward_pre_hook(lambda _, pixels, encoded=encoded: encoded.append(len(pixels[0])))
         result = run_step(step, batch, upcoming=batch)
-        losses = {"loss": result.numbers.loss, **result.numbers.captioner_losses}
+        losses = {"loss": result.scalars.loss, **result.scalars.captioner_losses}
         [kept] = step.cache.num_kept_graphs
         answers.append(Answer(losses, gradients(step.model), kept, sum(encoded)))
     return answers
@@ -158,7 +158,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = StepInputs(ONE_RANK, stays_on_device=False, sorts_captions=False)
+    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 
@@ -167,7 +167,7 @@ def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
     loss = passes.step_loss(torch.tensor(2.0))
     values = [float(value) for value in loss.tensors]
     assert values == [2.0, 2.5]
-    assert loss.on_host(*values) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
+    assert loss.combine(*values) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
 def test_the_sum_over_ranks_leaves_the_caches_own_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     passes = captioner_passes(None)
     loss = passes.step_loss(value)
     assert loss.tensors == [value]
-    assert loss.on_host(2.0) == (2.0, {})
+    assert loss.combine(2.0) == (2.0, {})
 
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from clipscale.common.errors import DataError, UserError
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.batch_passes import StepAgreement
+from clipscale.step.input_builder import StepAgreement, StepFacts
 from clipscale.step.train_step import TrainStep
 from tests.support.ranks import run_ranks
 from tests.support.steps import host_batch, run_step, small_batch, small_step
@@ -20,21 +20,30 @@ from tests.support.towers import TOKENS, samples
 
 
 @pytest.mark.parametrize(
-    ("message", "chunks", "labels", "save"),
-    [((3, 0, 0, 7, 9), 3, 16, False), ((3, 1, 0, 7, 0), 0, 0, False), ((3, 0, 1, 7, 9), 3, 16, True)],
+    ("message", "facts"),
+    [
+        ((0, 0, 3, 7, 9), StepFacts(3, 16, False)),
+        ((1, 0, 3, 7, 0), StepFacts(None, None, False)),
+        ((0, 1, 3, 7, 9), StepFacts(3, 16, True)),
+        ((0, 0, 3, 0, 0), StepFacts(3, 0, False)),
+    ],
 )
 def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
-    message: tuple[int, ...], chunks: int, labels: int, save: bool
+    message: tuple[int, ...], facts: StepFacts
 ) -> None:
-    """The largest of all ranks count: chunks, whether one does not know its own, whether one wishes to save. Then comes
-    each rank's number of caption labels."""
-    agreement = StepAgreement(AsyncReduction(torch.tensor(message)))
-    assert (agreement.num_text_chunks, agreement.num_caption_labels, agreement.wants_save) == (chunks, labels, save)
+    """The largest of all ranks count: whether one does not know its numbers, whether one wishes to save, chunks. Then
+    comes each rank's number of caption labels."""
+    assert StepAgreement(AsyncReduction(torch.tensor(message))).facts == facts
 
 
-@pytest.mark.parametrize("wants_save", [False, True])
-def test_the_result_of_a_step_has_the_ranks_wish_to_save(wants_save: bool) -> None:
-    assert run_step(small_step(), small_batch(), wants_save=wants_save).wants_save == wants_save
+def wishes_to_save(rank: int, world_size: int) -> list[bool]:
+    """The ranks' wish after a step in which no rank wishes to save, and after one in which rank 1 alone does."""
+    step = small_step(world=World(rank, world_size, torch.device("cpu")))
+    return [run_step(step, small_batch(), wants_save=wants_save).wants_save for wants_save in (False, rank == 1)]
+
+
+def test_the_result_of_a_step_has_the_wish_of_any_rank_to_save() -> None:
+    assert run_ranks(wishes_to_save, 2) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(("has_arrived", "messages"), [(True, 0), (False, 1)])
@@ -65,7 +74,7 @@ def test_a_step_that_is_thrown_away_leaves_nothing_of_the_batch_after_it() -> No
     with pytest.raises(DataError), step.rollback_on_error(stream):
         run_step(step, batches[0], upcoming=batches[1], failure=DataError("gone"))
     stream.discard_last_batch.assert_called_once()
-    assert run_step(step, batches[2]).numbers == run_step(small_step(), batches[2]).numbers
+    assert run_step(step, batches[2]).scalars == run_step(small_step(), batches[2]).scalars
 
 
 def test_the_captions_of_another_batch_are_not_taken() -> None:
@@ -115,7 +124,7 @@ def second_step_with_a_late_rank(rank: int, world_size: int) -> tuple[float, int
     batch = host_batch(pixels, tokens.masked_fill(torch.arange(TOKENS) >= (5, TOKENS)[rank], 0))
     run_step(step, batch, upcoming=None if rank else batch)
     result = run_step(step, batch)
-    return result.numbers.loss, len(step.cache.towers[1].spans)
+    return result.scalars.loss, len(step.cache.towers[1].spans)
 
 
 def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number() -> None:
@@ -163,7 +172,7 @@ def test_with_fp16_an_infinite_loss_with_finite_gradients_ends_no_run() -> None:
     assert scaler is not None
     scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})
     before = weights(step)
-    assert run_step(step, small_batch()).numbers.loss == math.inf
+    assert run_step(step, small_batch()).scalars.loss == math.inf
     assert is_updated(step, before) and not step.precision.can_lower_loss_scale
 
 

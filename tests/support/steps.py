@@ -14,8 +14,9 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.batch_passes import StepInputs, TwoTowerPasses
+from clipscale.step.batch_passes import TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
+from clipscale.step.input_builder import InputBuilder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.support.checkpoints import ONE_RANK
@@ -33,7 +34,7 @@ def small_step(precision: str = "fp32", *, world: World = ONE_RANK, parallel: st
         autocast=formats.autocast,
         scaler=formats.scaler,
     )
-    inputs = StepInputs(world, stays_on_device=False, sorts_captions=True)
+    inputs = InputBuilder(world, stays_on_device=False, sorts_captions=True)
     return TrainStep(
         world=world,
         model=model,

@@ -200,6 +200,11 @@ class HostBatch:
         """The number of texts: captions and hard negatives in the order of `TextLayout`."""
         return len(self._slot["tokens"])
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of a text, with its padding."""
+        return int(self._slot["tokens"].shape[1])
+
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, a view of the batch's memory. Raises UserError if the workers have failed."""
         self._wait(stop)

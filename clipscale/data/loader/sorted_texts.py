@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clipscale.batch.chunks import Span, equal_spans
 from clipscale.common.hardware import MAX_SEQUENCES
-from clipscale.data.loader.to_device import ChunkLoader, PairLoader
+from clipscale.data.loader.to_device import ChunkLoader, PairLoader, TextLoader
 
 # A chunk's width is a multiple of this, or the context. Tensor cores are fast at such widths, and few shapes occur.
 WIDTH_MULTIPLE = 8
@@ -42,7 +42,7 @@ class LengthOrder:
     rows: Tensor
 
 
-class SortedTexts(ChunkLoader):
+class SortedTexts(TextLoader):
     """A `ReorderedInput` of `GradCache`: chunks of texts of similar length, the longest texts first.
 
     A chunk holds at most as many tokens as `size` whole contexts, so it takes no more memory than `size` texts of
@@ -55,6 +55,7 @@ class SortedTexts(ChunkLoader):
         tokens: Callable[[int, int], Tensor],
         lengths: Callable[[], np.ndarray],
         count: int,
+        context_length: int,
         device: torch.device,
         *,
         stays_on_device: bool,
@@ -66,7 +67,7 @@ class SortedTexts(ChunkLoader):
         both: `SortedPairs` loads the images of the same chunks, which then come in few shapes; and graphs of the first
         chunks are kept, so none is larger than the measured one.
         """
-        super().__init__(self._read, count, device, stays_on_device=stays_on_device)
+        super().__init__(self._read, count, context_length, device, stays_on_device=stays_on_device)
         self._has_equal_chunks = has_equal_chunks
         self._tokens = tokens
         self._lengths = lengths
@@ -86,8 +87,7 @@ class SortedTexts(ChunkLoader):
         """
         if not self._spans:
             texts = self._tokens(0, self.count)
-            context = texts.shape[1]
-            widths = widths_of(self._lengths(), context)
+            widths = widths_of(self._lengths(), self.context_length)
             by_width = widths if self._has_equal_chunks else -widths
             rows = torch.from_numpy(np.argsort(by_width, kind="stable"))  # equal lengths keep the batch's order
             widths = widths[rows.numpy()]
@@ -96,7 +96,7 @@ class SortedTexts(ChunkLoader):
             if self._has_equal_chunks:
                 self._spans = equal_spans(self.count, size)
             else:
-                self._spans = chunk_spans(widths, size * context, max(size, MAX_SEQUENCES))
+                self._spans = chunk_spans(widths, size * self.context_length, max(size, MAX_SEQUENCES))
 
     def split(self, count: int) -> None:
         """Halve the chunk with the most texts until there are `count`, the largest number of any rank."""
@@ -116,12 +116,16 @@ class SortedTexts(ChunkLoader):
         """Rows of the batch at positions start..stop, (stop - start,) int64, on the device."""
         return self.length_order.rows[start:stop]
 
-    def widths(self) -> Counter[int]:
-        """Width -> texts that the tower computes at it."""
+    def widths(self) -> dict[int, int]:
+        """Width in tokens -> texts that the tower computes at it."""
         widths = Counter[int]()
         for start, stop in self._spans:
             widths[self._width(start, stop)] += stop - start
-        return widths
+        return dict(widths)
+
+    def with_images(self, pixels: Callable[[int, int], Tensor]) -> "SortedPairs":
+        """The input of a captioner's encoder: the images in the order of the texts."""
+        return SortedPairs(pixels, self)
 
     @property
     def length_order(self) -> LengthOrder:
@@ -154,7 +158,7 @@ class SortedPairs(PairLoader):
             lambda start, stop: texts.gather_in_order(pixels(0, count), start, stop),
             count,
             texts.device,
-            stays_on_device=texts.resident_chunks is not None,
+            stays_on_device=texts.stays_on_device,
         )
         super().__init__(images, texts)
         self.spans = texts.spans

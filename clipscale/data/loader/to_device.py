@@ -35,7 +35,7 @@ class Images(Protocol):
 class PairLoader:
     """Input of a captioner's encoder: images and captions of the same samples, in the batch's order."""
 
-    def __init__(self, images: Images, texts: "ChunkLoader") -> None:
+    def __init__(self, images: Images, texts: "TextLoader") -> None:
         self.images = images
         self.texts = texts
 
@@ -61,6 +61,7 @@ class ChunkLoader:
         self.read = read
         self.count = count
         self.device = device
+        self.stays_on_device = stays_on_device
         # The chunks that stay on the device; None if none does.
         self.resident_chunks: dict[tuple[int, int], Tensor] | None = {} if stays_on_device else None
         self.copy_stream = shared_copy_stream(device) if device.type == "cuda" else None
@@ -98,3 +99,38 @@ class ChunkLoader:
         # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)
         return chunk
+
+
+class TextLoader(ChunkLoader):
+    """Input of the text tower: texts in the batch's order, each with all tokens of the context.
+
+    `SortedTexts` has them in another order, and without padding.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], Tensor],
+        count: int,
+        context_length: int,
+        device: torch.device,
+        *,
+        stays_on_device: bool,
+    ) -> None:
+        super().__init__(read, count, device, stays_on_device=stays_on_device)
+        self.context_length = context_length
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of this rank's chunks; 0 if it is the same on all ranks, which then need not agree on it."""
+        return 0
+
+    def split(self, count: int) -> None:
+        """Make `count` chunks, the largest number of any rank."""
+
+    def widths(self) -> dict[int, int]:
+        """Width in tokens -> texts that the tower computes at it."""
+        return {self.context_length: self.count}
+
+    def with_images(self, pixels: Callable[[int, int], Tensor]) -> PairLoader:
+        """The input of a captioner's encoder. `pixels(start, stop)` blocks until those images have arrived."""
+        return PairLoader(ChunkLoader(pixels, self.count, self.device, stays_on_device=self.stays_on_device), self)

@@ -100,7 +100,7 @@ class DryRun:
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
-    # Whether captions are sorted by their length; see `StepInputs`.
+    # Whether captions are sorted by their length; see `InputBuilder`.
     sorts_captions: bool
 
     @property

@@ -29,7 +29,7 @@ def captions(words: list[int]) -> Tensor:
 
 def sorted_texts(tokens: Tensor) -> SortedTexts:
     sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
-    return SortedTexts(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, stays_on_device=False)
+    return SortedTexts(lambda a, b: tokens[a:b], sizes, len(tokens), CONTEXT, CPU, stays_on_device=False)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
