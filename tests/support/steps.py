@@ -1,7 +1,5 @@
 """A real step of training with two small towers, and batches that have arrived, for tests of the step."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -88,6 +86,9 @@ class ArrivedStream:
         if self.failure:
             raise self.failure
 
+    def discard_last_batch(self) -> None:
+        self._upcoming = None
+
 
 def run_step(
     step: TrainStep,
@@ -99,5 +100,4 @@ def run_step(
     wants_save: bool = False,
 ) -> StepResult:
     """Run a step over the batch. `upcoming`, `failure`: see `ArrivedStream`."""
-    stream: Any = ArrivedStream(upcoming, failure)
-    return step.run(batch, stream, number, wants_save=wants_save, before_chunk=lambda: None)
+    return step.run(batch, ArrivedStream(upcoming, failure), number, wants_save=wants_save, before_chunk=lambda: None)
