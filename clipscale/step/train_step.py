@@ -110,14 +110,15 @@ class TrainStep:
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
             features, texts = self.passes.encode(batch, before_chunk)
-        statistics = self.start_statistics(features, step)
+        with self.out_of_memory_as_user_error("statistics", step):
+            statistics = self.start_statistics(features, step)
         with self.phase(timer, "loss", step):
             value = self.cache.loss(*features, **self.loss_options(batch))
             self.cache.backward(value)
             del features
-        # The message travels during the replay.
-        agreement = self.passes.start_agreement(stream.upcoming(), wants_save=wants_save)
         with self.phase(timer, "replay", step):
+            # The message travels during the replay.
+            agreement = self.passes.start_agreement(stream.upcoming(), wants_save=wants_save)
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
             scalars = self.check_and_update(self.passes.step_loss(value), stream, step)
@@ -265,15 +266,20 @@ class TrainStep:
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
+        """Around a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
+        with self.out_of_memory_as_user_error(name, step), timer(name):
+            yield
+
+    @contextmanager
+    def out_of_memory_as_user_error(self, part: str, step: int) -> Iterator[None]:
         """Around a part of a step. Raises UserError if the device runs out of memory."""
         try:
-            with timer(name):
-                yield
+            yield
         except torch.OutOfMemoryError as error:
             chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
             graphs = sum(self.cache.num_kept_graphs)
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
-                f"step {step}: out of memory in {name}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
+                f"step {step}: out of memory in {part}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
                 "plan with the settings of this run says what fits"
             ) from error
