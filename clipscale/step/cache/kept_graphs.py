@@ -59,7 +59,7 @@ def short_memory_policy(encoder: Callable[..., object]) -> ShortMemoryPolicy:
 
 
 class GraphPolicy(Enum):
-    """What a pass of a chunk does with its graph."""
+    """What the first pass of a chunk does with its graph."""
 
     # The graph is kept: the chunk needs no second pass.
     KEEP = "keep"
@@ -70,16 +70,11 @@ class GraphPolicy(Enum):
     DISCARD = "discard"
     # No graph is built.
     NO_GRAPH = "no graph"
-    # A graph is an error: the encoder has no trainable parameters, and so no second pass. Its first chunk runs with
-    # gradients enabled. A graph then comes from a parameter that the module does not list, or from an input.
-    REFUSE = "refuse"
-    # A second pass: the graph is built, or kept from the first pass, and backpropagated at once.
-    BACKPROPAGATE = "backpropagate"
 
     @property
     def builds_whole_graph(self) -> bool:
         """Whether the graph is built with all that its backward pass needs."""
-        return self in (GraphPolicy.KEEP, GraphPolicy.MEASURE, GraphPolicy.BACKPROPAGATE)
+        return self in (GraphPolicy.KEEP, GraphPolicy.MEASURE)
 
 
 @dataclass
@@ -133,9 +128,9 @@ class KeptGraphs:
 
     @contextmanager
     def building(self, policy: GraphPolicy) -> Iterator[None]:
-        """Around a pass: builds, measures or discards its graph."""
+        """Around a first pass: builds, measures or discards its graph."""
         match policy:
-            case GraphPolicy.KEEP | GraphPolicy.REFUSE | GraphPolicy.BACKPROPAGATE:
+            case GraphPolicy.KEEP:
                 yield
             case GraphPolicy.MEASURE:
                 with measured_graph(self.on_gpu) as size:

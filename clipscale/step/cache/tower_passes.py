@@ -2,7 +2,7 @@
 graph was not kept, with the same random numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +51,7 @@ class TowerPasses:
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    # Whether a frozen encoder's output has been checked to require no gradient; see `GraphPolicy.REFUSE`.
+    # Whether a frozen encoder's output has been checked to require no gradient; see `needs_output_check`.
     frozen_output_checked: bool = False
 
     @property
@@ -120,16 +120,25 @@ class TowerPasses:
 
     def first_pass(self, i: int, policy: GraphPolicy) -> Tensor:
         """Encode chunk i, and do with its graph what the policy says. Returns its representations, detached."""
-        if torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked:
-            policy = GraphPolicy.REFUSE
-        with self.around_pass(i, policy):
+        is_check = self.needs_output_check
+        building: AbstractContextManager[object] = nullcontext() if is_check else self.graphs.building(policy)
+        with self.around_pass(i, builds_graph=policy.builds_whole_graph), building:
             out = self.forward_chunk(i)
-        if policy is GraphPolicy.REFUSE:
+        if is_check:
             refuse_graph(out)
             self.frozen_output_checked = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
         return out.representations.detach()
+
+    @property
+    def needs_output_check(self) -> bool:
+        """Whether the next pass runs with gradients enabled, to find a graph in the output of a frozen encoder.
+
+        Such a graph comes from a parameter that the module does not list, or from an input. It would be lost, because
+        the encoder has no second pass.
+        """
+        return torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked
 
     # ---- second pass ----
 
@@ -147,7 +156,7 @@ class TowerPasses:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for i in range(len(self.spans)):
                 before_chunk()
-                with self.around_pass(i, GraphPolicy.BACKPROPAGATE):
+                with self.around_pass(i, builds_graph=True, backpropagates=True):
                     out = self.output_with_graph(i)
                     backward_chunk(out, gradient[self.rows(i)], loss_gradient)
                 if out.loss is not None:
@@ -178,17 +187,16 @@ class TowerPasses:
     # ---- one chunk, in both passes ----
 
     @contextmanager
-    def around_pass(self, i: int, policy: GraphPolicy) -> Iterator[None]:
-        """Around each pass of chunk i, and around its backward pass if that follows at once.
+    def around_pass(self, i: int, *, builds_graph: bool, backpropagates: bool = False) -> Iterator[None]:
+        """Around each pass of chunk i: says whether ranks sum its gradients, and which weights its layers use.
 
-        Inside, ranks sum gradients or do not, layers use cast weights or their own, and a graph is built or is not.
+        `builds_graph`: see `CastWeights.in_pass`. `backpropagates`: whether the backward pass runs inside, too.
         """
         is_last = self.has_last_backward(i)
         with (
             # A kept graph's backward pass comes later. DDP is armed before it, by `rearm_ddp_sync`.
-            sync_context(self.encoder, is_last_backward=is_last and policy is GraphPolicy.BACKPROPAGATE),
-            self.cast_weights.in_pass(builds_graph=policy.builds_whole_graph, is_last_backward=is_last),
-            self.graphs.building(policy),
+            sync_context(self.encoder, is_last_backward=is_last and backpropagates),
+            self.cast_weights.in_pass(builds_graph=builds_graph, is_last_backward=is_last),
         ):
             yield
 

@@ -191,7 +191,7 @@ def test_a_step_that_fails_leaves_nothing_in_memory(fails_at: int) -> None:
     assert all(len(tower.representations) == 0 for tower in cache.towers)
 
 
-KEEP, MEASURE, DISCARD, NO_GRAPH, *_ = GraphPolicy
+KEEP, MEASURE, DISCARD, NO_GRAPH = GraphPolicy
 CHECK_FIRST, RETRY, RAISE = ShortMemoryPolicy
 
 
