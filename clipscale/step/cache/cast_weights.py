@@ -88,10 +88,10 @@ class CastWeights:
         if builds_graph and is_last_backward and self.has_sync_hooks:
             yield
         elif builds_graph:
-            with casting(self.layers, accumulates=True), self.accumulating():
+            with using_cast_weights(self.layers, accumulates=True), self.accumulating():
                 yield
         else:
-            with casting(self.layers, accumulates=False):
+            with using_cast_weights(self.layers, accumulates=False):
                 yield
 
     @contextmanager
@@ -130,7 +130,7 @@ class CastWeights:
 
 
 @contextmanager
-def casting(layers: Sequence[tuple[CastLayer, Cast]], *, accumulates: bool) -> Iterator[None]:
+def using_cast_weights(layers: Sequence[tuple[CastLayer, Cast]], *, accumulates: bool) -> Iterator[None]:
     """Inside, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to `.grad`."""
     try:
         for layer, cast in layers:

@@ -48,7 +48,7 @@ class GradCache:
                 math.inf: keep all
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
-            What happens if a graph does not fit after all: see `ShortMemoryPolicy` and `GraphBudget.give_up_if_short`.
+            What happens if a graph does not fit after all: see `ShortMemoryPolicy` and `GraphBudget.disable_if_memory_short`.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16, with which `backward` scales the loss. `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied
@@ -80,7 +80,7 @@ class GradCache:
         scaler: "torch.amp.GradScaler | None" = None,
         representation: Representation | Sequence[Representation | None] | None = None,
     ) -> None:
-        # May be changed between steps. `encode` checks the new value; `encode_tower` does not.
+        # May be changed between steps. The first pass checks the new value.
         self.chunks = checked_chunks(chunks, len(encoders))
         self.encoders = encoders
         self.loss = loss
@@ -132,7 +132,6 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
-        self.chunks = checked_chunks(self.chunks, len(self.towers))
         return [self.encode_tower(i, tower_input, before_chunk) for i, tower_input in enumerate(inputs)]
 
     def encode_tower(self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved: float = 0) -> Tensor:
@@ -142,6 +141,7 @@ class GradCache:
         """
         tower = self.towers[i]
         with self._discarded_on_error():
+            self.chunks = checked_chunks(self.chunks, len(self.towers))
             tower.start_step(tower_input, self.chunks[i])
             graphs = self.graph_budget.plan(
                 i,
@@ -186,7 +186,7 @@ class GradCache:
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:
                 raise ValueError(f"encoder {i} has no gradient to replay: encode and backward come before")
-        self.graph_budget.give_up_if_short(self.towers[0].representations.device)
+        self.graph_budget.disable_if_memory_short(self.towers[0].representations.device)
 
         def loss_gradient(loss: Tensor) -> Tensor:
             refuse_scaled(loss, self.scaler)

@@ -2,13 +2,14 @@
 
 With `keep_bytes` a number of bytes, as many graphs are kept as fit:
 
-first step at a chunk size   `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the
-                             first pass all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`)
-later steps                  `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the
-                             others. The replay takes the kept ones from `KeptGraphs.outputs`
-a graph does not fit         see `ShortMemoryPolicy`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is
-                             set; or the error is raised. Before the replay, `GraphBudget.give_up_if_short` drops the
-                             step's graphs; later steps keep none
+first step           `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the first pass
+                     all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`). A later step whose full chunks
+                     have another number of rows measures again
+later steps          `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the others.
+                     The replay takes the kept ones from `KeptGraphs.outputs`
+a graph does not fit see `ShortMemoryPolicy`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is set; or
+                     the error is raised. Before the replay, `GraphBudget.disable_if_memory_short` drops the step's
+                     graphs; later steps keep none
 
 Other values of `keep_bytes`: with 0 and math.inf nothing is measured, and none or all are kept; with None the first
 step measures, and none is kept until the caller gives a number.
@@ -95,7 +96,7 @@ class KeptGraphs:
     # Whether the graphs of this step are measured, and their bytes.
     is_measuring: bool = False
     measured: list[int] = field(default_factory=list)
-    short_memory: ShortMemoryPolicy = ShortMemoryPolicy.RAISE
+    memory_policy: ShortMemoryPolicy = ShortMemoryPolicy.RAISE
     # Whether a graph did not fit.
     is_out_of_memory: bool = False
     on_gpu: bool = False
@@ -105,7 +106,7 @@ class KeptGraphs:
 
         With CHECK_FIRST it looks at the free memory. If that is short, this rank keeps no more graphs in this step.
         """
-        if i < self.num_kept and self.short_memory is ShortMemoryPolicy.CHECK_FIRST and not self._has_memory():
+        if i < self.num_kept and self.memory_policy is ShortMemoryPolicy.CHECK_FIRST and not self._has_memory():
             self.num_kept = i
             self.is_out_of_memory = True
         return self.planned_policy(i)
@@ -118,7 +119,7 @@ class KeptGraphs:
         """
         if i < self.num_kept:
             return GraphPolicy.KEEP
-        if i < self.num_planned and self.short_memory is ShortMemoryPolicy.CHECK_FIRST:
+        if i < self.num_planned and self.memory_policy is ShortMemoryPolicy.CHECK_FIRST:
             return GraphPolicy.DISCARD
         return GraphPolicy.MEASURE if self.is_measuring else GraphPolicy.NO_GRAPH
 
@@ -157,7 +158,7 @@ class KeptGraphs:
             graphs = graphs[1:]
         self.graph_bytes = max(1, largest_of_ranks(max(graphs), device))
 
-    def give_up(self) -> None:
+    def drop_all(self) -> None:
         """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""
         self.outputs.clear()
         self.num_kept = 0
@@ -173,14 +174,14 @@ class GraphBudget:
     # The graphs of each tower, in its last step.
     graphs_of_towers: list[KeptGraphs]
     # Whether a graph did not fit in an earlier step. Then no more are kept.
-    is_given_up: bool = False
+    is_disabled: bool = False
 
     def plan(
         self,
         i: int,
         chunk_rows: int,
         num_keepable: int,
-        short_memory: ShortMemoryPolicy,
+        memory_policy: ShortMemoryPolicy,
         *,
         on_gpu: bool,
         reserved: float = 0,
@@ -192,11 +193,11 @@ class GraphBudget:
         `on_gpu`: see `measured_graph`. `reserved`: bytes of `keep_bytes` that hold other tensors, such as the outputs
         of a frozen image tower.
 
-        All ranks measure in the same steps, even if one of them has given up: `agree_on_size` is a collective.
+        All ranks measure in the same steps, even if one of them keeps no more: `agree_on_size` is a collective.
         """
         last = self.graphs_of_towers[i]
         graph_bytes = last.graph_bytes if last.chunk_rows == chunk_rows else 0
-        memory = 0 if self.keep_bytes is None or self.is_given_up else self.keep_bytes - reserved
+        memory = 0 if self.keep_bytes is None or self.is_disabled else self.keep_bytes - reserved
         earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in self.graphs_of_towers[:i]]
         num_planned = num_that_fit(memory, num_keepable, graph_bytes, earlier)
         needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
@@ -206,12 +207,12 @@ class GraphBudget:
             num_planned=num_planned,
             num_kept=num_planned,
             is_measuring=needs_size and not graph_bytes and num_keepable > 0,
-            short_memory=short_memory,
+            memory_policy=memory_policy,
             on_gpu=on_gpu,
         )
         return self.graphs_of_towers[i]
 
-    def give_up_if_short(self, device: torch.device) -> None:
+    def disable_if_memory_short(self, device: torch.device) -> None:
         """After all first passes: if a graph did not fit, drop this step's graphs and keep none from now on.
 
         Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
@@ -219,15 +220,15 @@ class GraphBudget:
         `device`: of the ranks' message.
         """
         is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
-        keeps_graphs = self.keep_bytes and not self.is_given_up
-        may_repeat_alone = all(graphs.short_memory is ShortMemoryPolicy.RETRY for graphs in self.graphs_of_towers)
+        keeps_graphs = self.keep_bytes and not self.is_disabled
+        may_repeat_alone = all(graphs.memory_policy is ShortMemoryPolicy.RETRY for graphs in self.graphs_of_towers)
         if keeps_graphs and not may_repeat_alone:
             is_short = bool(largest_of_ranks(is_short, device))
         if is_short:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
-            self.is_given_up = True
+            self.is_disabled = True
             for graphs in self.graphs_of_towers:
-                graphs.give_up()
+                graphs.drop_all()
 
     @property
     def graph_bytes(self) -> int:

@@ -111,10 +111,10 @@ class TowerPasses:
         try:
             return self.first_pass(i, policy)
         except torch.OutOfMemoryError:
-            if policy is not GraphPolicy.KEEP or self.graphs.short_memory is not ShortMemoryPolicy.RETRY:
+            if policy is not GraphPolicy.KEEP or self.graphs.memory_policy is not ShortMemoryPolicy.RETRY:
                 raise
         # After the handler, because until it ends the error holds the tensors of the failed pass.
-        self.graphs.give_up()
+        self.graphs.drop_all()
         self.random_states[i].restore()
         return self.first_pass(i, self.graphs.planned_policy(i))
 

@@ -44,7 +44,7 @@ def graphs_of(model: ClipModel) -> list[int]:
     return sizes
 
 
-def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -> None:
+def test_the_first_step_with_chunks_of_a_size_measures_a_full_chunk_and_keeps_none() -> None:
     """The last chunk is a remainder, and the first one also allocates what stays."""
     model = small_model()
     size = graphs_of(model)[0]
@@ -196,7 +196,7 @@ CHECK_FIRST, RETRY, RAISE = ShortMemoryPolicy
 
 
 @pytest.mark.parametrize(
-    ("num_kept", "num_planned", "short_memory", "is_measuring", "policies"),
+    ("num_kept", "num_planned", "memory_policy", "is_measuring", "policies"),
     [
         (2, 2, RETRY, False, [KEEP, KEEP, NO_GRAPH]),
         (0, 0, RAISE, True, [MEASURE, MEASURE, MEASURE]),
@@ -206,10 +206,10 @@ CHECK_FIRST, RETRY, RAISE = ShortMemoryPolicy
     ids=["two fit", "first step", "one does not fit, and other ranks build it", "one does not fit"],
 )
 def test_the_policy_of_each_chunks_graph(
-    num_kept: int, num_planned: int, short_memory: ShortMemoryPolicy, is_measuring: bool, policies: list[GraphPolicy]
+    num_kept: int, num_planned: int, memory_policy: ShortMemoryPolicy, is_measuring: bool, policies: list[GraphPolicy]
 ) -> None:
     plan = {"num_kept": num_kept, "num_planned": num_planned, "is_measuring": is_measuring}
-    graphs = KeptGraphs(**plan, short_memory=short_memory)
+    graphs = KeptGraphs(**plan, memory_policy=memory_policy)
     assert [graphs.planned_policy(i) for i in range(3)] == policies
 
 

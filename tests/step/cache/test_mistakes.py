@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,9 +108,10 @@ def test_a_budget_that_is_set_later_is_checked_as_well() -> None:
 @pytest.mark.parametrize("chunks", [[4, 4], [0], 2.5])
 def test_chunks_that_are_set_later_are_checked_as_well(chunks: Any) -> None:
     cache = GradCache([nn.Linear(2, 2)], torch.sum, chunks=1)
-    cache.chunks = chunks
-    with pytest.raises(ValueError, match="one size of at least 1, or one for each of 1 encoders"):
-        cache.step(torch.ones(4, 2))
+    for first_pass in (cache.step, partial(cache.encode_tower, 0)):
+        cache.chunks = chunks
+        with pytest.raises(ValueError, match="one size of at least 1, or one for each of 1 encoders"):
+            first_pass(torch.ones(4, 2))
 
 
 def test_a_replay_without_a_backward_pass_is_refused() -> None:
