@@ -7,6 +7,7 @@ larger chunks (`data/loader/sorted_texts.py`).
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median_high
 
@@ -30,9 +31,9 @@ CPU_CHUNK = 256
 # The smallest and the largest chunk that are measured on a GPU.
 MIN_CHUNK = 16
 MAX_CHUNK = MAX_SEQUENCES
-# Share of the best speed that is good enough. If some graphs are kept, the smallest chunk that reaches this speed is
-# taken: small chunks leave less of the memory for graphs unused.
-GOOD_ENOUGH = 0.95
+# Share of the best speed that suffices. If some graphs are kept, the smallest chunk that reaches this speed is taken:
+# small chunks leave less of the memory for graphs unused.
+MIN_RELATIVE_SPEED = 0.95
 # With more rows than this, torch's layer norm on a GPU sums the gradients of its gain and bias in parallel. Otherwise
 # one block sums 32 columns, which leaves most of the GPU idle (LaunchGammaBetaBackwardCUDAKernel of torch 2.15).
 MAX_SLOW_NORM_ROWS = 65_536
@@ -95,65 +96,28 @@ def agreed_chunk_sizes(
     """
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(device_name))))
-
-    def choose(name: str, tower: nn.Module, draw: Draw, rows: int, size: int | None, earlier_size: int | None) -> int:
-        whole_batch = batch_norm_chunk(tower, name, size, rows)
-        if whole_batch is not None:
-            return whole_batch
-        if size is not None:
-            return size
-        if earlier_size is not None:
-            return earlier_size
-        draw_rows = partial(draw, model, world.device)
-        needed = bytes_beside_passes(model)
-        return measured_chunk(tower, draw_rows, rows, world, bytes_beside=needed, keeps_graphs=keeps_graphs)
-
-    image_size, text_size = requested
-    earlier_image = earlier_text = None
-    if earlier is not None and earlier.device == device:
-        earlier_image = earlier.image
-        earlier_text = earlier.text
+    earlier_sizes = (earlier.image, earlier.text) if earlier and earlier.device == device else (None, None)
+    encoders: list[tuple[str, nn.Module, Draw, int]]
     if pairs is not None:
-        size = choose("image", pairs, random_pairs, local_batch, image_size, earlier_image)
-        return ChunkSizes(size, size, device)
-    image = choose("image", model.image, random_pixels, local_batch, image_size, earlier_image)
-    text = choose("text", model.text, random_captions, local_batch * texts_per_sample, text_size, earlier_text)
-    return ChunkSizes(image, text, device)
+        encoders = [("image", pairs, random_pairs, local_batch)]
+    else:
+        encoders = [
+            ("image", model.image, random_pixels, local_batch),
+            ("text", model.text, random_captions, local_batch * texts_per_sample),
+        ]
+    sizes = list[int]()
+    for (name, encoder, draw, rows), requested_size, earlier_size in zip(encoders, requested, earlier_sizes):
+        size = batch_norm_chunk(encoder, name, requested_size, rows) or requested_size or earlier_size
+        if size is None:
+            probe = ChunkProbe(encoder, partial(draw, model, world.device), world.device, other_step_bytes(model))
+            size = measured_chunk(probe, rows, world, keeps_graphs=keeps_graphs)
+        sizes.append(size)
+    return ChunkSizes(sizes[0], sizes[-1], device)
 
 
-def bytes_beside_passes(model: nn.Module) -> int:
+def other_step_bytes(model: nn.Module) -> int:
     """Bytes that a step needs beside a tower's passes, at most: for gradients, optimizer and average of all weights."""
     return STEP_BYTES_OF_A_WEIGHT * sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def measured_chunk(
-    tower: nn.Module,
-    draw: Callable[[int], TowerInput],
-    rows: int,
-    world: World,
-    *,
-    bytes_beside: int,
-    keeps_graphs: bool,
-) -> int:
-    """A collective: the smallest chunk size that `find_chunk` finds on any rank.
-
-    `draw(n)` draws n samples. `bytes_beside`: see `bytes_beside_passes`.
-    """
-
-    def speed(size: int) -> float:
-        return samples_per_second(tower, draw(size))
-
-    def norm_rows_per_sample() -> int:
-        return norm_rows(tower, draw(1))
-
-    def leaves_room() -> bool:
-        return bytes_left_at_peak(world.device) >= bytes_beside
-
-    size = run_on_all_ranks(
-        world,
-        lambda: find_chunk(speed, norm_rows_per_sample, leaves_room, rows, world.device, keeps_graphs=keeps_graphs),
-    )
-    return min(world.all_gather_object(size))
 
 
 def random_pairs(model: ClipModel, device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -172,92 +136,101 @@ def random_captions(model: ClipModel, device: torch.device, count: int) -> Tenso
     return torch.randint(1, 100, (count, model.context_length), device=device)
 
 
-def find_chunk(
-    speed: Callable[[int], float],
-    norm_rows_per_sample: Callable[[], int],
-    leaves_room: Callable[[], bool],
-    local_batch: int,
-    device: torch.device,
-    *,
-    keeps_graphs: bool,
-) -> int:
+@dataclass(frozen=True)
+class ChunkProbe:
+    """Measures an encoder's passes over chunks of random inputs on a GPU."""
+
+    encoder: nn.Module
+    # Draws so many samples.
+    draw: Callable[[int], TowerInput]
+    device: torch.device
+    # See `other_step_bytes`.
+    other_step_bytes: int
+
+    def samples_per_second(self, size: int) -> float:
+        """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients.
+
+        Restarts torch's record of the most memory that was allocated.
+        """
+        inputs = self.draw(size)
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            for _ in range(2):
+                started = time.perf_counter()
+                both_passes(self.encoder, inputs)
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - started
+        finally:
+            self.encoder.zero_grad()
+        return size / seconds
+
+    def leaves_enough_memory(self) -> bool:
+        """Whether the last `samples_per_second` left the memory that a step needs beside it, at its peak."""
+        at_peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        return usable_bytes(self.device) - at_peak >= self.other_step_bytes
+
+    def norm_rows(self) -> int:
+        """Rows (tokens) of a sample that a layer norm normalises: the median of the norms that train; 0 without any."""
+        rows = list[int]()
+
+        def count(norm: nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:
+            rows.append(arguments[0].numel() // math.prod(norm.normalized_shape))
+
+        norms = [module for module in self.encoder.modules() if isinstance(module, nn.LayerNorm) and trains(module)]
+        hooks = [norm.register_forward_pre_hook(count) for norm in norms]
+        try:
+            with torch.no_grad():
+                self.encoder(*as_arguments(self.draw(1)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return median_high(rows) if rows else 0
+
+
+def measured_chunk(probe: ChunkProbe, rows: int, world: World, *, keeps_graphs: bool) -> int:
+    """A collective: the smallest chunk size that `find_chunk` finds on any rank."""
+    size = run_on_all_ranks(world, lambda: find_chunk(probe, rows, keeps_graphs=keeps_graphs))
+    return min(world.all_gather_object(size))
+
+
+def find_chunk(probe: ChunkProbe, rows: int, *, keeps_graphs: bool) -> int:
     """A chunk size that fits the device and is fast, forward and backward. On a CPU nothing is measured.
 
     1. Candidates are MIN_CHUNK, twice that and so on, at most the local batch or MAX_CHUNK. A size that is too large
-       for the memory, or over 5 % slower than a smaller one (GOOD_ENOUGH), ends the list. If several sizes were
+       for the memory, or over 5 % slower than a smaller one (MIN_RELATIVE_SPEED), ends the list. If several sizes were
        measured, the largest is then left out, because features, loss, optimizer and the other tower's gradients need
        memory, too. It stays if it is the whole local batch and has left them enough.
-    2. If some graphs are kept, the candidates with at least GOOD_ENOUGH of the best speed stay. Only the fastest stays
-       if no graph is kept (`keeps_graphs` is false), or if the whole batch fits in one chunk, so that all are kept.
-    3. If some of these have more than MAX_SLOW_NORM_ROWS rows, only they stay.
+    2. If some graphs are kept, the candidates with at least MIN_RELATIVE_SPEED of the best speed stay. Only the fastest
+       stays if no graph is kept (`keeps_graphs` is false), or if the whole batch fits in one chunk, so that all are
+       kept.
+    3. If some of these have more than MAX_SLOW_NORM_ROWS rows of a layer norm, only they stay.
     4. The smallest is taken, because small chunks waste less of the memory for graphs.
 
-    `speed(n)`: samples per second in chunks of n. `norm_rows_per_sample()`: rows of a layer norm, see `norm_rows`.
-    `leaves_room()`: whether the last chunk that was measured left the memory that a step needs beside it.
+    `rows`: the images, texts or pairs of the local batch.
     """
-    if device.type == "cpu":
-        return min(CPU_CHUNK, local_batch)
+    if probe.device.type == "cpu":
+        return min(CPU_CHUNK, rows)
     speeds: dict[int, float] = {}
-    size = min(MIN_CHUNK, local_batch)
+    size = min(MIN_CHUNK, rows)
     with RandomState.now().preserved():
         while True:
             try:
-                speeds[size] = speed(size)
+                speeds[size] = probe.samples_per_second(size)
             except torch.OutOfMemoryError:
                 break
-            if size in (local_batch, MAX_CHUNK) or speeds[size] < GOOD_ENOUGH * max(speeds.values()):
+            if size in (rows, MAX_CHUNK) or speeds[size] < MIN_RELATIVE_SPEED * max(speeds.values()):
                 break
-            size = min(2 * size, local_batch, MAX_CHUNK)
-        rows = norm_rows_per_sample() if speeds else 0
+            size = min(2 * size, rows, MAX_CHUNK)
+        norm_rows = probe.norm_rows() if speeds else 0
     torch.cuda.empty_cache()
     if not speeds:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    whole_batch_fits = local_batch in speeds
-    if len(speeds) > 1 and not (whole_batch_fits and leaves_room()):
+    whole_batch_fits = rows in speeds
+    if len(speeds) > 1 and not (whole_batch_fits and probe.leaves_enough_memory()):
         del speeds[max(speeds)]
-    share = GOOD_ENOUGH if keeps_graphs and not whole_batch_fits else 1.0
+    share = MIN_RELATIVE_SPEED if keeps_graphs and not whole_batch_fits else 1.0
     fast = [n for n, measured in speeds.items() if measured >= share * max(speeds.values())]
-    return min([n for n in fast if n * rows > MAX_SLOW_NORM_ROWS] or fast)
-
-
-def bytes_left_at_peak(device: torch.device) -> int:
-    """Usable bytes of the GPU that were free at the peak of the last `samples_per_second`."""
-    return usable_bytes(device) - (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-
-
-def norm_rows(tower: nn.Module, inputs: TowerInput) -> int:
-    """Rows (tokens) that a tower's layer norm normalises in a pass: the median of those that train; 0 without any."""
-    rows = list[int]()
-
-    def count(norm: nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:
-        rows.append(arguments[0].numel() // math.prod(norm.normalized_shape))
-
-    norms = [module for module in tower.modules() if isinstance(module, nn.LayerNorm) and trains(module)]
-    hooks = [norm.register_forward_pre_hook(count) for norm in norms]
-    try:
-        with torch.no_grad():
-            tower(*as_arguments(inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return median_high(rows) if rows else 0
-
-
-def samples_per_second(tower: nn.Module, inputs: TowerInput) -> float:
-    """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients.
-
-    Restarts torch's record of the most memory that was allocated.
-    """
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        for _ in range(2):
-            started = time.perf_counter()
-            both_passes(tower, inputs)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-    finally:
-        tower.zero_grad()
-    return len(tree_leaves(inputs)[0]) / seconds
+    return min([n for n in fast if n * norm_rows > MAX_SLOW_NORM_ROWS] or fast)
 
 
 def both_passes(tower: nn.Module, inputs: TowerInput) -> None:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from clipscale.cli import train_verb
 from clipscale.common.errors import UserError
@@ -37,6 +36,7 @@ from clipscale.run_folder.paths import RESULT, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.build import build
 from clipscale.start.resolve import precision_notices, resolve
+from clipscale.step.chunk_sizes import ChunkProbe
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.conftest import Capture
@@ -103,14 +103,13 @@ def started(rank: int, world_size: int, *configs: TrainConfig) -> tuple[list[int
     """
     steps, is_sharded = list[int](), list[bool]()
 
-    def rate(tower: nn.Module, inputs: torch.Tensor) -> float:
-        is_sharded.append(bool(fsdp_modules(tower)))
-        return len(inputs)
+    def find(probe: ChunkProbe, rows: int, *, keeps_graphs: bool) -> int:
+        is_sharded.append(bool(fsdp_modules(probe.encoder)))
+        return 4
 
     with (
         mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": str(rank)}),
-        mock.patch("clipscale.step.chunk_sizes.find_chunk", lambda rate, *_, **__: int(rate(4))),
-        mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
+        mock.patch("clipscale.step.chunk_sizes.find_chunk", find),
     ):
         for config in configs:
             run = train_loop(config, World(rank, world_size, torch.device("cpu")))

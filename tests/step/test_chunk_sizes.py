@@ -3,6 +3,7 @@ graphs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,16 +14,17 @@ from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 from clipscale.step.chunk_sizes import (
+    ChunkProbe,
     agreed_chunk_sizes,
-    bytes_beside_passes,
     find_chunk,
     measured_chunk,
-    norm_rows,
+    other_step_bytes,
 )
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model
 
+CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
 
@@ -36,15 +38,21 @@ def measured(
     """
     sizes = list[int]()
 
-    def rate(size: int) -> float:
-        sizes.append(size)
-        if size > fits:
-            raise torch.OutOfMemoryError
-        return rates[size]
+    class Probe(ChunkProbe):
+        def samples_per_second(self, size: int) -> float:
+            sizes.append(size)
+            if size > fits:
+                raise torch.OutOfMemoryError
+            return rates[size]
 
-    return lambda keep: find_chunk(
-        rate, lambda: rows, lambda: fits - sizes[-1] >= beside, batch, GPU, keeps_graphs=keep
-    )
+        def norm_rows(self) -> int:
+            return rows
+
+        def leaves_enough_memory(self) -> bool:
+            return fits - sizes[-1] >= beside
+
+    probe = Probe(nn.Identity(), torch.zeros, GPU, other_step_bytes=0)
+    return lambda keep: find_chunk(probe, batch, keeps_graphs=keep)
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
@@ -88,16 +96,9 @@ def test_the_memory_that_a_chunk_leaves_is_what_was_free_at_its_peak(
     for name, size in memory.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, size=size: size * MB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (80 * MB, 140 * MB))
-    monkeypatch.setattr("clipscale.step.chunk_sizes.samples_per_second", lambda tower, inputs: len(inputs))
-    size = measured_chunk(
-        model,
-        lambda n: torch.zeros(n, 999),
-        24,
-        World(0, 1, GPU),
-        bytes_beside=bytes_beside_passes(model),
-        keeps_graphs=True,
-    )
-    assert size == chunk
+    monkeypatch.setattr(ChunkProbe, "samples_per_second", lambda probe, size: float(size))
+    probe = ChunkProbe(model, lambda n: torch.zeros(n, 999), GPU, other_step_bytes(model))
+    assert measured_chunk(probe, 24, World(0, 1, GPU), keeps_graphs=True) == chunk
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,11 @@ def test_rows_of_layer_norms_are_the_tokens_of_a_sample() -> None:
     model = small_model()
     pixels, captions = samples(2)
     for tower, inputs, tokens in ((model.image, pixels, 1 + 4 * 4), (model.text, captions, model.context_length)):
-        assert norm_rows(tower, inputs) == 2 * tokens
+        probe = ChunkProbe(tower, partial(inputs.narrow, 0, 0), CPU, other_step_bytes=0)
+        assert probe.norm_rows() == tokens
         assert not any(module._forward_pre_hooks for module in tower.modules())
-        assert norm_rows(tower.requires_grad_(False), inputs) == 0, "a frozen tower has no such gradients"
+        tower.requires_grad_(False)
+        assert probe.norm_rows() == 0, "a frozen tower has no such gradients"
 
 
 def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
