@@ -146,7 +146,7 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     """The oracle in one graph: whole captions in the batch's order.
 
     Chunks matter only for the order in which random numbers are drawn. Each rank draws its own, first for images, then
-    for captions as they are cut.
+    for captions as they are cut. `SortedTexts` says which captions a chunk has, and not what is in it.
     """
     model = model_of(case)
     images = []
@@ -159,9 +159,10 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
         if (case.captions, case.noise) == ("sorted", "dropout"):
             inputs = sorted_texts(case, tokens)
             inputs.split(chunks_of_all_ranks(case))
-            spans = inputs.spans(case.chunks[1])
-            order = torch.cat([inputs.rows(*span) for span in spans])
-            texts = torch.cat([model.text(inputs.chunk(*span)) for span in spans])[order.argsort()]
+            rows_of_chunks = [inputs.rows(*span) for span in inputs.spans(case.chunks[1])]
+            order = torch.cat(rows_of_chunks)
+            assert order.sort().values.equal(torch.arange(len(tokens))), case
+            texts = torch.cat([model.text(trimmed(tokens[rows])) for rows in rows_of_chunks])[order.argsort()]
         else:
             texts = torch.cat([model.text(rows) for rows in tokens.split(case.chunks[1])])
         captions.append(texts[: len(pixels)])
@@ -174,6 +175,12 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     actual = gradients(model)
     assert actual.keys() == {name for name, p in model.named_parameters() if p.requires_grad}, case
     return actual, value.item()
+
+
+def trimmed(tokens: Tensor) -> Tensor:
+    """Texts without the padding that they share, in a multiple of eight tokens."""
+    length = int((tokens != 0).any(0).nonzero().max()) + 1
+    return tokens[:, : min(-(-length // 8) * 8, TOKENS)]
 
 
 # Gradients, value, gradients' norm, and the share of graphs that were kept.

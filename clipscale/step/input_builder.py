@@ -110,7 +110,11 @@ class InputBuilder:
         """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
         if not self.sorts_captions:
             return TextLoader(
-                batch.tokens, batch.num_texts, batch.context_length, self.world.device, stays_on_device=self.stays_on_device
+                batch.tokens,
+                batch.num_texts,
+                batch.context_length,
+                self.world.device,
+                stays_on_device=self.stays_on_device,
             )
         texts = SortedTexts(
             batch.tokens,

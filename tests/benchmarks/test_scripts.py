@@ -18,8 +18,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
 from clipscale.config.train_config import check_across_sections
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.batch_loss import LossOptions
+from clipscale.step.batch_loss import BatchLoss, LossOptions
 from tests.support.towers import small_model
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipscale.step import feature_statistics as feature_statistics_module
 from clipscale.step import train_step
-from clipscale.step.feature_statistics import start_statistics
+from clipscale.step.feature_statistics import PendingStatistics, start_statistics
 from clipscale.step.optim import Schedule
 from clipscale.train import train
 from tests.support.runs import four_step_config, records
@@ -52,10 +52,21 @@ def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_step, "STATISTICS_INTERVAL", 3)
+    features = []
+
+    def start(images: Tensor, texts: Tensor) -> PendingStatistics:
+        features.append((images.detach().double(), texts.detach().double()))
+        return start_statistics(images, texts)
+
+    monkeypatch.setattr(train_step, "start_statistics", start)
     train(four_step_config(shards, tmp_path / "run"))
-    rows = records(tmp_path / "run")
-    assert [row["step"] for row in rows if "nearest" in row] == [1, 3]
-    assert all(row["rank_image"] >= 1 and row["uniformity_text"] <= 0 for row in rows if "nearest" in row)
+    rows = [row for row in records(tmp_path / "run") if "nearest" in row]
+    assert [row["step"] for row in rows] == [1, 3]
+    for row, (images, texts) in zip(rows, features, strict=True):
+        assert row["modality_gap"] == pytest.approx((images.mean(0) - texts.mean(0)).norm().item(), abs=1e-5)
+        for name, side in (("rank_image", images), ("rank_text", texts)):
+            shares = F.normalize(torch.linalg.svdvals(side), p=1, dim=0)
+            assert row[name] == pytest.approx(math.exp(-(shares * shares.log()).sum().item()), rel=1e-4), name
 
 
 def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from clipscale.common.errors import DataError, UserError
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
+from clipscale.step import train_step
 from clipscale.step.input_builder import StepAgreement, StepFacts
 from clipscale.step.train_step import TrainStep
 from tests.support.ranks import run_ranks
@@ -153,6 +154,46 @@ def test_a_step_updates_the_weights() -> None:
     before = weights(step)
     run_step(step, small_batch())
     assert is_updated(step, before)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_step, "MAX_LOGIT_SCALE", 3.0)
+    step = small_step(precision)
+    step.clip_norm = 0.25
+    before = weights(step)
+    norm = run_step(step, small_batch()).scalars.grad_norm
+    assert norm > 0.25
+    clipped = [p.grad for p in step.trainable_parameters if p.grad is not None]
+    assert torch.nn.utils.get_total_norm(clipped).item() == pytest.approx(0.25, rel=1e-4)
+    assert step.model.logit_scale.exp().item() == pytest.approx(3.0)
+    for p, old in zip(step.trainable_parameters, before, strict=True):
+        if p is not step.model.logit_scale and p.grad is not None:
+            torch.testing.assert_close(p.detach(), old - 0.1 * p.grad)
+
+
+def updated_on_ranks(rank: int, world_size: int, precision: str) -> tuple[float, dict[str, Tensor]]:
+    """The gradient norm of a step over this rank's share of 12 samples, and the weights after it."""
+    step = small_step(precision, world=World(rank, world_size, torch.device("cpu")), bias=-2.0)
+    if step.precision.scaler:  # with the scale of a new run a share overflows
+        step.precision.scaler.load_state_dict(step.precision.scaler.state_dict() | {"scale": 1024.0})
+    pixels, tokens = (rows.chunk(world_size)[rank] for rows in samples(12))
+    norm = run_step(step, host_batch(pixels, tokens)).scalars.grad_norm
+    return norm, {name: p.detach().clone() for name, p in step.model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_two_ranks_update_the_weights_as_one_rank_with_both_shares(precision: str) -> None:
+    """The logit scale and the bias, too, whose gradients no tower's replay sums."""
+    norm, expected = updated_on_ranks(0, 1, precision)
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    for found_norm, found in run_ranks(updated_on_ranks, 2, precision):
+        assert found_norm == pytest.approx(norm, rel=tolerance)
+        for name in ("logit_scale", "logit_bias"):
+            assert found[name].item() == pytest.approx(expected[name].item(), rel=tolerance), name
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_an_infinite_loss_ends_the_run_before_the_update() -> None:

@@ -21,13 +21,23 @@ from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import PIXELS, TOKENS, captioned, small_model
 
 
-def small_step(precision: str = "fp32", *, world: World = ONE_RANK, parallel: str = "ddp", chunk: int = 5) -> TrainStep:
-    """A step of two small towers, with sorted captions and plain gradient descent. `chunk`: samples of a chunk."""
-    model = small_model()
+def small_step(
+    precision: str = "fp32",
+    *,
+    world: World = ONE_RANK,
+    parallel: str = "ddp",
+    chunk: int = 5,
+    bias: float | None = None,
+) -> TrainStep:
+    """A step of two small towers, with sorted captions and plain gradient descent.
+
+    `chunk`: samples of a chunk. `bias`: the logit bias of the sigmoid loss; None: the loss is the softmax.
+    """
+    model = small_model(init_bias=bias)
     formats = Precision.set_up(precision, world.device)
     cache = GradCache(
         [wrap(world, tower, parallel, formats.dtype) for tower in (model.image, model.text)],
-        BatchLoss(model, formats.autocast),
+        BatchLoss(model, formats.autocast, "softmax" if bias is None else "sigmoid"),
         chunks=chunk,
         autocast=formats.autocast,
         scaler=formats.scaler,

@@ -48,7 +48,7 @@ class GradCache:
                 math.inf: keep all
                 a number: measure a graph in the first step, then keep as many as fit
                 None: measure a graph, and keep none yet
-            What happens if a graph does not fit after all: see `ShortMemoryPolicy` and `GraphBudget.disable_if_memory_short`.
+            If a graph does not fit after all: see `ShortMemoryPolicy` and `GraphBudget.disable_if_memory_short`.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16, with which `backward` scales the loss. `scaler.step(optimizer)` and
             `scaler.update()` remain the caller's. Do not scale the loss as well: its gradients would be multiplied

@@ -113,7 +113,9 @@ def test_a_caption_keeps_its_end_token_in_its_chunk(tmp_path: Path, pad: int, fi
     with open_stream(tmp_path, batch=24, **options) as stream:
         batch = stream.next_batch()
         assert batch.lengths().tolist() == [min(len(first) + words + 1, 20) for words in range(1, 25)]
-        captions = SortedTexts(batch.tokens, batch.lengths, 24, batch.context_length, torch.device("cpu"), stays_on_device=False)
+        captions = SortedTexts(
+            batch.tokens, batch.lengths, 24, batch.context_length, torch.device("cpu"), stays_on_device=False
+        )
         chunks = [captions.chunk(*span) for span in captions.spans(1)]
     assert {chunk.shape[1] for chunk in chunks} == {8, 16, 20}
     assert all((chunk == Words.END).any(1).all() for chunk in chunks)

@@ -19,12 +19,16 @@ from tests.support.ranks import run_ranks
 
 
 def test_batch_norm_sees_the_batch_at_once_and_counts_it_once() -> None:
+    """Its running mean moves by a tenth (torch's momentum), and only once."""
     m = models()
     norm = m["image"].net[1] = nn.BatchNorm1d(12).double()
     with pytest.raises(ValueError, match=r"net\.1 is batch normalisation"):
         GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+    means: list[Tensor] = []
+    norm.register_forward_pre_hook(lambda _, inputs: means.append(inputs[0].detach().mean(0)))
     GradCache([m["image"], m["text"]], m["head"], chunks=12).step(*batch(12))
-    assert norm.num_batches_tracked == 1
+    assert norm.num_batches_tracked == 1 and len(means) == 2
+    torch.testing.assert_close(norm.running_mean, 0.1 * means[0])
     norm.eval()
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
 
