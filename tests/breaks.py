@@ -147,15 +147,15 @@ BREAKS = [
     ),
     Break(
         "open_clip.tokenizer._tokenizer",
-        "clipscale/models/tokenizer.py",
+        "clipscale/data/tokenizer.py",
         {"else open_clip.tokenizer._tokenizer": "else SimpleTokenizer()"},
-        "tests/models/test_towers.py::test_models_of_a_process_share_one_vocabulary",
+        "tests/data/test_tokenizer.py::test_models_of_a_process_share_one_vocabulary",
     ),
     Break(
         "open_clip.tokenizer._tokenizer",
-        "clipscale/models/tokenizer.py",
+        "clipscale/data/tokenizer.py",
         {"len(self.inner.cache) > WORDS": "False"},
-        "tests/models/test_towers.py::test_words_beyond_some_are_not_remembered",
+        "tests/data/test_tokenizer.py::test_words_beyond_some_are_not_remembered",
     ),
     Break(
         "get_cast_dtype",

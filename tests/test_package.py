@@ -136,11 +136,11 @@ READS_SETTINGS = {
 def test_the_settings_end_where_a_run_begins() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.module in READS_SETTINGS:
-                readers = READS_SETTINGS[node.module]
+        for module, line in imported_modules(tree_of(path)).items():
+            readers = READS_SETTINGS.get(module)
+            if readers is not None:
                 assert any(name.match(pattern) or pattern[:-1] == f"{name.parts[0]}/" for pattern in readers), (
-                    f"{name}:{node.lineno} reads settings: take what it uses as arguments"
+                    f"{name}:{line} reads settings: take what it uses as arguments"
                 )
 
 
@@ -320,14 +320,45 @@ def part_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else path.stem
 
 
+def imported_modules(tree: ast.Module) -> dict[str, int]:
+    """The modules and folders of the package that a module imports, inside functions too -> the line."""
+    found: dict[str, int] = {}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            place = CHECKOUT / name.replace(".", "/")
+            if name.startswith("clipscale.") and (place.is_dir() or place.with_suffix(".py").is_file()):
+                found[name] = node.lineno
+    return found
+
+
 def imported_parts(path: Path) -> set[str]:
     """The parts of the package that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            modules = [f"clipscale.{x.name}" for x in node.names] if node.module == "clipscale" else [node.module]
-            found |= {module.split(".")[1] for module in modules if module.startswith("clipscale.")}
-    return found - {"__version__", part_of(path)}
+    return {name.split(".")[1] for name in imported_modules(tree_of(path))} - {part_of(path)}
+
+
+def test_imports_are_seen_in_every_form() -> None:
+    """A module of a folder, a name of a module, a module by its full name, and inside a function."""
+    planted = """
+from clipscale.config import sections
+from clipscale.loss.api import contrastive_loss
+import clipscale.models.towers
+from clipscale import __version__, train
+def f():
+    import clipscale.step as step
+"""
+    assert sorted(imported_modules(ast.parse(planted))) == [
+        "clipscale.config",
+        "clipscale.config.sections",
+        "clipscale.loss.api",
+        "clipscale.models.towers",
+        "clipscale.step",
+        "clipscale.train",
+    ]
 
 
 def test_no_two_folders_import_each_other() -> None:

@@ -34,7 +34,7 @@ from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
-from clipscale.models.tokenizer import Tokenizer, context_length_of, tokenizer_of
+from clipscale.data.tokenizer import Tokenizer, context_length_of, tokenizer_of
 from clipscale.models.weights.load_weights import load_weights
 
 TOWERS = ("image", "text")

@@ -19,7 +19,7 @@ from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops
-from clipscale.models.tokenizer import Tokenizer
+from clipscale.data.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs

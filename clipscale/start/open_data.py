@@ -15,7 +15,7 @@ from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
-from clipscale.models.tokenizer import Tokenizer
+from clipscale.data.tokenizer import Tokenizer
 from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import STATE_ENTRIES, Schedule

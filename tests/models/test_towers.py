@@ -1,9 +1,5 @@
-"""The towers give open_clip's features, freeze as asked, and tokenise captions of any length."""
+"""The towers give open_clip's features, and freeze as asked."""
 
-import json
-import os
-import pickle
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -14,7 +10,6 @@ from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.towers import build_model
 from clipscale.step.cache.batch_norm import batch_norms
 from tests.support.towers import architecture, small_model

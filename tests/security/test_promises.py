@@ -22,7 +22,7 @@ from clipscale.config.secrets import without_secrets
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.picture import Picture
 from clipscale.data.sample import BrokenSampleError
-from clipscale.models.tokenizer import tokenizer_of
+from clipscale.data.tokenizer import tokenizer_of
 from tests.conftest import TINY, Capture
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard

@@ -15,6 +15,6 @@ set_signal_of_parents_end(signal.SIGKILL)
 try:
     with hidden_packages("transformers", "wandb"):
         import clipscale.data.loader.workers
-        import clipscale.models.tokenizer  # noqa: F401
+        import clipscale.data.tokenizer  # noqa: F401
 finally:
     set_signal_of_parents_end(0)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.record import Record
+from clipscale.data.tokenizer_files import VOCABULARIES
 
 # `model_type` of a transformers model -> its part of the table.
 MODEL_TYPES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
-# Files of a vocabulary; a tokenizer's folder has one or more.
-VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 # SHA-256 of CLIP's own vocabulary, as JSON with sorted keys. open_clip's tokenizer has this vocabulary built in.
 CLIP_VOCABULARY_SHA256 = "51b8a58f8c87bc7af902c70cbcdd0287f5baffaa34044e30b8ff8e22c54ec1a0"
 TANH = "gelu_pytorch_tanh"

@@ -197,7 +197,7 @@ def test_a_plan_goes_without_a_tokenizer_that_cannot_be_had(monkeypatch: pytest.
     def refuse(*given: object) -> None:
         raise UserError("the tokenizer cannot be fetched")
 
-    monkeypatch.setattr("clipscale.models.tokenizer._loaded", refuse)
+    monkeypatch.setattr("clipscale.data.tokenizer._loaded", refuse)
     monkeypatch.setattr(
         "clipscale.tools.plan.dry_run.may_cut_captions", lambda _, tokenizer: bool(len(tokenizer([""])))
     )

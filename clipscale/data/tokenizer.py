@@ -1,30 +1,17 @@
 """open_clip's tokenizers, for captions of any length."""
 
-import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TypeAlias
 
 import open_clip
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
 
-from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
-from clipscale.models.weights.hugging_face import VOCABULARIES
+from clipscale.data.tokenizer_files import sanitised_copy
 
-# Files in which a folder describes its tokenizer; later files override earlier ones.
-CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-# Options that are read from a tokenizer's configuration, beside its special tokens. Other options may be paths.
-OPTIONS = {
-    "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
-    "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "model_input_names",
-}  # fmt: skip
 # Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more. A
 # tokenizer with longer ones may lose the end of a caption that consists of them.
 CHARS_PER_TOKEN = 32
@@ -132,27 +119,3 @@ def _check(vocabulary: dict[str, int], text_cfg: Record, *, pads: bool = True) -
     largest = max(vocabulary.values(), default=0)
     if largest >= vocab_size and not text_cfg.get("hf_model_name"):
         raise ValueError(f"its largest token is {largest}, and the model has {vocab_size}: it is another model's")
-
-
-@contextmanager
-def sanitised_copy(source: str) -> Iterator[str]:
-    """A copy of a tokenizer's folder that names no file elsewhere. A name that is not a folder stays as it is.
-
-    Only plain values of a stranger's configuration are kept. Raises OSError, ValueError.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        yield source
-        return
-    config: Record = {}
-    for name in CONFIGS:
-        config |= files.read_json(folder / name) if (folder / name).is_file() else {}
-    kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
-    vocabulary = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
-    if not vocabulary:
-        raise FileNotFoundError(f"{folder} has none of {', '.join(VOCABULARIES)}; download them, too")
-    with tempfile.TemporaryDirectory() as copy:
-        for file in vocabulary:
-            shutil.copy(file, copy)
-        (Path(copy) / CONFIGS[-1]).write_text(json.dumps(kept), encoding="utf-8")
-        yield copy
