@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from clipscale.cli import compose
-from clipscale.config.train_config import check_across_sections
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
+from clipscale.config.checks import check_across_sections
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.train import train
 
 loss_of_batch = BatchLoss.__call__
-CONFIG = compose.settings("train", compose.overrides("train", sys.argv[1:])[1])
+CONFIG = compose_settings("train", overrides_of("train", sys.argv[1:])[1])
 CHUNK = CONFIG.cache.sizes[0]
 
 

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 
 from words import Row, counts
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.tools.data.demo_folder import user_folder
 
 DEFAULTS = {"seeds": "0,1,2,3,4", "samples": "56k", "runs": "runs/seeds", "out": "runs/bench"}
@@ -41,7 +42,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
 
 def preset() -> Row:
     """All settings that `experiment=demo` composes. The demo set's paths begin with the name of its folder."""
-    composed = asdict(compose.settings("train", compose.overrides("train", ["experiment=demo"])[1]))
+    composed = asdict(compose_settings("train", overrides_of("train", ["experiment=demo"])[1]))
     return dict(json.loads(json.dumps(composed).replace(f"{user_folder().parent}/", "")))
 
 

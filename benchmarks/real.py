@@ -35,7 +35,7 @@ from measure import Row, counts, main
 from PIL import Image
 
 from clipscale.common.errors import UserError
-from clipscale.config.setting import flat
+from clipscale.config.setting import flatten
 from clipscale.tools.data.pack.pairs import pairs_of, tables_of
 from clipscale.tools.data.pack.places import read
 from clipscale.tools.data.pack.verb import held_out
@@ -150,7 +150,7 @@ def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str
     side, patch = SIDES[set]
     vision = {"image_size": side, "patch_size": patch, "layers": 4, "width": 128, "head_width": 32}
     sizes = {"embed_dim": 128, "vision_cfg": vision, "text_cfg": TEXT}
-    model = ["model=tiny", f"model.name={set}", *(f"model.architecture.{key}={value}" for key, value in flat(sizes))]
+    model = ["model=tiny", f"model.name={set}", *(f"model.architecture.{key}={value}" for key, value in flatten(sizes))]
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch)
         if method == "open_clip":

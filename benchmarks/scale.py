@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from webdataset import TarWriter
 
-from clipscale.cli.compose import settings as settings_of_verb
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.train_verb import with_defaults
 from clipscale.config.data import DataConfig
 from clipscale.data.loader.position import DataPosition, StreamPosition
@@ -238,7 +238,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     words = ["plan=false", "device=cpu", "model=tiny", "data.workers=0", "data.shuffle=1", "eval.sets=[]"]
     words += [f"data.train={folder}/0.tar", f"batch={PAIRS * ranks}", f"samples={PAIRS * ranks}", f"run={folder}/run"]
     config = with_defaults(
-        settings_of_verb("train", [*words, f"loss.exchange={exchange}", f"cache.chunk={PAIRS // 2}"])
+        compose_settings("train", [*words, f"loss.exchange={exchange}", f"cache.chunk={PAIRS // 2}"])
     )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:

@@ -20,7 +20,8 @@ from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import checkpoint
 
 import clipscale
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.tools.plan.planner import plan
 
 GIB = 2**30
@@ -136,7 +137,7 @@ def figure4(settings: SimpleNamespace) -> Rows:
     rows = []
     for k in (32, 64, 128, 256, 512, 1024):
         words = ("model=vit-l14", f"batch={k}k", "hardware=a800-80g", "gpus=8", "precision=fp16", "cache.keep=none")
-        result = plan(compose.settings("plan", compose.overrides("plan", words)[1]), search=False)
+        result = plan(compose_settings("plan", overrides_of("plan", words)[1]), search=False)
         rows.append({"k": k, "step_s": result["step_s"], "sample_s": result["step_s"] / k, "theirs": FIGURE_4.get(k)})
     return rows, {
         "batch": lambda row: f"{row['k']}k",

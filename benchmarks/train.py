@@ -30,7 +30,7 @@ from measure import Row, main
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count
 from clipscale.config.presets import conf_dir
-from clipscale.config.setting import flat
+from clipscale.config.setting import flatten
 
 DEFAULTS = {
     "model": "small",  # a preset of conf/model, or SMALL
@@ -94,7 +94,7 @@ def clipscale(place: Path, shards: str, samples: int, options: SimpleNamespace, 
     """`clipscale train`, and what `clipscale plan` predicts of it on a GPU."""
     model = [f"model={options.model}"]
     if options.model == "small":
-        model = ["model=tiny", *(f"model.architecture.{key}={value}" for key, value in flat(SMALL))]
+        model = ["model=tiny", *(f"model.architecture.{key}={value}" for key, value in flatten(SMALL))]
     run = place / "run"
     words = [f"run={run}", *model, f"data.train={shards}", f"batch={options.batch}", f"samples={samples}"]
     words += [f"data.workers={options.workers}", f"precision={options.precision}", f"device={options.device}"]

@@ -25,11 +25,11 @@ from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.signal_poller import SignalPoller
 from clipscale.log.records import StepRecord
-from clipscale.log.step_records import StepRecords
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule
 from clipscale.step.train_step import StepResult, TrainStep
+from clipscale.step_records import StepRecords
 
 # After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
 # kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal. So a save has 90 s before it takes from the

@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from clipscale import __version__
-from clipscale.cli.help import COUNTS, shown
+from clipscale.cli.help import COUNTS, typed_default
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import default_choices, group_options, preset_title
 from clipscale.config.setting import Setting, sections_of, settings_of, summary
@@ -79,7 +79,7 @@ def table(declared: Iterable[Setting]) -> str:
     rows = ["| key | default | |", "|---|---|---|"]
     for setting in declared:
         bounds = ", ".join(f"{LIMITS[name]} {bound:g}" for name, bound in setting.bounds.items())
-        default = f"`{shown(setting.default)}`".replace("``", "")
+        default = f"`{typed_default(setting.default)}`".replace("``", "")
         meaning = f"{setting.meaning} ({bounds})" if bounds else setting.meaning
         rows.append(f"| `{setting.name}` | {default} | {cell(meaning)} |")
     return "\n".join(rows)

@@ -22,14 +22,16 @@ import pytest
 from pyarrow import parquet
 
 import clipscale
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings, is_in_dictionary
 from clipscale.cli.main import main
 from clipscale.cli.sweep.run_sweep import compose_sweep
 from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.cli.words import SECTION_ALIASES, is_hydra_setting, overrides_of, parse_flags
 from clipscale.common.errors import UserError
+from clipscale.config.checks import check_across_sections
 from clipscale.config.presets import PACKAGE, default_choices
 from clipscale.config.setting import setting, settings_of
-from clipscale.config.train_config import MAX_SAMPLES, check_across_sections
+from clipscale.config.train_config import MAX_SAMPLES
 from clipscale.run_folder.paths import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
@@ -209,10 +211,8 @@ def test_every_setting_of_a_command_is_one_of_its_verb(commands: Commands) -> No
         verb = VERBS[name]
         known = {*settings_of(verb.settings), *default_choices(verb.conf)}
         for key in (word.lstrip("+").partition("=")[0] for word in rest if "=" in word):
-            key = compose.SECTION_ALIASES.get(key, "data.train" if key == "data" else key)
-            is_known = (
-                key in known or compose.is_in_dictionary(key, verb.settings) or compose.is_hydra_setting(key + ".")
-            )
+            key = SECTION_ALIASES.get(key, "data.train" if key == "data" else key)
+            is_known = key in known or is_in_dictionary(key, verb.settings) or is_hydra_setting(key + ".")
             assert is_known, f"{key}, in clipscale {' '.join(words)}"
 
 
@@ -228,12 +228,12 @@ def test_every_command_composes(
     lay_runs(typed, finished, tmp_path)
     for words in typed:
         name, rest = split_verb(words)
-        line = compose.parse(name, rest)
+        line = parse_flags(name, rest)
         try:
             if line.multirun:
                 compose_sweep(line.words, line.config_dir)
             elif name != "completion":
-                settings = compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)
+                settings = compose_settings(name, overrides_of(name, line.words)[1], line.config_dir)
                 if name == "train":
                     check_across_sections(settings)
         except UserError as error:

@@ -119,14 +119,14 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 # Who reads a section of the settings: where a run, a verb or its processes begin; and the one owner of each section.
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
-    "clipscale.config.eval": ["cli/*", "config/*", "eval/places.py", "eval/verb.py", "tools/*"],
     "clipscale.config.data": ["config/*", "data/*", "start/*", "tools/*"],
     "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
+    "clipscale.config.run_model": ["cli/*", "config/*", "tools/*"],
     "clipscale.config.sections": [
         "config/*",
         "tools/*",
         "launch/local.py",
-        "eval/places.py",
+        "eval/set_paths.py",
         "eval/suites.py",
         "step/optim.py",
     ],
@@ -324,11 +324,11 @@ def imported_modules(tree: ast.Module) -> dict[str, int]:
     """The modules and folders of the package that a module imports, inside functions too -> the line."""
     found: dict[str, int] = {}
     for node in ast.walk(tree):
-        names: list[str] = []
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = [f"{node.module}", *(f"{node.module}.{name}" for name in names)]
         for name in names:
             place = CHECKOUT / name.replace(".", "/")
             if name.startswith("clipscale.") and (place.is_dir() or place.with_suffix(".py").is_file()):

@@ -70,7 +70,7 @@ def test_the_last_line_names_a_run_so_that_it_can_be_pasted(
 def test_a_start_says_that_a_batch_is_too_large_for_its_samples(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipscale.config.train_config.BEST_BATCHES", {12_800_000: 2})
+    monkeypatch.setattr("clipscale.config.advice.BEST_BATCHES", {12_800_000: 2})
     train(four_step_config(shards, tmp_path / "run", samples=12))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "was best" in line]
     assert "warning: batch=12 for 12 samples: in published sweeps of that length 2 was best" in line

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import DAMAGED, check_inside
-from clipscale.common.limits import as_user_error
+from clipscale.common.limits import explain_limit
 from clipscale.run_folder.paths import META
 
 FORMAT = 1
@@ -159,6 +159,6 @@ def damaged_checkpoint_to_user_error(path: Path, caught: tuple[type[Exception], 
     try:
         yield
     except caught as error:
-        if as_user_error(error) is not error:
+        if explain_limit(error) is not error:
             raise
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})") from error

@@ -21,9 +21,9 @@ from clipscale.checkpoint.format import (
     size_and_crc32,
 )
 from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
+from clipscale.common.cpu import cores
 from clipscale.common.errors import to_user_error
 from clipscale.common.files import DAMAGED_OR_FOREIGN, check_inside
-from clipscale.common.hardware import cores
 
 
 def read_description(path: Path) -> CheckpointDescription:

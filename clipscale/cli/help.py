@@ -16,7 +16,7 @@ WIDTH = 120
 COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; with decimals, and in B, decimal: 12.8M, 13B."
 
 
-def show(words: Sequence[str]) -> None:
+def show_help(words: Sequence[str]) -> None:
     """Print what `clipscale WORDS --help` prints. It depends on the words:
 
     - none: all verbs;
@@ -101,10 +101,10 @@ def terminal_width() -> int:
 
 def describe(declared: Iterable[Setting]) -> None:
     """Print keys with their defaults, help and choices."""
-    columns((setting.name, shown(setting.default), setting.meaning) for setting in declared)
+    columns((setting.name, typed_default(setting.default), setting.meaning) for setting in declared)
 
 
-def shown(default: object) -> str:
+def typed_default(default: object) -> str:
     """A default as a user types it; empty if there is none. A list of one value is that value."""
     if isinstance(default, list) and len(default) == 1:
         return as_typed(default[0])

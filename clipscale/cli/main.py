@@ -10,15 +10,16 @@ from pkgutil import resolve_name
 from typing import cast
 
 from clipscale import __version__
-from clipscale.cli import completion, help, train_verb
+from clipscale.cli import completion, help
+from clipscale.cli.torch_environment import prepare_torch
+from clipscale.cli.train_checks import check_weights
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.hardware import prepare_torch
-from clipscale.common.limits import as_user_error
+from clipscale.common.limits import explain_limit
 from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.terminal import announce_task, clear, is_main_rank, print_failure, print_line, show_task
-from clipscale.config.train_config import to_yaml
-from clipscale.launch import local
+from clipscale.config.config_file import to_yaml
+from clipscale.launch.failures import WorkerError
 from clipscale.lifecycle.stopping import exit_on_signal
 
 # The verbs that fetch weights, if they are not on this machine.
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_torch()
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
-    except local.WorkerError as error:
+    except WorkerError as error:
         print_failure(error, error.details)
         return 1
     except KeyboardInterrupt:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_line(stopped, error=True)
         return stopped.exit_status
     except Exception as failure:
-        explained_failure = as_user_error(failure)
+        explained_failure = explain_limit(failure)
         if not isinstance(explained_failure, UserError | OSError):  # OSError: a folder without permission, a full disk
             raise
         # The output's pipe was closed (`| head`). Verbs that write files have replaced stdout, and never get here.
@@ -75,24 +76,25 @@ def run(argv: list[str]) -> int:
         words.remove("help")
     asks_for_help = words != argv  # a word that asks for help was removed
     if asks_for_help or not words or help.begins_several(words):
-        help.show([word for word in words if not word.startswith("-") and "=" not in word])
+        help.show_help([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
     if name == "completion":
         return completion.main(words)
     show_task("reading the settings")
-    from clipscale.cli import compose  # imports Hydra
+    from clipscale.cli.compose import compose_settings  # imports Hydra
+    from clipscale.cli.words import overrides_of, parse_flags
 
     verb = VERBS[name]
-    line = compose.parse(name, words)
+    line = parse_flags(name, words)
     if not (line.cfg or line.check or name in PRINT):
         ignore_output_errors()
     if line.multirun:
         from clipscale.cli.sweep import run_sweep
 
         return run_sweep.main(name, line)
-    plain, overrides = compose.overrides(name, line.words)
-    settings = compose.settings(name, overrides, line.config_dir)
+    plain, overrides = overrides_of(name, line.words)
+    settings = compose_settings(name, overrides, line.config_dir)
     if line.cfg:
         clear()
         if verb.conf == "train":
@@ -101,7 +103,7 @@ def run(argv: list[str]) -> int:
     arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
-        train_verb.check_weights(settings, checks_connection=name in FETCH and not line.cfg)
+        check_weights(settings, checks_connection=name in FETCH and not line.cfg)
     if line.check and verb.check_work:
         with exit_on_signal():
             announce_task("loading torch", error=True)

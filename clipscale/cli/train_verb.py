@@ -1,4 +1,4 @@
-"""The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
+"""The verb `train`: plans the run, and starts it, unless it is complete."""
 
 import os
 import shlex
@@ -7,151 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from clipscale.cli.complete_run import print_complete, result_if_complete, result_written
 from clipscale.cli.planned import planning
 from clipscale.common import files, ranks
-from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.files import check_writable, unused_path
+from clipscale.common.errors import StoppedError
+from clipscale.common.files import unused_path
 from clipscale.common.record import RunResult
-from clipscale.common.terminal import announce_task, is_main_rank, log_line, log_warning
-from clipscale.common.text import did_you_mean
-from clipscale.config.eval import AnyModel
+from clipscale.common.terminal import announce_task, log_line
 from clipscale.config.libraries import needs_transformers
-from clipscale.config.parse import ALIASES
-from clipscale.config.stages import stage_configs_of
-from clipscale.config.train_config import (
-    MAX_SAMPLES,
-    TrainConfig,
-    changed_settings,
-    default_run_name,
-    samples_of,
-    to_yaml,
-    with_length,
-)
+from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, default_run_name, with_length
 from clipscale.data.loader.fork_server import warm_up
-from clipscale.eval.places import check_places
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
-from clipscale.run_folder.paths import (
-    RESULT,
-    check_own,
-    checkpoint_to_resume,
-    described_values,
-    path_of,
-    path_or_run,
-    run_folder,
-    run_to_resume,
-)
-from clipscale.run_folder.records import read_result, written_settings
-from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
-
-# A complete run stays complete if only these settings, or settings of these sections, differ. They change its weights
-# by rounding at most. One exception is accepted: with dropout, the chunks (`cache.`) decide which sample gets which
-# random numbers.
-NOT_TRAINED = ("plan", "offload", "data.workers", "data.timeout_s")
-NOT_TRAINED_SECTIONS = ("log.", "checkpoint.", "launch.", "sweep.", "cache.")
-# Values of `resume` that are not paths.
-RESUMES = ("auto", "none")
-# A start whose first shard has no usable sample looks for one in the others, if an epoch has at most this many samples.
-MAX_SEARCHED = 50_000
-
-
-def check_without_torch(config: TrainConfig) -> None:
-    """Make every check that needs no torch, also of local shards. Raises UserError, prints warnings.
-
-    Writes nothing.
-    """
-    local.check_train(config)
-    check_resume(config.resume)
-    if config.run and is_main_rank():
-        check_own(run_folder(config.run))
-        check_writable(run_folder(config.run))
-    if ranks.under_launcher():  # there all ranks find missing shards together
-        return
-    missing = is_missing(config.data.train or ())
-    check_places(config.eval, rendered=evaluation_sets(user_folder()) if missing else ())
-    if missing:
-        return
-    from clipscale.config.conditions import source_names
-    from clipscale.data.shards.counts import count_if_quick
-    from clipscale.data.shards.listing import local_shards
-    from clipscale.data.shards.unusable import lost_pairs, why_unusable
-
-    shards = local_shards(config.data)
-    epoch_samples = count_if_quick(config.data, shards)
-    if shards and epoch_samples is not None:
-        captions = source_names(config.data.captions)
-        if holds := why_unusable(shards[0], captions):
-            if epoch_samples <= MAX_SEARCHED and all(why_unusable(url, captions, most=None) for url in shards):
-                raise UserError(f"data.train: no sample is usable: {holds}")
-            log_warning(f"data.train: {holds}", error=True)
-        elif lost := lost_pairs(shards[0], captions):
-            log_warning(f"data.train: {lost}", error=True)
-        for stage_config in stage_configs_of(config):
-            samples_of(stage_config, epoch_samples)
-
-
-def check_resume(resume: str) -> None:
-    """Raise UserError for a `resume` that is neither one of its words, nor a path or a run that is there."""
-    if resume not in RESUMES and not path_or_run(resume).exists():
-        meant = ALIASES.get(f"resume={resume}", resume)
-        raise UserError(f"resume={resume}: there is no such file or run folder{did_you_mean(meant, RESUMES)}")
-
-
-def has_checkpoint(config: TrainConfig) -> bool:
-    """Whether the run has a checkpoint."""
-    return bool(config.run) and any(run_folder(config.run).glob("checkpoints/step_*"))
-
-
-def check_weights(config: TrainConfig | AnyModel, *, checks_connection: bool = True) -> None:
-    """Raise UserError for tags of another model. `checks_connection`: also for weights that cannot be fetched.
-
-    May ask a server, so it comes after the other checks.
-    """
-    from clipscale.models.weights.hub import check_connection
-    from clipscale.models.weights.sources import check_tags
-
-    if isinstance(config, TrainConfig) and run_to_resume(config.run, config.resume):
-        return  # the checkpoint holds all weights
-    check_tags(config.model)
-    if checks_connection and not ranks.under_launcher():
-        check_connection(config.model)
-
-
-def result_if_complete(config: TrainConfig) -> RunResult | None:
-    """The run's result, from its folder, if it is complete with these settings; otherwise None.
-
-    Also None if a file is damaged, which the start then moves aside.
-    """
-    folder = Path(config.run)
-    if config.resume != "auto" or not (folder / RESULT).is_file():
-        return None
-    try:
-        result = read_result(folder / RESULT)
-        trained = written_settings(folder)
-    except files.DAMAGED:
-        return None
-    differing = changed_settings(trained, to_yaml(config))
-    changed = any(starts_again(key, typed) for key, (_, typed) in differing.items())
-    return result if path_of(folder, result["step"]).is_dir() and not changed else None
-
-
-def result_written(folder: str) -> int | None:
-    """When a run's result was written, in nanoseconds; None if the run is not complete."""
-    file = Path(folder) / RESULT
-    return file.stat().st_mtime_ns if file.is_file() else None
-
-
-def starts_again(key: str, typed: object) -> bool:
-    """Whether a complete run starts again for a setting that differs from those it was trained with.
-
-    A model's setting without a value is no difference: the weights have filled it in. A new `checkpoint.copy` is one:
-    the copy has yet to be made.
-    """
-    if key.startswith("model."):
-        return typed not in (None, "", {})
-    if key == "checkpoint.copy":
-        return bool(typed)
-    return key not in NOT_TRAINED and not key.startswith(NOT_TRAINED_SECTIONS)
+from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, described_values, run_folder
+from clipscale.run_folder.records import read_result
+from clipscale.tools.data.demo_folder import is_missing
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -193,12 +63,19 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
     except StoppedError as stopped:
         if not advice and result_written(config.run) not in (None, earlier_result):  # the signal came too late
             return read_result(Path(config.run) / RESULT)
-        if not advice and has_checkpoint(config):
-            own = f"continue with {shlex.quote(f'run={config.run}')} resume=auto"
-            advice = "the same command resumes it" if same_command_resumes else own
+        advice = advice or resume_advice(config.run, same_command_resumes)
         if not advice:
             raise
         raise StoppedError(f"{stopped}; {advice}", stopped.signum) from None
+
+
+def resume_advice(folder: str, same_command: bool) -> str:
+    """How a stopped run is resumed; empty if it has no checkpoint. `same_command`: whether the same command does."""
+    if not any(Path(folder).glob("checkpoints/step_*")):
+        return ""
+    return (
+        "the same command resumes it" if same_command else f"continue with {shlex.quote(f'run={folder}')} resume=auto"
+    )
 
 
 def make_demo_if_missing(config: TrainConfig) -> None:
@@ -209,17 +86,6 @@ def make_demo_if_missing(config: TrainConfig) -> None:
         from clipscale.tools.data import demo
 
         demo.main()
-
-
-def print_complete(config: TrainConfig, result: RunResult) -> None:
-    """Print the result of a run that is complete."""
-    from clipscale.log.table import print_results
-
-    step = result["step"]
-    log_line(
-        f"run={config.run} is complete at step {step}: nothing is left to train; give more samples= to train further"
-    )
-    print_results(result["eval"], f"{Path(config.run).name}, step {step}")
 
 
 def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from clipscale.cli import train_verb
+from clipscale.cli.train_checks import check_without_torch
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
-from clipscale.config.eval import EvalRunConfig
 from clipscale.config.parse import removal_message
 from clipscale.config.setting import Section
 from clipscale.config.train_config import TrainConfig
-from clipscale.eval.places import check_eval
 from clipscale.tools.data import settings as data
 from clipscale.tools.embed import settings as embed
+from clipscale.tools.eval.settings import EvalRunConfig, check_eval
 from clipscale.tools.explore import settings as explore
 from clipscale.tools.export.settings import ExportSettings, check_export
 from clipscale.tools.plan import settings as plan
@@ -67,7 +66,7 @@ clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=size
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion""",
         common_keys="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
-        check=train_verb.check_without_torch,
+        check=check_without_torch,
         check_work="clipscale.tools.check_start:main",
         notes="""\
 -m runs every combination of the comma-separated values. With it hydra/launcher=submitit_slurm makes each a Slurm job, \
@@ -79,7 +78,7 @@ CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a comm
     ),
     "eval": Verb(
         EvalRunConfig,
-        "clipscale.eval.verb:main",
+        "clipscale.tools.eval.verb:main",
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
@@ -188,8 +187,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(words[:length])
         if name in VERBS:
             return name, list(words[length:])
-        if gone := removal_message(f"verb {name}"):
-            raise UserError(gone)
+        if removal := removal_message(f"verb {name}"):
+            raise UserError(removal)
     first = words[0]
     name = first if first not in {verb.partition(" ")[0] for verb in VERBS} else " ".join(words[:2])
     raise UserError(f"unknown verb '{name}'{did_you_mean(name, VERBS)}; there are {', '.join(VERBS)}")

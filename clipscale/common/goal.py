@@ -21,7 +21,7 @@ class SetLabel(NamedTuple):
         path, *marks = label.split(" (")
         return cls(tuple(path.split("/")), tuple(mark.removesuffix(")") for mark in marks))
 
-    def is_meant_by(self, short: "SetLabel") -> bool:
+    def matches(self, short: "SetLabel") -> bool:
         """Whether `short` names this set. It may leave out the first folders and the last marks."""
         return self.path[-len(short.path) :] == short.path and self.marks[: len(short.marks)] == short.marks
 
@@ -29,7 +29,7 @@ class SetLabel(NamedTuple):
 class Goal(NamedTuple):
     """A metric on a set, `SET/METRIC` as in RUN/eval/step_N.json, by which checkpoints or runs are compared."""
 
-    # The set's name. It may leave out the first folders and the last marks; see `SetLabel.is_meant_by`.
+    # The set's name. It may leave out the first folders and the last marks; see `SetLabel.matches`.
     label: str
     metric: str
 
@@ -50,10 +50,10 @@ class Goal(NamedTuple):
         return self.metric in LOWER_IS_BETTER
 
     def possible_sets(self, labels: Iterable[str]) -> list[str]:
-        """The sets that the goal may mean, among these."""
+        """All sets that the goal may mean."""
         short = SetLabel.parse(self.label)
-        return [label for label in labels if SetLabel.parse(label).is_meant_by(short)]
+        return [label for label in labels if SetLabel.parse(label).matches(short)]
 
-    def likeliest_set(self, labels: Iterable[str]) -> str | None:
+    def shortest_match(self, labels: Iterable[str]) -> str | None:
         """The possible set with the shortest label; None if there is none. `check_goals` refuses ambiguous goals."""
         return min(self.possible_sets(labels), key=len, default=None)

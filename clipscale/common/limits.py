@@ -18,7 +18,7 @@ NO_SHARED_MEMORY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.
 MIN_SHARED_BYTES = 2**16
 
 
-def as_user_error(error: E) -> "E | UserError":
+def explain_limit(error: E) -> "E | UserError":
     """The error, or a UserError if a limit of the machine caused it: on memory, threads or shared memory.
 
     The system's message about shared memory does not name its folder.

@@ -1,12 +1,12 @@
 """The settings of the training data, and their checks that need no shard."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from clipscale.batch.text_layout import TextLayout
 from clipscale.common.errors import UserError
 from clipscale.config.conditions import parse_caption_sources, parse_conditions
-from clipscale.config.setting import setting
+from clipscale.config.setting import section, setting
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class DataConfig:
         "Loader processes per rank, at most one per shard stream; null: the rank's cores less one, and at least 1; "
         "0: the training process decodes.",
         least=0,
+        changes_weights=False,
     )
     shard_streams: int | None = setting(
         None,
@@ -91,8 +92,10 @@ class DataConfig:
         "`caption`, fields of the json, the name of a `sample`: `[side>=64,similarity>=0.3,LANGUAGE=en|de]`, "
         "`sample!=00012.tar/000123456`.",
     )
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
+    augment: AugmentConfig = section(AugmentConfig)
+    timeout_s: float = setting(
+        300.0, "Seconds without progress after which a worker ends the run.", above=0, changes_weights=False
+    )
 
     @property
     def text_layout(self) -> TextLayout:

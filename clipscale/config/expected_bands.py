@@ -5,17 +5,17 @@ from typing import cast
 
 from clipscale.common.errors import UserError
 from clipscale.config.parse import accepted_value
-from clipscale.config.setting import Setting, flat
+from clipscale.config.setting import Setting, flatten
 
 # The key that is not a metric. It says who has published the numbers.
 SOURCE = "source"
 PER_CENT = {"least": 0, "most": 100}
 
 
-def bands_of(expected: Mapping[str, object]) -> dict[str, tuple[float, float]]:
+def parse_bands(expected: Mapping[str, object]) -> dict[str, tuple[float, float]]:
     """`SET.METRIC` -> the lowest and the highest value, in per cent. Raises UserError for other forms."""
     bands = {}
-    for name, band in flat(expected):
+    for name, band in flatten(expected):
         if name != SOURCE:
             setting = Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PER_CENT)
             low, high = cast("tuple[float, float]", accepted_value(setting, band))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
@@ -11,7 +11,7 @@ from clipscale.common.units import parse_count
 from clipscale.config.libraries import architectures, model_description
 from clipscale.config.parse import dataclass_from
 from clipscale.config.presets import group_options
-from clipscale.config.setting import setting
+from clipscale.config.setting import section, setting
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ModelConfig:
         "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME (only these use the network), a "
         "run, a folder of open_clip or transformers (CLIP, SigLIP), or a file. Runs and folders bring their model.",
     )
-    image: TowerConfig = field(default_factory=TowerConfig)
-    text: TowerConfig = field(default_factory=TowerConfig)
+    image: TowerConfig = section(TowerConfig)
+    text: TowerConfig = section(TowerConfig)
     lora: int = setting(
         0,
         "Rank of low-rank adapters on both towers' frozen blocks; they train, and the last N groups; 0: none.",
@@ -139,9 +139,9 @@ class ModelConfig:
 
     def check_parts(self) -> None:
         """Raise UserError for an `architecture` without one of its parts."""
-        for section in ("embed_dim", "vision_cfg", "text_cfg"):
-            if self.architecture and section not in self.architecture:
-                raise UserError(f"model.architecture lacks {section}; write it like open_clip's model configurations")
+        for part in ("embed_dim", "vision_cfg", "text_cfg"):
+            if self.architecture and part not in self.architecture:
+                raise UserError(f"model.architecture lacks {part}; write it like open_clip's model configurations")
 
     @property
     def pixels(self) -> Preprocess:

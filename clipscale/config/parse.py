@@ -88,9 +88,9 @@ def accepted_value(setting: Setting, value: object) -> object:
     result = converted_value(setting, value)
     if setting.choices and result not in setting.choices:
         meant = ALIASES.get(f"{key}={result}", str(result))
-        gone = removal_message(f"{key}={result}")
+        removal = removal_message(f"{key}={result}")
         raise UserError(
-            gone or f"{key}={result}: choose {one_of(setting.choices)}{did_you_mean(meant, setting.choices)}"
+            removal or f"{key}={result}: choose {one_of(setting.choices)}{did_you_mean(meant, setting.choices)}"
         )
     values = result if isinstance(result, tuple | list) else [result]
     numbers = cast("list[float]", values)
@@ -156,8 +156,8 @@ def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
     inside = [name for name in names if name.startswith(key + ".")]
     if inside:
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
-    if gone := removal_message(key, verb):
-        return gone
+    if removal := removal_message(key, verb):
+        return removal
     word = key.replace("-", "_")
     leaf = word.rpartition(".")[2]
     meant = ALIASES.get(word) or ALIASES.get(leaf, key)

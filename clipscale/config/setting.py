@@ -26,21 +26,44 @@ class Section(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-def setting(default: object, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
+def setting(
+    default: object, help: str, *, choices: tuple[str, ...] = (), changes_weights: bool = True, **bounds: float
+) -> Any:
     """A dataclass field: its default, one or two sentences of help, and its limits.
 
-    choices: the texts that the setting accepts. bounds: of a number, or of each number of a list; `least` and `most`
-    are inclusive, `above` and `below` exclusive.
+    choices: the texts that the setting accepts. changes_weights: see the function `changes_weights`. bounds: of a
+    number, or of each number of a list; `least` and `most` are inclusive, `above` and `below` exclusive.
     """
-    metadata = {"help": help, "choices": choices, "bounds": bounds}
+    metadata = {"help": help, "choices": choices, "bounds": bounds, "changes_weights": changes_weights}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def section(declared: type[Section], *, changes_weights: bool = True) -> Any:
+    """A dataclass field with a section of settings. changes_weights: see the function `changes_weights`."""
+    return field(default_factory=declared, metadata={"changes_weights": changes_weights})
+
+
+def changes_weights(declared: type, key: str) -> bool:
+    """Whether a setting, by its dotted key, may change the weights that a run trains by more than rounding.
+
+    If only settings that do not differ, a complete run stays complete. One exception is accepted: with dropout, the
+    chunks (`cache.`) decide which sample gets which random numbers. True for a key that is not declared.
+    """
+    name, _, rest = key.partition(".")
+    found = next((each for each in fields(declared) if each.name == name), None)
+    if found is None:
+        return True
+    if not found.metadata.get("changes_weights", True):
+        return False
+    inside = sections_of(declared).get(name)
+    return changes_weights(inside, rest) if inside else True
+
+
 @dataclass(frozen=True)
 class Setting:
-    """A declared setting. `help`, `choices` and `bounds`: see `setting`."""
+    """A declared setting. `help`, `choices`, `changes_weights` and `bounds`: see `setting`."""
 
     # Dotted from the top: `optim.lr`.
     name: str
@@ -49,6 +72,7 @@ class Setting:
     default: object
     help: str
     choices: tuple[str, ...] = ()
+    changes_weights: bool = True
     bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -101,8 +125,8 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The values of two nested mappings that differ: dotted key -> (old, new)."""
-    before = dict(flat(old))
-    after = dict(flat(new))
+    before = dict(flatten(old))
+    after = dict(flatten(new))
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
@@ -116,13 +140,13 @@ def summary(declared: type) -> str:
     return re.sub(r"^`clipscale.*?`: ", "", " ".join((declared.__doc__ or "").partition("\n\n")[0].split()))
 
 
-def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted key and value of every leaf.
 
     Free-form dictionaries are flattened too; lists and empty dictionaries are leaves.
     """
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

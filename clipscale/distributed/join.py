@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from clipscale.common import ranks
+from clipscale.common.cpu import cores
 from clipscale.common.errors import UnreachableError, UserError, one_line
-from clipscale.common.hardware import cores
 from clipscale.common.memory import keep_freed_memory
 from clipscale.distributed.rank_signals import RankSignals
 from clipscale.distributed.world import TIMEOUT, World

@@ -5,38 +5,33 @@ Imports torch only when a run starts.
 
 import logging
 import os
-import pickle
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol, cast
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import StoppedError, UnreachableError, UserError, one_line
-from clipscale.common.hardware import cores
-from clipscale.common.limits import as_user_error
+from clipscale.common.cpu import cores
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.signals import SIGNALS, blocked, set_signal_of_parents_end
+from clipscale.config.checks import check_divisible
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train_config import TrainConfig, check_across_sections, check_divisible, doubtful_settings
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.fork_server import warm_up
+from clipscale.launch.failures import cause_of_end, first_failure, write_failure
 from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.lifecycle.stopping import effective_signal, exit_on_signal, has_received_signal, stop_message
-from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.numa.binding import NumaOptions
 
 
@@ -53,11 +48,6 @@ class LaunchSettings(Protocol):
     def launch(self) -> LaunchConfig: ...
 
 
-# Phrases in errors of gloo and NCCL when another rank has ended or does not answer.
-LOST_SIGNS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
-    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
-)  # fmt: skip
 # The function that the workers of a training run call.
 TRAIN_FUNCTION = "clipscale.train:train"
 # Ends the line about a signal that comes at a training run's start or end, when there is nothing to save.
@@ -67,46 +57,9 @@ SHUTDOWN_S = 150
 # A worker that returns after a signal waits this many seconds for its launcher.
 ANSWER_WITHIN_S = 5.0
 # Signals that the launcher forwards to its workers.
-HANDLED = (*SIGNALS, signal.SIGQUIT)
-# Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+FORWARDED_SIGNALS = (*SIGNALS, signal.SIGQUIT)
 # Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown.
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
-
-
-class WorkerError(Exception):
-    """A worker failed, and not through a user's mistake. The message is one line; `details` is the traceback."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A worker's message to its launcher about its failure."""
-
-    # Whether it failed only because it lost another worker.
-    has_lost_peer: bool
-    # Seconds since the epoch.
-    time: float
-    error: UserError | WorkerError
-
-
-def check_train(config: TrainConfig) -> None:
-    """Make the checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
-    check_launcher_variables()
-    if ranks.under_launcher() and not config.run:
-        raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
-    check_across_sections(config)
-    if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
-        raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
-    if not terminal.is_main_rank():
-        return
-    if config.log.wandb_mode == "online" and not wandb_module().login(prompt=False, verify=False):
-        raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or WANDB_MODE=offline")
-    for warning in doubtful_settings(config):
-        terminal.print_line(f"warning: {warning}", error=True)
 
 
 def launch(
@@ -190,7 +143,7 @@ def launch_workers(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     # torch sets its own handlers, and would also set one for a signal that nohup ignores.
-    handlers = {signum: signal.getsignal(signum) for signum in HANDLED}
+    handlers = {signum: signal.getsignal(signum) for signum in FORWARDED_SIGNALS}
     handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
@@ -249,21 +202,21 @@ def worker_main(config: LaunchSettings, main: str, check_plan: Callable[[], None
     ignore_output_errors()
     terminal.show_task("loading torch")
     if check_plan and ranks.rank() == 0:
-        threading.Thread(target=end_if_refused, args=(check_plan, folder), daemon=True).start()
+        threading.Thread(target=exit_if_plan_refuses, args=(check_plan, folder), daemon=True).start()
     try:
         if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
             warm_up()  # while this process imports what training needs
         with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
             result = imported_main(main, config)(config)
     except BaseException as error:
-        leave_failure(folder, ranks.rank(), error)
+        write_failure(folder, ranks.rank(), error)
         raise
     if has_received_signal():
-        end_soon()
+        exit_after_timeout()
     return result
 
 
-def end_if_refused(check_plan: Callable[[], None], folder: Path) -> None:
+def exit_if_plan_refuses(check_plan: Callable[[], None], folder: Path) -> None:
     """Wait for the plan of the run, and end this process if the run cannot fit. The launcher then ends the others.
 
     Runs in a thread, so that the workers' first step does not wait: they are ready about as soon as the plan is.
@@ -271,11 +224,11 @@ def end_if_refused(check_plan: Callable[[], None], folder: Path) -> None:
     try:
         check_plan()
     except UserError as error:
-        leave_failure(folder, ranks.rank(), error)
+        write_failure(folder, ranks.rank(), error)
         os._exit(2)
 
 
-def end_soon() -> None:
+def exit_after_timeout() -> None:
     """End this process in ANSWER_WITHIN_S, unless its launcher ends it before.
 
     A worker that has returned waits for the launcher to take its result. After a signal torch's launcher takes none: it
@@ -285,40 +238,3 @@ def end_soon() -> None:
     end = threading.Timer(ANSWER_WITHIN_S, os._exit, [0])
     end.daemon = True
     end.start()
-
-
-def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_SIGNS)
-    lost |= isinstance(error, UnreachableError)
-    error = as_user_error(error)
-    if not isinstance(error, UserError):
-        details = "".join(traceback.format_exception(error))
-        error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {one_line(error)}", details)
-    (folder / f"{rank}.failure").write_bytes(pickle.dumps(Failure(lost, time.time(), error)))
-
-
-def first_failure(folder: Path) -> Failure | None:
-    """The earliest failure that a worker has written, if any. Failures caused by losing a peer sort last."""
-    failures: list[Failure] = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
-    return min(failures, key=lambda failure: (failure.has_lost_peer, failure.time), default=None)
-
-
-def cause_of_end(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
-    """Why the workers ended. The first of these that exists:
-
-    1. a failure that a worker has written, unless it only lost another worker,
-    2. a signal that killed a worker,
-    3. the loss that a worker has written,
-    4. a worker's exit status.
-    """
-    first = first_failure(folder)
-    if first and not first.has_lost_peer:
-        return first.error
-    for rank, failure in error.failures.items():
-        if failure.exitcode < 0:
-            name = failure.signal_name()
-            memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
-            return WorkerError(f"worker {rank} failed: killed by {name}{memory}")
-    rank, failure = next(iter(error.failures.items()))
-    return first.error if first else WorkerError(f"worker {rank} failed: ended with status {failure.exitcode}")

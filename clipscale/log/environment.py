@@ -14,7 +14,7 @@ from typing import TypedDict, cast
 import torch
 
 import clipscale
-from clipscale.common.hardware import cores
+from clipscale.common.cpu import cores
 from clipscale.config.secrets import without_secrets
 
 PACKAGES = (

@@ -29,12 +29,12 @@ from clipscale.common.record import Record
 from clipscale.common.text import did_you_mean
 from clipscale.config.model import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.tokenizer import Tokenizer, context_length_of, tokenizer_of
 from clipscale.models import lora
 from clipscale.models.captioner import init_decoder
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
-from clipscale.data.tokenizer import Tokenizer, context_length_of, tokenizer_of
 from clipscale.models.weights.load_weights import load_weights
 
 TOWERS = ("image", "text")

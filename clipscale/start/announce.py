@@ -3,7 +3,9 @@
 import math
 
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.config.train_config import batch_exceeds_data, beyond_published, change_lines, samples_of
+from clipscale.config.advice import batch_exceeds_data_warning, oversized_batch_warning
+from clipscale.config.config_file import change_lines
+from clipscale.config.train_config import samples_of
 from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
 from clipscale.run_folder.records import written_settings
@@ -22,8 +24,8 @@ def announce(resolved: ResolvedRun, built: BuiltRun) -> None:
     epoch_samples = built.stream.epoch_samples
     samples = None if len(resolved.stages) > 1 else samples_of(resolved.config, epoch_samples)
     for warning in (
-        batch_exceeds_data(resolved.config, epoch_samples),
-        beyond_published(resolved.config.batch, samples),
+        batch_exceeds_data_warning(resolved.config, epoch_samples),
+        oversized_batch_warning(resolved.config.batch, samples),
     ):
         if warning:
             log_warning(warning, error=True)

@@ -15,11 +15,11 @@ from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
+from clipscale.data.tokenizer import Tokenizer
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops
-from clipscale.data.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.models.weights.sources import with_checkpoints_of_runs

@@ -12,10 +12,10 @@ from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
+from clipscale.data.tokenizer import Tokenizer
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
-from clipscale.data.tokenizer import Tokenizer
 from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import STATE_ENTRIES, Schedule

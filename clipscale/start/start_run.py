@@ -7,26 +7,26 @@ from functools import partial
 from clipscale import checkpoint
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import show_task
-from clipscale.config.expected_bands import SOURCE, bands_of
+from clipscale.config.expected_bands import SOURCE, parse_bands
 from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.eval.ending import print_summary
-from clipscale.eval.expected import Expected
 from clipscale.eval.goals import check_goals
+from clipscale.eval.published import PublishedBands
 from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
+from clipscale.eval.summary import print_summary
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.log.metrics import MetricLog
-from clipscale.log.step_records import StepRecords
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
 from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume, writing_records
 from clipscale.start.resolve import ResolvedRun, resolve
+from clipscale.step_records import StepRecords
 from clipscale.train_loop import TrainLoop
 
 
@@ -45,7 +45,7 @@ def start_run(
     """
     # What it is evaluated on. This comes first, so that a mistyped path ends the start in its first minute.
     evaluation = load_evaluation(config, world)
-    expected = Expected(bands_of(config.expected), str(config.expected.get(SOURCE, "")))
+    published = PublishedBands(parse_bands(config.expected), str(config.expected.get(SOURCE, "")))
 
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
@@ -86,7 +86,7 @@ def start_run(
                 batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
             ),
             print_summary=partial(
-                print_summary, precision=config.precision, expected=expected, best=saver.retention.best
+                print_summary, precision=config.precision, published=published, best=saver.retention.best
             ),
         )
         undo.pop_all()

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.common.modules import trains
 from clipscale.common.rng import RandomState
+from clipscale.data.loader.sorted_texts import MAX_SEQUENCES
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel

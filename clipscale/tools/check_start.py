@@ -9,9 +9,10 @@ from clipscale.checkpoint import check_copy
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
+from clipscale.config.advice import batch_exceeds_data_warning
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stage_configs_of
-from clipscale.config.train_config import TrainConfig, batch_exceeds_data
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.listing import expand, local_shards
@@ -47,7 +48,7 @@ def main(config: TrainConfig) -> None:
         shards = sum(check_source(source, config.data) for source in sources)
         find_teachers(config.data, config.distill.teachers, config.distill.scales)
         epoch = count_if_quick(config.data, local_shards(config.data))
-        for warning in {batch_exceeds_data(each, epoch) for each in stage_configs_of(config)} - {""}:
+        for warning in {batch_exceeds_data_warning(each, epoch) for each in stage_configs_of(config)} - {""}:
             print_line(f"warning: {warning}", error=True)
         sets = len(load_chosen_sets(config.eval))
     if config.checkpoint.copy:

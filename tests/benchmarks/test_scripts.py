@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.common.errors import UserError
+from clipscale.config.checks import check_across_sections
 from clipscale.config.presets import group_options
-from clipscale.config.train_config import check_across_sections
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.batch_loss import BatchLoss, LossOptions
 from tests.support.towers import small_model
@@ -219,8 +220,8 @@ def test_a_change_is_golden_if_all_curves_are_those_of_the_other_commit(
 def test_golden_runs_have_settings_that_there_are(script: Any, tmp_path: Path) -> None:
     golden = script("golden")
     for words in golden.RUNS.values():
-        line = compose.overrides("train", [*golden.COMMON.split(), *words.split(), f"run={tmp_path}"])[1]
-        check_across_sections(compose.settings("train", line))
+        line = overrides_of("train", [*golden.COMMON.split(), *words.split(), f"run={tmp_path}"])[1]
+        check_across_sections(compose_settings("train", line))
 
 
 @pytest.mark.slow  # it trains twice

@@ -23,7 +23,7 @@ from clipscale.checkpoint import copy_store, upload
 from clipscale.checkpoint.copy_store import TimeLimited
 from clipscale.checkpoint.restore import restore_from_copy
 from clipscale.checkpoint.upload import copy_checkpoint
-from clipscale.cli.train_verb import result_if_complete
+from clipscale.cli.complete_run import result_if_complete
 from clipscale.common import remote
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.stages import StageConfig

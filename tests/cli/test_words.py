@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.sweep import jobs
 from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.cli.words import overrides_of, parse_flags
 from clipscale.common.errors import UserError
 from clipscale.config.parse import ABSENT, ALIASES, accepted_value, unknown_key
 from clipscale.config.presets import default_choices, group_options
@@ -46,7 +47,7 @@ def flags() -> list[str]:
 def answer(*words: str) -> str:
     """What `clipscale train WORDS` is answered; empty: it is not refused before the data are looked at."""
     try:
-        compose.settings("train", compose.overrides("train", compose.parse("train", words).words)[1])
+        compose_settings("train", overrides_of("train", parse_flags("train", words).words)[1])
     except UserError as error:
         return str(error)
     return ""
@@ -144,11 +145,11 @@ def test_nothing_that_is_there_is_called_removed() -> None:
 def test_a_removed_name_is_answered_by_what_happened(command: str, expected: str) -> None:
     with refused(f"^{re.escape(expected)}"):
         verb, words = split_verb(command.split())
-        line = compose.parse(verb, words)
+        line = parse_flags(verb, words)
         if line.multirun:
             jobs.compose_runs(line.words, None, None)
         else:
-            compose.settings(verb, compose.overrides(verb, line.words)[1])
+            compose_settings(verb, overrides_of(verb, line.words)[1])
 
 
 def test_a_setting_of_one_verb_is_removed_of_that_alone() -> None:

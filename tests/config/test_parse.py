@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -41,19 +41,19 @@ def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
     silent = [name for name, setting in settings_of(declared).items() if not setting.help]
     silent += [name for name, section in sections_of(declared).items() if not summary(section)]
     assert not silent, f"without help: {silent}"
-    assert compose.settings(verb, []) == declared(), "conf/ has no other defaults"
+    assert compose_settings(verb, []) == declared(), "conf/ has no other defaults"
 
 
 def test_memory_is_a_number_of_bytes_in_any_form_that_people_type() -> None:
     for text in ("2T", "2TB", "2048G", str(2**41)):
-        assert compose.settings("plan", [f"host_memory={text}"]).host_memory == 2**41
+        assert compose_settings("plan", [f"host_memory={text}"]).host_memory == 2**41
     with refused(r"^host_memory=much: 'much' is not a size such as 8G"):
-        compose.settings("plan", ["host_memory=much"])
+        compose_settings("plan", ["host_memory=much"])
 
 
 def test_a_dictionary_is_given_whole_or_by_its_keys() -> None:
-    whole = compose.settings("train", ["model.architecture={embed_dim:3,text_cfg:{width:4},vision_cfg:{}}"])
+    whole = compose_settings("train", ["model.architecture={embed_dim:3,text_cfg:{width:4},vision_cfg:{}}"])
     keys = ["embed_dim=3", "text_cfg.width=4", "vision_cfg={}"]
-    by_keys = compose.settings("train", [f"model.architecture.{key}" for key in keys])
+    by_keys = compose_settings("train", [f"model.architecture.{key}" for key in keys])
     description = {"embed_dim": 3, "text_cfg": {"width": 4}, "vision_cfg": {}}
     assert whole.model.architecture == by_keys.model.architecture == description

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.train_verb import with_defaults
 from clipscale.cli.verbs import VERBS
+from clipscale.cli.words import overrides_of
 from clipscale.common import files
-from clipscale.config.expected_bands import bands_of
+from clipscale.config.checks import check_across_sections
+from clipscale.config.config_file import plain_fields
+from clipscale.config.expected_bands import parse_bands
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir, group_options, preset_title
-from clipscale.config.setting import flat
-from clipscale.config.train_config import TrainConfig, check_across_sections, plain_fields
+from clipscale.config.setting import flatten
+from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer
@@ -28,8 +31,8 @@ OPTIONS = group_options()
 
 def composed(*overrides: str) -> TrainConfig:
     """The settings of `clipscale train` with these words."""
-    _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
-    config = compose.settings("train", words)
+    _, words = overrides_of("train", [*overrides, "data.train=x.tar"])
+    config = compose_settings("train", words)
     check_across_sections(config)
     return with_defaults(config)
 
@@ -66,12 +69,12 @@ def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name
     accuracy = recipe.pop("accuracy")
     scores = " % and then ".join(map(str, accuracy))
     assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
-    bands = bands_of(config.expected)
+    bands = parse_bands(config.expected)
     assert bool(bands) == bool(scores), "a recipe without a published score expects none"
     if scores:
         band = RANGES.get(name) or (accuracy[-1] - 1, accuracy[-1] + 1)
         assert bands["imagenet1k.top1"] == pytest.approx(band)
-    values = dict(flat(json.loads(json.dumps(asdict(config, dict_factory=plain_fields)))))
+    values = dict(flatten(json.loads(json.dumps(asdict(config, dict_factory=plain_fields)))))
     assert {key: values[key] for key in recipe} == recipe
 
 
@@ -108,13 +111,13 @@ def test_presets_of_all_groups_compose_their_model_builds_and_their_optimizer_ta
 )
 def test_a_recipe_can_be_planned(name: str) -> None:
     words = [f"experiment={name}", "hardware=h100-80g", "gpus=8", "cache.chunk=8"]
-    config = compose.settings("plan", compose.overrides("plan", words)[1])
+    config = compose_settings("plan", overrides_of("plan", words)[1])
     VERBS["plan"].check(config)
     assert config.batch == composed(f"experiment={name}").batch
 
 
 def test_a_preset_may_set_what_another_verb_has() -> None:
-    embed, train = (compose.settings(verb, ["data=demo"]) for verb in ("embed", "train"))
+    embed, train = (compose_settings(verb, ["data=demo"]) for verb in ("embed", "train"))
     assert embed.data.train == train.data.train
 
 
@@ -147,6 +150,6 @@ def test_another_model_or_loss_beside_an_experiment_is_that_one(tmp_path: Path) 
     mine = "# @package _global_\nloss:\n  objective: softmax_text\nmodel:\n  init_bias: 3.0\n  compile: true\n"
     (tmp_path / "experiment/mine.yaml").write_text(mine)
     for given, expected in {"siglip": ("sigmoid", -10), "ring": ("softmax", 3), "infcl": ("softmax", 3)}.items():
-        config = compose.settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
+        config = compose_settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
         assert (config.loss.objective, config.model.init_bias) == expected
         assert (config.model.name, config.model.compile) == ("tiny", "true")

@@ -8,19 +8,13 @@ import pytest
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.config.advice import oversized_batch_warning, setting_warnings
+from clipscale.config.config_file import change_lines, to_yaml
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import DistillConfig, LossConfig, OptimConfig
-from clipscale.config.train_config import (
-    MAX_SAMPLES,
-    TrainConfig,
-    beyond_published,
-    change_lines,
-    doubtful_settings,
-    to_yaml,
-    with_length,
-)
+from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, with_length
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -32,19 +26,19 @@ LAST = TowerConfig(train="1")
 
 
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
-    assert doubtful_settings(config()) == []
-    assert doubtful_settings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
-    [line] = doubtful_settings(config(model=ModelConfig(image=TowerConfig(train="none"))))
+    assert setting_warnings(config()) == []
+    assert setting_warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
+    [line] = setting_warnings(config(model=ModelConfig(image=TowerConfig(train="none"))))
     assert "model.image.weights=PATH" in line
-    assert doubtful_settings(config(model=ModelConfig(lora=4))) == [
+    assert setting_warnings(config(model=ModelConfig(lora=4))) == [
         "model.lora=4 adapts random weights; give what it adapts, model.weights=..."
     ]
 
 
 def test_kernels_that_the_teachers_loss_does_not_have_give_a_warning() -> None:
     kernels = LossConfig(backend="triton")
-    assert doubtful_settings(config(loss=kernels)) == []
-    [line] = doubtful_settings(config(loss=kernels, distill=DistillConfig(["big"])))
+    assert setting_warnings(config(loss=kernels)) == []
+    [line] = setting_warnings(config(loss=kernels, distill=DistillConfig(["big"])))
     assert line.startswith("loss.backend=triton:") and "loss.backend=auto" in line
 
 
@@ -62,7 +56,7 @@ def test_kernels_that_the_teachers_loss_does_not_have_give_a_warning() -> None:
 def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
     model: dict[str, Any], lr: float, rate: str
 ) -> None:
-    lines = doubtful_settings(config(model=ModelConfig(**model), optim=OptimConfig(lr=lr)))
+    lines = setting_warnings(config(model=ModelConfig(**model), optim=OptimConfig(lr=lr)))
     assert len(lines) == bool(rate)
     assert not lines or (f"optim.lr={lr:g}" in lines[0] and rate in lines[0])
 
@@ -110,5 +104,5 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_batch_too_large_for_its_data_is_said(batch: int, samples: int | None, words: str) -> None:
-    said = beyond_published(batch, samples)
+    said = oversized_batch_warning(batch, samples)
     assert words in said and bool(said) == bool(words)

@@ -290,7 +290,7 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
     )
     eval_set = load_set(tmp_path / "captions.json")
     assert eval_set.answers == [["blue", "all blue"], []]
-    assert [image.fault for image in eval_set.images] == ["", "no_caption"]
+    assert [image.defect for image in eval_set.images] == ["", "no_caption"]
 
 
 def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_shards_of_pairs_are_read(tmp_path: Path) -> None:
     assert eval_set.kind == "pairs"
     assert eval_set.answers == [["red,\nall of it"], [], ["green", "as grass"]]
     assert [image.read() for image in eval_set.images[::2]] == [picture("red"), picture("green")]
-    assert [image.fault for image in eval_set.images] == ["", "empty_caption", ""]
+    assert [image.defect for image in eval_set.images] == ["", "empty_caption", ""]
 
 
 @pytest.mark.parametrize("about", [b"{", b'{"captions": [1]}'], ids=["damaged", "no text in its list"])
@@ -431,7 +431,7 @@ def test_a_pair_with_a_good_text_is_evaluated_whatever_its_json_is(tmp_path: Pat
     write_tar(tmp_path / "0.tar", [("a.png", picture("red")), ("a.txt", b"red"), ("a.json", about), *alone])
     eval_set = load_set(tmp_path)
     assert eval_set.answers == [["red"], []]
-    assert [image.fault for image in eval_set.images] == ["", "bad_json" if about == b"{" else "no_caption"]
+    assert [image.defect for image in eval_set.images] == ["", "bad_json" if about == b"{" else "no_caption"]
 
 
 def test_the_camera_orientation_counts_in_held_out_pairs_alone(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ from tests.eval.sets import (
     retrieval_set,
     write_shards,
 )
-from tests.eval.test_verb import TINY
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, four_step_config, train_on_rank
+from tests.tools.eval.test_verb import TINY
 
 CPU = torch.device("cpu")
 

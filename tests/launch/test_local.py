@@ -28,6 +28,7 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
+from clipscale.launch.failures import cause_of_end, write_failure
 from tests.conftest import TINY
 from tests.eval.sets import classification_set
 from tests.support.user_errors import refused
@@ -103,7 +104,7 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
 
     def elastic_launch(elastic: Any, entry: Any) -> Any:
         def launched(config: TrainConfig, main: str, check_plan: None, folder: Path) -> None:
-            local.leave_failure(folder, 0, UnwritableError("the disk is full"))
+            write_failure(folder, 0, UnwritableError("the disk is full"))
             raise SignalException("", signal.SIGTERM)
 
         return launched
@@ -114,9 +115,9 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
 
 
 def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
-    handlers = {number: signal.getsignal(number) for number in local.HANDLED}
+    handlers = {number: signal.getsignal(number) for number in local.FORWARDED_SIGNALS}
     assert local.launch(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
-    assert handlers == {number: signal.getsignal(number) for number in local.HANDLED}
+    assert handlers == {number: signal.getsignal(number) for number in local.FORWARDED_SIGNALS}
 
 
 def open_files(config: TrainConfig) -> dict:
@@ -179,9 +180,9 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
     def cause(*errors: Exception, status: int = 1) -> Exception:
         """Lets ranks fail with these errors, one after the other; torch names the first."""
         for rank, error in enumerate(errors):
-            local.leave_failure(tmp_path, rank, error)
+            write_failure(tmp_path, rank, error)
         noticed = SimpleNamespace(exitcode=status, signal_name=lambda: "SIGKILL")
-        return local.cause_of_end(SimpleNamespace(failures={0: noticed}), tmp_path)
+        return cause_of_end(SimpleNamespace(failures={0: noticed}), tmp_path)
 
     lost = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
     assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row more"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.config.presets import PACKAGE
 from clipscale.log.records import read_metrics
 from tests.conftest import TINY
@@ -27,7 +28,7 @@ def steps(run: Path) -> list[int]:
 def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
     trainer = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())["spec"]["trainer"]
     assert trainer["command"][-3:] == ["-m", "clipscale", "train"]
-    config = compose.settings("train", compose.overrides("train", trainer["args"])[1])
+    config = compose_settings("train", overrides_of("train", trainer["args"])[1])
     assert config.batch % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
 
 

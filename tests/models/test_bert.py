@@ -6,7 +6,8 @@ import pytest
 import torch
 from open_clip.hf_model import HFTextEncoder
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.flops import text_flops, trained_names
@@ -23,7 +24,7 @@ PRESET = ("model=lit-b16-bert", "model.architecture.vision_cfg.timm_model_name=v
 def bert_config(*words: str) -> ModelConfig:
     """The preset's settings, of a small image tower, and these."""
     line = [*PRESET, "data.train=x.tar", *words]
-    return compose.settings("train", compose.overrides("train", line)[1]).model
+    return compose_settings("train", overrides_of("train", line)[1]).model
 
 
 def test_the_text_tower_starts_from_bert_where_its_folder_is_given(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_a_run_with_bert_is_planned_and_its_features_are_open_clips(tmp_path: Pa
     """open_clip's forward pass chooses tokens by a mask, which a dry run cannot follow."""
     save_bert(tmp_path)
     words = [*PRESET, "data.train=x.tar", f"model.text.weights={tmp_path}", "hardware=cpu", "batch=8", "samples=16"]
-    config = compose.settings("plan", compose.overrides("plan", words)[1])
+    config = compose_settings("plan", overrides_of("plan", words)[1])
     assert plan(config)["fits"]
     model = build_model(config.model).eval()
     tokens = model.tokenizer(["a red ring", "blue"])

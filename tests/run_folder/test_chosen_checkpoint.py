@@ -30,5 +30,5 @@ def test_a_goal_without_a_result_names_the_metrics(
 
 def test_a_goal_may_leave_out_the_folder_above_its_set() -> None:
     goal = Goal("holdout", "loss")
-    assert goal.likeliest_set(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
-    assert goal.likeliest_set(["holdouts", "shop/uphold"]) is None
+    assert goal.shortest_match(["objects", "shop/holdout (limit 9)", "shop/holdout"]) == "shop/holdout"
+    assert goal.shortest_match(["holdouts", "shop/uphold"]) is None

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
+from clipscale.config.checks import check_across_sections
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
-from clipscale.config.train_config import TrainConfig, check_across_sections
+from clipscale.config.train_config import TrainConfig
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model

@@ -15,11 +15,13 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
 from clipscale.checkpoint.upload import copy_checkpoint
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.main import main
 from clipscale.cli.train_verb import with_defaults
+from clipscale.cli.words import overrides_of
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.config.config_file import to_yaml
 from clipscale.config.model import TowerConfig
 from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
@@ -32,7 +34,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.stages import StageConfig
-from clipscale.config.train_config import TrainConfig, to_yaml
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime
@@ -213,8 +215,8 @@ def test_stages_that_cannot_be_are_refused_at_the_start(
 
 def test_stages_on_the_command_line() -> None:
     stages = "stages=[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]"
-    _, words = compose.overrides("train", [stages, "data.train=x.tar", "model=tiny"])
-    config = with_defaults(compose.settings("train", words))
+    _, words = overrides_of("train", [stages, "data.train=x.tar", "model=tiny"])
+    config = with_defaults(compose_settings("train", words))
     given = {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
     assert config.stages[0] == StageConfig(**given | {"optimizer": OptimizerPolicy.TAKE_NONE})
     record = yaml.safe_load(to_yaml(config))

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from clipscale.cli import train_verb
+from clipscale.cli.complete_run import result_if_complete
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
@@ -334,7 +334,7 @@ def test_a_damaged_record_is_one_line_and_the_run_goes_on(
             path.rename(path.with_suffix(".kept"))
     for path in records[:-1]:
         path.with_suffix(".kept").rename(path)
-    assert train_verb.result_if_complete(replace(config, samples=24)) is None
+    assert result_if_complete(replace(config, samples=24)) is None
     results.add("set", {"top1": 1.0}, {})
     assert train(config)["step"] == len(curve(run)) == 4
     assert read_runs([run])[0].evaluations[0]["results"] == {"set": {"top1": 1.0}}

@@ -37,10 +37,10 @@ def presets_composed(name: str, presets: tuple[str, ...]) -> Any:
     return pickle.loads(file.read_bytes())
 
 
-def compose_once(name: str, changes: Sequence[str], *, with_own: bool = False) -> Any:
+def compose_once(name: str, changes: Sequence[str], *, with_hydra: bool = False) -> Any:
     """What `compose_config` returns. Hydra's own settings, sweeps and wrong words are for Hydra itself."""
-    if with_own or any(word.startswith("hydra") for word in changes):
-        return compose_config(name, changes, with_own=with_own)
+    if with_hydra or any(word.startswith("hydra") for word in changes):
+        return compose_config(name, changes, with_hydra=with_hydra)
     groups = default_choices(VERBS[name].conf)
     presets = tuple(word for word in changes if word.partition("=")[0] in groups)
     try:

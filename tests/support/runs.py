@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from clipscale.cli.train_verb import with_defaults
+from clipscale.config.checks import check_across_sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
-from clipscale.config.train_config import TrainConfig, check_across_sections
+from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World

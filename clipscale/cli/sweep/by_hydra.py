@@ -21,14 +21,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from clipscale.cli import compose
+from clipscale.cli.compose import HYDRA_VERSION, compose_settings, is_in_dictionary
 from clipscale.cli.sweep.job_folder import JobFolder
 from clipscale.cli.sweep.jobs import FAILURES, Job, Sweep, folder_name
 from clipscale.cli.sweep.plugins import Plugins, key_of
+from clipscale.cli.torch_environment import prepare_torch
+from clipscale.cli.words import quote
 from clipscale.common import files
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.goal import Goal
-from clipscale.common.hardware import prepare_torch
 from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.record import RunResult
 from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
@@ -99,9 +100,9 @@ def prepare_slurm(launcher: DictConfig) -> None:
 def command_line(sweep: Sweep, plugins: Plugins) -> list[str]:
     """The words of the sweep as Hydra's main takes them."""
     words = [*plugins.words, *plugins.default_words(sweep.metric), *sweep.words]
-    declared = [f"++{word}" if compose.is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
+    declared = [f"++{word}" if is_in_dictionary(key_of(word), TrainConfig) else word for word in words]
     own = [
-        f"hydra.sweep.dir={compose.quote(str(sweep.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
+        f"hydra.sweep.dir={quote(str(sweep.folder))}", "hydra.sweep.subdir=.", "hydra.output_subdir=null",
         "hydra.job.name=clipscale", "hydra/job_logging=none", "hydra/hydra_logging=none",
     ]  # fmt: skip
     if sweep.config_dir:
@@ -115,7 +116,7 @@ def call_hydra(task: "Task", words: Sequence[str]) -> None:
     sys.argv = ["clipscale", "--multirun", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        hydra.main(config_path=str(conf_dir()), config_name="train", version_base=compose.VERSION)(task)()
+        hydra.main(config_path=str(conf_dir()), config_name="train", version_base=HYDRA_VERSION)(task)()
     finally:
         sys.argv = typed
 
@@ -161,7 +162,7 @@ class Task:
 
     def train(self, words: Sequence[str], name: str) -> float | None:
         """Check and train the run; the result for a sweeper."""
-        config = compose.settings("train", words, self.sweep.config_dir, in_sweep=name)
+        config = compose_settings("train", words, self.sweep.config_dir, in_sweep=name)
         job = Job.in_sweep(config, self.sweep.folder, name)
         job.check()
         result = job.train(self.sweep.advice)
@@ -187,7 +188,7 @@ def objective(result: RunResult, metric: str) -> float:
         value: float | None = result["loss"]
     else:
         goal = Goal.parse("sweep.metric", metric)
-        label = goal.likeliest_set(result["eval"])
+        label = goal.shortest_match(result["eval"])
         value = result["eval"][label].get(goal.metric) if label else None
     if value is None:
         measured = [f"{label}/{name}" for label, metrics in result["eval"].items() for name in metrics]

@@ -14,13 +14,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from clipscale.cli import compose, train_verb
+from clipscale.cli import train_checks, train_verb
+from clipscale.cli.compose import compose_settings, one_line_error
 from clipscale.cli.sweep.plugins import Plugins
 from clipscale.common.errors import UserError
 from clipscale.common.files import file_name, unused_path
 from clipscale.common.record import RunResult
 from clipscale.config.train_config import TrainConfig
-from clipscale.launch.local import WorkerError
+from clipscale.launch.failures import WorkerError
 from clipscale.run_folder.paths import checkpoints_of, run_folder
 
 # Errors that end a run, and not its sweep. StoppedError is a UserError, but ends both.
@@ -52,8 +53,8 @@ class Job:
 
     def check(self, *, checks_connection: bool = True) -> None:
         """Make the checks that need no torch. Raises UserError, prints warnings."""
-        train_verb.check_without_torch(self.config)
-        train_verb.check_weights(self.config, checks_connection=checks_connection)
+        train_checks.check_without_torch(self.config)
+        train_checks.check_weights(self.config, checks_connection=checks_connection)
 
     def train(self, advice: str) -> RunResult:
         """Train the run. `advice`: which command continues the sweep after a signal. Raises as `train_verb.main`."""
@@ -90,7 +91,7 @@ def compose_runs(words: list[str], config_dir: str | None, plugins: Plugins | No
     by_settings = {}
     for combination in product(*(values[:1] if has_sweeper else values for values in choices)):
         name = "first" if has_sweeper else folder_name(combination, common)
-        config = compose.settings("train", combination, config_dir, in_sweep=name)
+        config = compose_settings("train", combination, config_dir, in_sweep=name)
         by_settings[repr(config)] = (name, config)
     names, configs = zip(*by_settings.values())
     folder = folder_of_sweep(configs[0].run)
@@ -121,7 +122,7 @@ def choices_of(words: Sequence[str], *, takes_intervals: bool = False) -> list[l
             for override in OverridesParser.create().parse_overrides(list(words))
         ]
     except HydraException as error:
-        raise compose.one_line_error(error) from error
+        raise one_line_error(error) from error
 
 
 def values_of(override: Override, takes_intervals: bool) -> list[str]:

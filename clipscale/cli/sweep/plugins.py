@@ -96,7 +96,7 @@ def key_of(word: str) -> str:
 def compose_hydra(words: Sequence[str]) -> DictConfig:
     """Hydra's own settings. Raises UserError for a package that is not installed."""
     try:
-        return compose.compose_config("train", words, with_own=True).hydra
+        return compose.compose_config("train", words, with_hydra=True).hydra
     except compose.HYDRA_ERRORS as error:
         for word in words:
             is_plugin = key_of(word) in GROUPS[:2] and word.partition("=")[2] in EXTRA

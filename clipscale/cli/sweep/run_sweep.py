@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from clipscale.cli import compose
 from clipscale.cli.sweep.jobs import FAILURES, Job, Sweep, compose_runs
 from clipscale.cli.sweep.plugins import compose_plugins
+from clipscale.cli.words import is_hydra_setting, overrides_of
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import announce_task, print_failure, print_line
-from clipscale.config.train_config import to_yaml
+from clipscale.config.config_file import to_yaml
 from clipscale.lifecycle.stopping import exit_on_signal
 from clipscale.tools.data.demo_folder import is_missing
 
@@ -52,9 +52,9 @@ def main(name: str, line: Namespace) -> int:
 
 def compose_sweep(words: Sequence[str], config_dir: str | None) -> tuple[Sweep, list[Job]]:
     """Compose the settings of Hydra's plugins and of the runs. Raises UserError."""
-    hydra_words = [word for word in words if compose.is_hydra_setting(word)]
+    hydra_words = [word for word in words if is_hydra_setting(word)]
     plugins = compose_plugins(hydra_words) if hydra_words else None
-    _, run_words = compose.overrides("train", [word for word in words if word not in hydra_words], sweep=True)
+    _, run_words = overrides_of("train", [word for word in words if word not in hydra_words], sweep=True)
     return compose_runs(run_words, config_dir, plugins)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from clipscale.batch.chunks import Span, equal_spans
-from clipscale.common.hardware import MAX_SEQUENCES
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader, TextLoader
 
+# The most pictures or captions of a pass on a GPU: with more, attention kernels exceed the largest grid.
+MAX_SEQUENCES = 2**15
 # A chunk's width is a multiple of this, or the context. Tensor cores are fast at such widths, and few shapes occur.
 WIDTH_MULTIPLE = 8
 # The assumed cost of one more chunk, as a share of the tokens of a full chunk. A chunk ends early where that saves

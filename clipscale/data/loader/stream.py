@@ -14,8 +14,8 @@ from typing import TypedDict
 import numpy as np
 from torch import Tensor
 
+from clipscale.common.cpu import cores_of_rank
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.hardware import cores_of_rank
 from clipscale.common.poll import Poll, no_poll
 from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.common.terminal import print_failure

@@ -53,7 +53,7 @@ NO_SHARD = "matches no shard; give a tar file, a brace list, a glob, a folder of
 def list_shards(config: DataConfig, on_rank0: OnRank0 = in_this_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None without weights). Raises UserError.
 
-    Missing shards and other files are left out with a warning. `on_rank0`: see `ranks.OnRank0`.
+    Missing shards and other files are left out with a warning. `on_rank0`: see `OnRank0`.
     """
     notes: list[str] = []
     listed = [

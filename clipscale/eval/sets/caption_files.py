@@ -31,7 +31,7 @@ class CaptionedImage(NamedTuple):
     # Karpathy's split; empty: the file has no splits.
     split: str = ""
     # Why it cannot be used: NOT_LISTED, with the image's id as the name. Empty: it can.
-    fault: str = ""
+    defect: str = ""
 
 
 def load(file: Path) -> RetrievalSet:
@@ -45,13 +45,13 @@ def read(file: Path) -> CaptionsByImage:
     Raises UserError for another JSON.
     """
     listed = entries(file)
-    if faulty := [entry for entry in listed if entry.fault]:
-        count = sum(len(entry.captions) for entry in faulty)
+    if defective := [entry for entry in listed if entry.defect]:
+        count = sum(len(entry.captions) for entry in defective)
         warn_once(
             f"eval.sets: {file}: {counted(count, 'caption')} left out, whose image is not in `images` "
-            f"(such as image_id {faulty[0].name})"
+            f"(such as image_id {defective[0].name})"
         )
-    return {entry.name: entry.captions for entry in listed if entry.split in ("", "test") and not entry.fault}
+    return {entry.name: entry.captions for entry in listed if entry.split in ("", "test") and not entry.defect}
 
 
 def entries(file: Path) -> list[CaptionedImage]:
@@ -111,7 +111,7 @@ def with_images(
         name=file.stem,
         path=file,
         images=[
-            ImageRef(path, fault="" if texts else "no_caption")
+            ImageRef(path, defect="" if texts else "no_caption")
             for path, texts in zip(_images_of(file, list(captions), folder, remedy), captions.values())
         ],
         answers=list(captions.values()),
@@ -133,7 +133,7 @@ def _coco(record: Record) -> Iterator[CaptionedImage]:
     listed = {image["id"] for image in record["images"]}
     for number, captions in texts.items():
         if number not in listed:
-            yield CaptionedImage(str(number), captions, fault=NOT_LISTED)
+            yield CaptionedImage(str(number), captions, defect=NOT_LISTED)
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None, remedy: Callable[[Path], str]) -> list[Path]:

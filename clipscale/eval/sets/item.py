@@ -41,7 +41,7 @@ class ImageRef(NamedTuple):
     offset: int = 0
     size: int = MAX_IMAGE_BYTES + 1
     # Why the image, or its answer, is known to be unusable.
-    fault: str = ""
+    defect: str = ""
     # Width of a red frame that is not part of the picture, in pixels.
     frame: int = 0
     # Whether the picture is turned as its EXIF orientation says. Published results ignore it, training does not.
@@ -50,11 +50,11 @@ class ImageRef(NamedTuple):
     def read(self) -> bytes:
         """The image's bytes, without its frame, and upright if it is to be turned.
 
-        Raises BrokenSampleError (its `fault`; `too_large`; of a changed picture what a decoder finds), OSError, and
+        Raises BrokenSampleError (its `defect`; `too_large`; of a changed picture what a decoder finds), OSError, and
         ValueError for a name that no file can have.
         """
-        if self.fault:
-            raise BrokenSampleError(self.fault)
+        if self.defect:
+            raise BrokenSampleError(self.defect)
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))

@@ -54,9 +54,9 @@ def load_set(path: Path) -> EvalSet:
     frame = frame_width(path)
     if frame:
         loaded = replace(loaded, images=[image._replace(frame=frame) for image in loaded.images])
-    faults = Counter(image.fault for image in loaded.images)
-    if faults.total() and not faults[""]:
-        raise UserError(f"eval.sets: {path} has nothing to evaluate: {by_reason(faults)}; fetch it again")
+    defects = Counter(image.defect for image in loaded.images)
+    if defects.total() and not defects[""]:
+        raise UserError(f"eval.sets: {path} has nothing to evaluate: {by_reason(defects)}; fetch it again")
     return loaded
 
 

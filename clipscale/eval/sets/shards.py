@@ -67,8 +67,8 @@ def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
 def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[list[ImageRef], list[Any]]:
     """The images of all samples, and their answers.
 
-    `answer(texts, name)`: the answer that a sample's texts give; `name` is for messages. The sample's image has a fault
-    if this raises BrokenSampleError, or if there is no image.
+    `answer(texts, name)`: the answer that a sample's texts give; `name` is for messages. The sample's image has a
+    defect if this raises BrokenSampleError, or if there is no image.
     """
     images = []
     answers = []
@@ -78,7 +78,7 @@ def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[
                 answers.append(answer(texts, f"sample {key} of {shard}"))
             except BrokenSampleError as error:
                 answers.append([])
-                image = image._replace(fault=image.fault or error.reason)
+                image = image._replace(defect=image.defect or error.reason)
             images.append(image)
     return images, answers
 
@@ -116,22 +116,22 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
             for key, members in archive.samples():
                 pictures = {}
                 texts: Texts = {}
-                fault = ""
+                defect = ""
                 for member in members:
                     if member.extension not in IMAGE_TYPES and member.extension not in TEXTS:
                         continue
                     if member.extension in pictures or member.extension in texts:
-                        fault = "repeated_member"
+                        defect = "repeated_member"
                     elif member.link_error:
-                        fault = "link"
+                        defect = "link"
                     elif member.extension in IMAGE_TYPES:
                         pictures[member.extension] = ImageRef(shard, archive.content_offset(member), member.size)
                     elif member.size <= MAX_TEXT_BYTES:
                         texts[member.extension] = archive.read(member)
-                if pictures or texts or fault:
+                if pictures or texts or defect:
                     first = min(pictures, key=IMAGE_TYPES.index, default="")
-                    image = pictures.get(first, ImageRef(shard, fault="no_image"))
-                    yield key, image._replace(fault=fault or image.fault), texts
+                    image = pictures.get(first, ImageRef(shard, defect="no_image"))
+                    yield key, image._replace(defect=defect or image.defect), texts
             if archive.offset > tar.seek(0, os.SEEK_END):
                 raise tarfile.ReadError("ends within a member")
     except (tarfile.TarError, ValueError) as error:

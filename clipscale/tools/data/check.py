@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from clipscale.common.hardware import cores
+from clipscale.common.cpu import cores
 from clipscale.common.terminal import announce_task, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes

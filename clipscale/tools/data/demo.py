@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from clipscale.common import files
-from clipscale.common.hardware import cores
+from clipscale.common.cpu import cores
 from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import print_line, tracked
 from clipscale.data.shards.writer import shard_writer

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from clipscale.common.cpu import cores
 from clipscale.common.errors import UserError
-from clipscale.common.hardware import cores
 from clipscale.common.terminal import print_line, tracked
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes

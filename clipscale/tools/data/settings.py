@@ -9,7 +9,7 @@ from typing import ClassVar
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DEVICE_HELP, DEVICES
-from clipscale.config.setting import setting
+from clipscale.config.setting import section, setting
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class CheckSettings:
         "data": "captions filter only_keys sample_weights",
     }
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = section(DataConfig)
 
 
 def check_select(words: Sequence[str], settings: SelectSettings) -> None:

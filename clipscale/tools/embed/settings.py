@@ -1,7 +1,7 @@
 """The settings of `clipscale embed`."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,8 +9,8 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
-from clipscale.config.setting import setting
+from clipscale.config.run_model import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
+from clipscale.config.setting import section, setting
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run
 
@@ -35,8 +35,8 @@ class EmbedConfig(AnyModel):
     )
     dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
-    data: DataConfig = field(default_factory=DataConfig)
-    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+    data: DataConfig = section(DataConfig)
+    launch: sections.LaunchConfig = section(sections.LaunchConfig)
 
 
 def check_embed(config: EmbedConfig) -> Path | None:

@@ -1,14 +1,14 @@
 """The settings of `clipscale explore`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.eval import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
-from clipscale.config.setting import setting
+from clipscale.config.run_model import EVAL_MODEL_SETTINGS, AnyModel, check_one_model
+from clipscale.config.setting import section, setting
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run
 
@@ -24,7 +24,7 @@ class ExploreConfig(AnyModel):
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = section(DataConfig)
 
 
 def check_explore(config: ExploreConfig) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.files import check_writable
 from clipscale.config import sections
-from clipscale.config.eval import RunModel
+from clipscale.config.run_model import RunModel
 from clipscale.config.setting import setting
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import existing_run

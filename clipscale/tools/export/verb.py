@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import WEIGHTS
-from clipscale.config.setting import flat
+from clipscale.config.setting import flatten
 from clipscale.data.hashing import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
@@ -114,7 +114,7 @@ def mark(card: bytes) -> bytes:
 
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
-    settings = dict(flat(settings_of_run(run)))
+    settings = dict(flatten(settings_of_run(run)))
     results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
     was_evaluated = note["weights"] in WEIGHTS  # an average of weights was not evaluated
     results = with_start(results_by_step.get(note["step"], {}) if was_evaluated else {}, results_by_step.get("0", {}))

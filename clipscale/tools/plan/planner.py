@@ -13,7 +13,7 @@ from clipscale.common.hardware import Hardware
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.common.terminal import show_task
-from clipscale.config.train_config import beyond_published
+from clipscale.config.advice import oversized_batch_warning
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
@@ -193,7 +193,7 @@ class Prediction:
             "device": {"phases": phases, "total_bytes": peak + self.outside, "usable_bytes": self.usable},
             "host": host | {"memory_bytes": config.host_memory},
             "time": time,
-            "warning": beyond_published(config.batch, config.samples),
+            "warning": oversized_batch_warning(config.batch, config.samples),
             "notes": ASSUMED.notes,
         }
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
 from clipscale.common.units import Bytes
+from clipscale.config.checks import check_divisible, check_sigmoid
 from clipscale.config.setting import setting
-from clipscale.config.train_config import TrainConfig, check_divisible, check_sigmoid
+from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import num_workers
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from clipscale.common.hardware import cores, gpu_here, hardware_of
+from clipscale.common.cpu import cores
+from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages

@@ -10,10 +10,10 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record
 from clipscale.common.text import printable
-from clipscale.config.expected_bands import SOURCE, bands_of
+from clipscale.config.expected_bands import SOURCE, parse_bands
 from clipscale.config.parse import as_typed
-from clipscale.config.setting import flat
-from clipscale.eval.expected import Expected
+from clipscale.config.setting import flatten
+from clipscale.eval.published import PublishedBands
 from clipscale.log.records import StepRecord, read_evaluations, read_metrics
 from clipscale.run_folder.paths import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep
 from clipscale.run_folder.records import settings_of_run
@@ -67,11 +67,11 @@ def _read(folder: Path) -> Run:
             for name, metrics in evaluation["results"].items():
                 row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
             rows.append(row)
-        settings = {name: as_typed(value) for name, value in flat(config)}
+        settings = {name: as_typed(value) for name, value in flatten(config)}
         environment = files.read_record(folder / ENVIRONMENT)
         published = config.get("expected", {})
-        expected = Expected(bands_of(published), str(published.get(SOURCE, "")))
-        line = expected.line(evaluations[-1]["results"]) if evaluations else ""
+        bands = PublishedBands(parse_bands(published), str(published.get(SOURCE, "")))
+        line = bands.line(evaluations[-1]["results"]) if evaluations else ""
     return Run(
         name=folder.resolve().name,
         folder=folder,

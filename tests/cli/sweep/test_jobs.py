@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli.compose import OverridesParser, overrides
 from clipscale.cli.sweep.jobs import choices_of, folder_name
 from clipscale.cli.sweep.run_sweep import compose_sweep
+from clipscale.cli.words import OverridesParser, overrides_of
 from clipscale.common import files
 
 SWEPT = files.read_yaml(Path(__file__).with_name("swept.yaml"))
@@ -20,7 +20,7 @@ def test_hydra_reads_the_values_of_a_sweeps_word(word: str, values: list) -> Non
     def text(value: object) -> str:
         return re.sub("['\"]", "", str(value if isinstance(value, list) else [value]))
 
-    ((*words,),) = choices_of(overrides("train", [word], sweep=True)[1])
+    ((*words,),) = choices_of(overrides_of("train", [word], sweep=True)[1])
     read = [OverridesParser.create().parse_override(each).value() for each in words]
     assert [text(value) for value in read] == [text(value) for value in values]
 

@@ -127,7 +127,7 @@ def test_a_member_that_repeats_begins_a_sample_or_is_counted(
         assert main(["data", "index", str(path)]) == 0
         assert f"{len(expected) + 1} samples in 1 shard" in capsys.readouterr().out
     pairs = load_pairs(tmp_path, [path])
-    usable = {answer[0]: image.read() for image, answer in zip(pairs.images, pairs.answers) if not image.fault}
+    usable = {answer[0]: image.read() for image, answer in zip(pairs.images, pairs.answers) if not image.defect}
     assert usable == good | {"caption y": picture()} and len(pairs.images) == len(expected) + 1
     with open_stream(path, batch=1, shard_streams=1, shuffle=0) as stream:
         seen = ids(stream, len(good) + 1)
@@ -196,7 +196,7 @@ def test_a_link_is_the_file_in_the_tar_or_a_reason(
     assert findings.broken["link"] == (not read_too) and findings.samples - findings.broken.total() == 1 + read_too
     pairs = load_pairs(tmp_path, [path])
     (image,) = [image for image, answers in zip(pairs.images, pairs.answers) if answers == ["b"]]
-    assert image.fault == ("" if read_too else "link") and (not read_too or image.read() == picture(1))
+    assert image.defect == ("" if read_too else "link") and (not read_too or image.read() == picture(1))
     with open_stream(path, batch=1, shard_streams=1, shuffle=0) as stream:
         assert len(set(flat(ids(stream, 2)))) == 1 + read_too
 

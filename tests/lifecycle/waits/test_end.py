@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale.checkpoint import CheckpointUploader
-from clipscale.cli.train_verb import result_if_complete
+from clipscale.cli.complete_run import result_if_complete
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, LaunchConfig
 from clipscale.launch import local

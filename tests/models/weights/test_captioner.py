@@ -11,7 +11,8 @@ from open_clip.coca_model import CoCa
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
+from clipscale.cli.words import overrides_of
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
@@ -141,11 +142,11 @@ def test_the_class_token_keeps_its_position_in_another_context(tmp_path: Path) -
 
 def test_an_experiments_captioner_begins_from_a_runs_two_towers(tmp_path: Path) -> None:
     """The weights' own architecture replaces that of an experiment, but would have no decoder."""
-    config = compose.settings("train", compose.overrides("train", ["model=tiny"])[1]).model
+    config = compose_settings("train", overrides_of("train", ["model=tiny"])[1]).model
     save_model(tmp_path / "run", build_model(config), config, 3)
     given = ["experiment=demo-coca", f"model.weights={tmp_path}/run"]
-    assert compose.settings("train", compose.overrides("train", given)[1]).model.name == "coca_tiny"
-    assert compose.settings("train", compose.overrides("train", ["experiment=demo", given[1]])[1]).model.name == "tiny"
+    assert compose_settings("train", overrides_of("train", given)[1]).model.name == "coca_tiny"
+    assert compose_settings("train", overrides_of("train", ["experiment=demo", given[1]])[1]).model.name == "tiny"
     other = ["experiment=demo-coca", "model=coca-b32", given[1]]
     with pytest.raises(UserError, match=r"run' is tiny, .*give a captioner of its sizes with model="):
-        compose.settings("train", compose.overrides("train", other)[1])
+        compose_settings("train", overrides_of("train", other)[1])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.cli.train_verb import check_weights
+from clipscale.cli.train_checks import check_weights
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.train_config import TrainConfig

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from clipscale.checkpoint import CheckpointDescription
-from clipscale.cli.compose import settings
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.main import main
-from clipscale.cli.train_verb import check_weights
+from clipscale.cli.train_checks import check_weights
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
@@ -69,7 +69,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "weights", ["start", "run:start", "runs/start", "run:runs/start", "runs/start/checkpoints/step_00000007"]
 )
 def test_a_run_brings_its_model_whatever_the_preset_says(place: Path, verb: str, weights: str) -> None:
-    composed = settings(verb, ["experiment=finetune", f"model.weights={weights}", "data=demo"])
+    composed = compose_settings(verb, ["experiment=finetune", f"model.weights={weights}", "data=demo"])
     assert (composed.model.name, composed.model.image_size) == ("small", 48)
     assert composed.model.architecture["embed_dim"] == SMALL["embed_dim"]
     assert composed.model.image.layer_decay == 0.75, "the rest of the preset stays"
@@ -87,7 +87,7 @@ def test_a_run_that_resumes_another_has_the_others_architecture(
     words = ["model.weights=start", "resume=other"]
 
     def resumed_width(run: str, **given: str) -> int:
-        return settings("train", [*words, f"run={run}"], **given).model.architecture["embed_dim"]
+        return compose_settings("train", [*words, f"run={run}"], **given).model.architecture["embed_dim"]
 
     assert resumed_width("own") == 16
     assert resumed_width("sweep", in_sweep="0") == 24
@@ -103,13 +103,13 @@ def test_weights_bring_their_logit_bias_to_a_loss_that_uses_it(place: Path) -> N
     save_model(Path("runs/sigmoid"), trained, started)
     save_file(state_of(trained), "sigmoid.safetensors")
     for words in (["loss.objective=sigmoid"], ["stages=[{samples: 2k}, {samples: 2k, loss: sigmoid}]"]):
-        composed = settings("train", ["model.weights=sigmoid", *words]).model
+        composed = compose_settings("train", ["model.weights=sigmoid", *words]).model
         assert composed.init_bias == -7
     assert build_model(composed).logit_bias == -3
-    given = settings("train", ["model.weights=sigmoid", "loss=siglip"]).model
+    given = compose_settings("train", ["model.weights=sigmoid", "loss=siglip"]).model
     assert given.init_bias == -10, "a value that is given stays"
     for verb in ("train", "eval"):
-        assert settings(verb, ["model.weights=sigmoid"]).model.init_bias is None
+        assert compose_settings(verb, ["model.weights=sigmoid"]).model.init_bias is None
     for weights in ("sigmoid", "sigmoid.safetensors"):
         chosen = config(weights=weights)
         composed = resolve_architecture(chosen, chosen=True, needs_bias=True)
@@ -123,9 +123,9 @@ def test_weights_bring_their_logit_bias_to_a_loss_that_uses_it(place: Path) -> N
 
 def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_default(place: Path) -> None:
     for verb in ("train", "eval", "embed", "explore"):
-        composed = settings(verb, ["model.weights=theirs"])
+        composed = compose_settings(verb, ["model.weights=theirs"])
         assert (composed.model.name, composed.model.architecture) == ("theirs", SMALL)
-    assert settings("train", ["model.weights=laion2b_s34b_b79k"]).model.name == "ViT-B-32"
+    assert compose_settings("train", ["model.weights=laion2b_s34b_b79k"]).model.name == "ViT-B-32"
     chosen = config(weights="bare.safetensors")
     assert resolve_architecture(chosen, chosen=False) == chosen
 
@@ -137,7 +137,7 @@ def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_de
 def test_another_model_that_was_chosen_is_refused(place: Path, words: list[str], message: str) -> None:
     for verb in ("train", "eval"):
         with pytest.raises(UserError, match=message):
-            settings(verb, words)
+            compose_settings(verb, words)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, m
         return str(place / "theirs")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    composed = settings("plan", ["experiment=finetune", "model.weights=hf-hub:org/their-clip"])
+    composed = compose_settings("plan", ["experiment=finetune", "model.weights=hf-hub:org/their-clip"])
     assert not asked, "settings use no network"
     model = with_hub_architecture(composed.model)
     assert (model.name, model.architecture, asked) == ("their-clip", SMALL, [["*.json"]])
@@ -284,4 +284,4 @@ def test_weights_of_another_model_are_refused_by_their_shapes(
 )
 def test_a_tag_of_another_model_is_refused_by_open_clip(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_weights(settings("train", words.split()), checks_connection=False)
+        check_weights(compose_settings("train", words.split()), checks_connection=False)

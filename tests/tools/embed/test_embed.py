@@ -26,10 +26,10 @@ from clipscale.tools.embed.settings import EmbedConfig
 from clipscale.tools.embed.verb import main
 from tests.conftest import Capture
 from tests.data.files import picture, sample, write_shards, write_tar
-from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
 from tests.support.user_errors import refused
+from tests.tools.eval.test_verb import TINY
 
 SHARDS = {"teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]

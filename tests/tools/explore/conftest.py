@@ -11,9 +11,9 @@ from clipscale.models.towers import build_model
 from clipscale.tools.explore.search import open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
 from tests.data.files import picture, write_tar
-from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 from tests.tools.embed.test_embed import embed
+from tests.tools.eval.test_verb import TINY
 
 
 @pytest.fixture(scope="session")

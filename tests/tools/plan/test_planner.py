@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.cli import compose
+from clipscale.cli.compose import compose_settings
 from clipscale.cli.main import main
+from clipscale.cli.words import overrides_of
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import HARDWARE
@@ -31,7 +32,7 @@ LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
 
 def plan_settings(*words: str) -> Any:
-    return compose.settings("plan", compose.overrides("plan", words)[1])
+    return compose_settings("plan", overrides_of("plan", words)[1])
 
 
 def plans(*settings: PlanConfig) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
         entries = caption_files.entries(file)
         chosen: dict[str, list[str]] = {}
         for entry in entries:
-            if entry.split in ("", *splits) and not entry.fault:
+            if entry.split in ("", *splits) and not entry.defect:
                 chosen.setdefault(entry.name, []).extend(entry.captions)
         if not chosen:
             there = ",".join(dict.fromkeys(entry.split for entry in entries))
@@ -126,8 +126,8 @@ def pairs_of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair
     for image, texts in zip(loaded.images, loaded.answers):
         yield Pair(image.path.name, Place(str(image.path), "", root), [*texts], {})
     for entry in entries:
-        if fault := entry.fault or (f"{SPLIT}{entry.split}" if entry.split not in ("", *splits) else ""):
-            yield Pair(entry.name, Place("", "", root), [], {}, broken=fault)
+        if defect := entry.defect or (f"{SPLIT}{entry.split}" if entry.split not in ("", *splits) else ""):
+            yield Pair(entry.name, Place("", "", root), [], {}, broken=defect)
 
 
 def beside_images(file: Path, folder: Path) -> str:

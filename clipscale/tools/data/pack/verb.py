@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 
 from clipscale.common import files
+from clipscale.common.cpu import cores
 from clipscale.common.errors import UserError
-from clipscale.common.hardware import cores
 from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import print_line, show_task, tracked
 from clipscale.common.text import counted
@@ -186,7 +186,7 @@ def command_of_captions(names: Sequence[str], folder: Path) -> str:
         from clipscale.eval.sets import caption_files  # here: it loads torch
 
         with suppress(UserError):
-            captions = {entry.name: entry.captions for entry in caption_files.entries(file) if not entry.fault}
+            captions = {entry.name: entry.captions for entry in caption_files.entries(file) if not entry.defect}
             caption_files.with_images(file, captions)
             return f"clipscale data pack {shlex.quote(str(file))}"
     return ""

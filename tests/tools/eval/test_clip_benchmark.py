@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import EvalConfig
-from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
+from clipscale.tools.eval.settings import EvalRunConfig
+from clipscale.tools.eval.verb import main
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from tests.data.files import picture
 from tests.eval.sets import members, write_shards
-from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
+from tests.tools.eval.test_verb import TINY
 
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
 # Whatever is predicted, two classes have its score.

@@ -14,19 +14,18 @@ import torch
 from clipscale.cli.main import main as command
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.config.eval import EvalRunConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
-from clipscale.eval.places import check_eval, completed_by_run
 from clipscale.eval.run import evaluate
-from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import checkpoints_of, path_of
+from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run
+from clipscale.tools.eval.verb import main
 from clipscale.train import train
 from clipscale.trained_model import load_run_or_weights
 from tests.conftest import Capture
@@ -188,7 +187,7 @@ def test_any_weights_have_their_points_and_settings_in_the_sinks(
         given.append(settings)
         return open_sinks(folder, mode, tensorboard, settings)
 
-    monkeypatch.setattr("clipscale.eval.verb.open_sinks", opened)
+    monkeypatch.setattr("clipscale.tools.eval.verb.open_sinks", opened)
     save_model(tmp_path / "run", model, TINY)
     chosen = ModelConfig(name="", weights=str(tmp_path / "run"))
     places = EvalRunConfig(device="cpu", model=chosen, out=str(tmp_path / "out"), log=SinkConfig(tensorboard=True))

@@ -8,7 +8,7 @@ from clipscale.eval.sets.known import known_sets
 
 
 @dataclass(frozen=True)
-class Expected:
+class PublishedBands:
     """Published scores, and where they are from."""
 
     # `SET.METRIC` -> the lowest and the highest value, in per cent.

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from clipscale.common.record import Results
-from clipscale.config.expected_bands import bands_of
-from clipscale.eval.expected import Expected
+from clipscale.config.expected_bands import parse_bands
+from clipscale.eval.published import PublishedBands
 from tests.support.user_errors import refused
 
-EXPECTED = Expected({"imagenet1k.top1": (18.5, 20), "mscoco_captions.text_to_image_r5": (36.2, 38.2)}, "a paper")
+EXPECTED = PublishedBands({"imagenet1k.top1": (18.5, 20), "mscoco_captions.text_to_image_r5": (36.2, 38.2)}, "a paper")
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_a_line_has_the_score_and_the_published_band(results: Results, line: str
 @pytest.mark.parametrize("band", [[18.5], 19, [0.1, 200], "19", [20, 18]])
 def test_a_band_is_two_percentages(band: Any) -> None:
     with refused(r"expected\.imagenet1k\.top1=.*: give"):
-        bands_of({"imagenet1k": {"top1": band}})
+        parse_bands({"imagenet1k": {"top1": band}})

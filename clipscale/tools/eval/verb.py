@@ -8,10 +8,8 @@ from typing import cast
 
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
-from clipscale.config.eval import EvalRunConfig, model_facts
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks
 from clipscale.distributed.join import destroy_world, init_world
-from clipscale.eval.places import check_eval, completed_by_run
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
@@ -20,6 +18,7 @@ from clipscale.log.table import print_results, show
 from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.records import settings_of_run
 from clipscale.step.precision import Precision
+from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run, model_facts
 from clipscale.trained_model import load_run_or_weights
 
 

@@ -1,0 +1,1 @@
+"""`clipscale eval`: evaluates a run's checkpoints, or any weights."""
