@@ -52,9 +52,10 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
     """
     config = resolved.config
     image_size, tokenizer = image_size_and_tokenizer(config.model)
+    # Data first: its workers read while the model is built.
+    data = open_data(resolved, image_size, tokenizer, world)
     with ExitStack() as undo:
-        # Data first: its workers read while the model is built.
-        data = open_data(resolved, image_size, tokenizer, world, undo)
+        undo.callback(data.stream.close)
         model, precision = build_trained_model(resolved, tokenizer, world)
 
         # Measured before `build_step` wraps the towers: the ranks may try different numbers of sizes. Under FSDP2 each

@@ -31,19 +31,49 @@ class OpenedData:
     local_batch: int
 
 
-def open_data(
-    resolved: ResolvedRun, image_size: int, tokenizer: Tokenizer, world: World, undo: ExitStack
-) -> OpenedData:
-    """Open the training data, at its start or at the checkpoint's position. `undo` closes it. A collective.
+def open_data(resolved: ResolvedRun, image_size: int, tokenizer: Tokenizer, world: World) -> OpenedData:
+    """Open the training data, at its start or at the checkpoint's position. A collective.
 
-    Raises UserError, also if ranks read different shards or the disk has no room for a checkpoint.
+    The caller closes the stream. Raises UserError, also if ranks read different shards or the disk has no room for a
+    checkpoint; then it has ended the data workers.
     """
     config = resolved.config
     show_task("opening the shards")
-    share = BatchShare(config.batch, world.rank, world.size)
     teachers = run_long_on_rank0(
         world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
     )
+    share = BatchShare(config.batch, world.rank, world.size)
+    stream = open_train_stream(resolved, share, image_size, tokenizer, teachers, world)
+    with ExitStack() as undo:
+        undo.callback(stream.close)
+        if world.size > 1:
+            stream.defer_failures()
+        check_streams(resolved, stream, world)
+        epoch_samples = stream.epoch_samples
+        schedule = Schedule.build(
+            config.schedule,
+            config.optim,
+            config.batch,
+            samples_of(config, epoch_samples),
+            epoch_samples,
+            resolved.stage.steps_before,
+        )
+        if resolved.step < schedule.end:
+            run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))
+        undo.pop_all()
+    return OpenedData(stream, schedule, teachers, share.local_batch)
+
+
+def open_train_stream(
+    resolved: ResolvedRun,
+    share: BatchShare,
+    image_size: int,
+    tokenizer: Tokenizer,
+    teachers: tuple[TeacherFeatures, ...],
+    world: World,
+) -> TrainStream:
+    """Order the shards, and start the workers that read them. A collective. Raises UserError."""
+    config = resolved.config
     free = free_memory()
     world.barrier()  # no rank allocates before all have read the free memory
     position = resolved.resumed.position if resolved.resumed else None
@@ -56,33 +86,16 @@ def open_data(
         largest_divisor=resolved.largest_divisor,
         teachers=teachers,
     )
-    stream = undo.enter_context(
-        open_stream(
-            config.data,
-            share,
-            image_size,
-            tokenizer,
-            shards,
-            position=position,
-            gpu=world.device.type == "cuda",
-            free=free,
-        )
+    return open_stream(
+        config.data,
+        share,
+        image_size,
+        tokenizer,
+        shards,
+        position=position,
+        gpu=world.device.type == "cuda",
+        free=free,
     )
-    if world.size > 1:
-        stream.defer_failures()
-    check_streams(resolved, stream, world)
-    epoch_samples = stream.epoch_samples
-    schedule = Schedule.build(
-        config.schedule,
-        config.optim,
-        config.batch,
-        samples_of(config, epoch_samples),
-        epoch_samples,
-        resolved.stage.steps_before,
-    )
-    if resolved.step < schedule.end:
-        run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))
-    return OpenedData(stream, schedule, teachers, share.local_batch)
 
 
 def check_streams(resolved: ResolvedRun, stream: TrainStream, world: World) -> None:
