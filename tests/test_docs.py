@@ -317,7 +317,7 @@ def results_by_broadcast(group: Any, rank: int, *args: Any, code: str) -> list[A
     from torch import distributed as dist
 
     from clipscale.loss import terms
-    from clipscale.loss.exchange import Communicator
+    from clipscale.loss.communicator import Communicator
 
     def broadcast(self: Communicator, x: Any, owner: int) -> Any:
         received = x.clone()

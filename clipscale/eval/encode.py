@@ -26,7 +26,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
-from clipscale.loss.exchange import Communicator
+from clipscale.loss.communicator import Communicator
 from clipscale.models.towers import ClipModel
 
 T = TypeVar("T")

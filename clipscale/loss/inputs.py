@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from clipscale.loss.block import BlockSide, PositiveLayout, sum_dtype
-from clipscale.loss.exchange import AllGatherRows, Communicator
+from clipscale.loss.communicator import AllGatherRows, Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 

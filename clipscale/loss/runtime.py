@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common import ranks
 from clipscale.common.half_precision import add_half_product
-from clipscale.loss.exchange import Communicator
+from clipscale.loss.communicator import Communicator
 from clipscale.loss.similarity import matmul_into
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 

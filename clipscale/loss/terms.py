@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from clipscale.loss.choices import auto_exchange
-from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, broadcast_from_rank0
+from clipscale.loss.communicator import Communicator, broadcast_from_rank0
+from clipscale.loss.exchange import Exchange, Gather, Ring
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
 from clipscale.loss.runtime import LossRuntime

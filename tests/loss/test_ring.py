@@ -10,7 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipscale import contrastive_loss
 from clipscale.loss.block import BlockSide
-from clipscale.loss.exchange import BLOCK_SPAN, GRAD, Communicator, Ring
+from clipscale.loss.communicator import Communicator
+from clipscale.loss.exchange import BLOCK_SPAN, GRAD, Ring
 from tests.loss.workers import Workers
 
 COLS, WIDTH = 16, 512

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from clipscale.loss.exchange import Communicator, WaitFn
+from clipscale.loss.communicator import Communicator, WaitFn
 from clipscale.loss.runtime import LossRuntime, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 from clipscale.tools.plan import ASSUMED
