@@ -173,7 +173,7 @@ class Saver:
         """Wait for what is being written. Reports a failure and does not raise it: another error may be pending."""
         try:
             self.wait_for_save()
-        except (UnwritableError, CheckpointException, RuntimeError) as error:  # or a rank was lost while it wrote
+        except (UnwritableError, CheckpointException, RuntimeError) as error:  # RuntimeError: a rank was lost
             if self.world.is_rank0:
                 log_warning(f"the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()

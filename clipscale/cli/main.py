@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        if is_main_rank():  # all ranks compose, and make the same mistakes
+        if is_main_rank():  # every rank composes and finds the same mistake
             print_failure(explained_failure)
         return explained_failure.exit_status if isinstance(explained_failure, UserError) else 1
     finally:

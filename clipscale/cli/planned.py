@@ -62,7 +62,7 @@ def planning(config: TrainConfig, *, forked: bool) -> Iterator[Callable[[], None
     process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
 
     def start() -> None:
-        with planner_end, blocked(), suppress(EOFError, OSError):  # these if the server has ended
+        with planner_end, blocked(), suppress(EOFError, OSError):  # raised if the server has ended
             process.start()
 
     # A fork starts when its server has imported torch. This process imports meanwhile.

@@ -33,7 +33,7 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     like = [leaf] if leaf in leaves.values() else get_close_matches(leaf, set(leaves.values()), cutoff=0.75)
     close = [name for name in names if leaves[name] in like] or [name for name in names if name.startswith(word)]
     close = close or get_close_matches(word, names, cutoff=0.6)
-    close = sorted(close, key=lambda name: name.rpartition(".")[0] != section)  # first those in the section
+    close = sorted(close, key=lambda name: name.rpartition(".")[0] != section)  # names of the same section come first
     return f"; did you mean {one_of(repr(name) for name in close[:3])}?" if close else ""
 
 

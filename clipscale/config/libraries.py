@@ -71,7 +71,7 @@ def pretrained() -> ModuleType:
     alone = ModuleType("clipscale_open_clip_alone")
     alone.__path__ = [str(_file("open_clip", ""))]
     sys.modules[alone.__name__] = alone
-    with hidden_packages("safetensors.torch", "huggingface_hub"):  # it needs them to fetch weights
+    with hidden_packages("safetensors.torch", "huggingface_hub"):  # needed only to fetch weights
         return import_module(f"{alone.__name__}.pretrained")
 
 

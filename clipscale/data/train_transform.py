@@ -58,7 +58,7 @@ class TrainTransform:
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. Some pixels differ from
         Pillow's by 1/255, a few by 2/255.
         """
-        import torch  # here: `data check` decodes pictures without torch
+        import torch  # imported here, because `data check` decodes pictures without torch
 
         picture = Picture.read(data)
         augment = self.augment

@@ -119,7 +119,7 @@ class MetricLog:
         """Flush and close every sink."""
         self._print_last()
         self._lines.close()
-        self._sinks.close()  # last: it may wait for a server
+        self._sinks.close()  # closed last, because a sink may wait for a server
 
     def _print_last(self) -> None:
         """Print the line of the last step, if it is not printed yet."""

@@ -109,7 +109,7 @@ def wandb(run_dir: Path, mode: str, settings: Mapping[str, object]) -> Sink:
     rmtree(temporary, ignore_errors=True)  # left by a start that was killed
     temporary.mkdir(parents=True)
     try:
-        tempfile.tempdir = str(temporary)  # for its folders of media and artifacts
+        tempfile.tempdir = str(temporary)  # wandb makes its folders of media and artifacts there
         client = wandb_module()
     finally:
         tempfile.tempdir = before

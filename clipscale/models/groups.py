@@ -37,7 +37,7 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
         )
     patterns = family_of(encoder).groups if trunk is None else trunk.group_matcher()
     groups = group_parameters(WithoutTrunk(encoder), patterns, return_values=True)
-    if len(groups) < 3:  # there are no blocks between the embeddings and the heads
+    if len(groups) < 3:  # no blocks lie between the embeddings and the heads
         raise UserError(
             f"model.{tower}: the blocks of {type(encoder).__name__} are not known, so it has no layer groups; take "
             "layer_decay=1, and train=all or none"

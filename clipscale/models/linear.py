@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
         half: Tensor, half_bias: Tensor | None, grad_sink: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, half)
-        ctx.grad_sink = grad_sink  # not saved for backward, since other kept graphs change it in between
+        ctx.grad_sink = grad_sink  # not by save_for_backward, since other kept graphs change it in between
         return F.linear(x, half, half_bias)
 
     @staticmethod

@@ -92,7 +92,7 @@ def build_trained_model(resolved: ResolvedRun, tokenizer: Tokenizer, world: Worl
         # It holds all weights. Those that the run began with may be gone by now.
         model_config = without_weights(config.model)
     else:
-        model_config = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # the same on every rank
+        model_config = run_on_rank0(world, lambda: with_checkpoints_of_runs(config.model))  # so every rank has the same
     model = build_model(model_config, tokenizer=tokenizer).to(world.device)
     precision = Precision.set_up(config.precision, world.device)
     precision.cast_frozen_(model.image, model.text)

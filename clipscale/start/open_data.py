@@ -75,7 +75,7 @@ def open_train_stream(
     """Order the shards, and start the workers that read them. A collective. Raises UserError."""
     config = resolved.config
     free = free_memory()
-    world.barrier()  # no rank allocates before all have read the free memory
+    world.barrier()  # so that all ranks read the free memory before one allocates
     position = resolved.resumed.position if resolved.resumed else None
     shards = order_shards(
         config.data,

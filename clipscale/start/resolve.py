@@ -134,7 +134,7 @@ def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: Wo
         )
         stages.append(stage)
         if config.stages:
-            architecture(stage_config.model)  # raises UserError for one that cannot be built
+            architecture(stage_config.model)  # raises UserError for a model that cannot be built
             step += samples_of(stage_config, None) // stage_config.batch
             samples = stage.samples_after(step)
     return stages

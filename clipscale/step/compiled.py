@@ -41,7 +41,8 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
     """
     # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; gradients are summed once a step
+    # This option would split graphs at DDP's buckets, but gradients are summed once a step.
+    torch._dynamo.config.optimize_ddp = False
     towers: list[Tower] = [model.image] if lengths_vary else [model.image, model.text]
     for tower in towers:
         for module in innermost_blocks(tower.encoder) or [tower.encoder]:

@@ -47,7 +47,7 @@ class StepTimer:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         timed = self._timed_on_gpu(name) if self._cuda else self._timed_on_cpu(name)
-        with timed, record_function(name):  # its name in a profiler's timeline
+        with timed, record_function(name):  # the part's name in a profiler's timeline
             yield
 
     @contextmanager

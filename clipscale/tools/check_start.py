@@ -36,7 +36,7 @@ def main(config: TrainConfig) -> None:
         config = replace(config, model=completed_by_weights(config.model))
     for stage_config in stage_configs_of(config):
         architecture(stage_config.model)
-    resumed = run_to_resume(config.run, config.resume)  # its checkpoint holds the weights
+    resumed = run_to_resume(config.run, config.resume)  # the run's checkpoint holds the weights
     model = config.model if resumed else completed_by_weights(config.model)
     sources = config.data.train or []
     image_size, tokenizer = image_size_and_tokenizer(model)

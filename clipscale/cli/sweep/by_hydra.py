@@ -134,7 +134,7 @@ class Task:
         """Train the run. For a sweeper, returns its result, and raises its error."""
         in_parent = os.getpid() == self.parent
         if not in_parent:
-            multiprocessing.set_start_method(None, force=True)  # not joblib's own, which a run's processes do not know
+            multiprocessing.set_start_method(None, force=True)  # joblib's own method is unknown in a run's processes
             prepare_output()
             prepare_torch()
             ignore_output_errors()

@@ -37,7 +37,7 @@ def main(name: str, line: Namespace) -> int:
         if any(is_missing(job.config.data.train or ()) for job in jobs):
             from clipscale.tools.data import demo
 
-            demo.main()  # once, and not in several jobs at the same time
+            demo.main()  # one job for all: several would make it at the same time
     if sweep.plugins:
         from clipscale.cli.sweep import by_hydra
 

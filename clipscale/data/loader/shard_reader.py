@@ -238,7 +238,7 @@ class ShardReader:
             while self._outgoing.items:
                 yield self._next_outgoing()
             self._outgoing = Window.of(epoch, segment, samples)
-            del samples_read, samples  # so that a sample that is given out leaves the memory
+            del samples_read, samples  # a sample's memory is then free once it is given out
 
     def _read_window(self, cursor: WindowCursor) -> Generator[Given, None, list[RawSample]]:
         """Read and return the samples of the current window, up to WINDOW_BYTES. Gives out earlier ones meanwhile."""

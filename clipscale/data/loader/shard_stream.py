@@ -284,7 +284,7 @@ class BatchFiller:
         self._store = store
         self._broken = broken
         self.streams = streams
-        self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
+        self._discarded_pixels = np.empty(spec.transform.shape, np.uint8)  # takes the pixels of another rank's samples
 
     def set_poll(self, poll: Poll) -> None:
         """From now on, call `poll` between samples and while the storage is waited for."""
@@ -304,7 +304,7 @@ class BatchFiller:
             work += [(stream, int(row)) for row in stream_rows]
         for start in range(0, len(work), self._spec.samples_per_report):
             part = work[start : start + self._spec.samples_per_report]
-            texts: dict[int, str] = {}  # by their row of the tokens
+            texts: dict[int, str] = {}  # row of the tokens -> its text
             for stream, row in part:
                 self._store.poll()
                 is_own = row in local

@@ -56,7 +56,7 @@ def shard_entries(
     unknown = [url for url in urls if url not in entries]
     if len(unknown) <= scan_at_most and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
-            if isinstance(outcome, str):  # it cannot be opened
+            if isinstance(outcome, str):  # the shard cannot be opened
                 outcome = index.IndexEntry(
                     name=index.name_in_index(url),
                     size=0,

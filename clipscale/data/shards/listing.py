@@ -203,7 +203,7 @@ def _leaves(folder: str) -> set[str]:
 
 def _braces(source: str, subject: str) -> list[str]:
     try:
-        return [*braceexpand(source, escape="\\" in source)]  # it is slow when it looks for escapes
+        return [*braceexpand(source, escape="\\" in source)]  # braceexpand is slow when it looks for escapes
     except ValueError as error:  # unbalanced braces
         raise UserError(f"{subject} cannot be expanded: {error}") from error
 

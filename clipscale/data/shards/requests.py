@@ -82,7 +82,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]
     try:
         if scheme_of(url) in ("http", "https"):
             data, state = await _from_web(url, start, stop, limit)
-        elif scheme_of(url) == "hf":  # its file system has no asyncio, and asks the hub's interface for each block
+        elif scheme_of(url) == "hf":  # the hub's file system has no asyncio, and makes an API call for each block
             from huggingface_hub.utils import build_hf_headers
 
             address = await asyncio.wait_for(asyncio.to_thread(_hub_address, url), WAIT_S)

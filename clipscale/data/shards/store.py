@@ -60,7 +60,7 @@ class Store:
         and UserError without credentials.
         """
         if is_local(url):
-            state = self.state(url)  # first: opening a pipe would wait
+            state = self.state(url)  # checked first, because opening a pipe would wait
             return cast(io.BufferedReader, Path(url).open("rb", BUFFER_BYTES)), state
         self.begin_sample()
         remote = open_remote(url, self)
@@ -102,7 +102,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         except TransientError as error:
             store.count_fault(error.reason)
             failures += 1
-            retry_after_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # it may be a date
+            retry_after_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # else it is a date
             if failures > RETRIES:
                 raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
         finally:

@@ -70,7 +70,7 @@ def _of_others(folder: Path) -> FolderConfig:
     """Read transformers' config.json, or timm's, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")
-    if model_type not in hugging_face.MODEL_TYPES:  # it may be a tower of timm
+    if model_type not in hugging_face.MODEL_TYPES:  # the file may describe a tower of timm
         pictures = content.get("pretrained_cfg") or content
         pixels = {key: pictures[key] for key in ("mean", "std", "interpolation") if key in pictures}
         if pixels.get("interpolation") not in hugging_face.INTERPOLATIONS.values():  # such as `random`

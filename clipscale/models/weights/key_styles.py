@@ -286,7 +286,7 @@ def _match_style(keys: Iterable[str], style: KeyStyle) -> _StyleMatch:
         if not tied and others and rank(others[0]) == rank(first):
             tied = (first, others[0])
     file_keys: dict[str, str] = {}
-    for key, end in sorted(canonical.items(), key=lambda pair: pair[0].count(".")):  # first those without insertions
+    for key, end in sorted(canonical.items(), key=lambda pair: pair[0].count(".")):  # without insertions first
         if _wrapping(key, end).prefix == best[style.tower_of(end)]:
             file_keys.setdefault(end, key)
     return _StyleMatch(file_keys, tied)

@@ -261,7 +261,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     wrong = ""
     if tower and tower != prefix:
         wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
-    elif match.matched:  # else open_clip may know the names
+    elif match.matched:  # without a match, open_clip may know the names
         if config.is_captioner:
             ours.pop("visual.proj", None)  # CLIP's projection has another width
         wrong = misfit(ours, comparable(description), sections, match.unmatched)

@@ -53,7 +53,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     if isinstance(model.tokenizer.inner, open_clip.SimpleTokenizer):
         if model_type == "clip":
             write_tokenizer(out, model.context_length)
-        else:  # it reads what captions are padded with
+        else:  # SigLIP's tower reads the padding, so its token matters
             print_line(f"{out}: without a tokenizer: transformers' CLIPTokenizer pads captions with another token")
     return "transformers.AutoModel.from_pretrained('{}')"
 
@@ -149,7 +149,7 @@ def write_tokenizer(out: Path, length: int) -> None:
     clip = open_clip.SimpleTokenizer()
     names = {"<start_of_text>": START, "<end_of_text>": END}
     files.write_json(out / "vocab.json", {names.get(text, text): number for text, number in clip.encoder.items()})
-    pairs = "".join(f"{a} {b}\n" for a, b in clip.bpe_ranks)  # in their order
+    pairs = "".join(f"{a} {b}\n" for a, b in clip.bpe_ranks)  # in the order of the merges
     files.write_text(out / "merges.txt", f"#version: 0.2\n{pairs}")
     special = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": END}
     record = {"tokenizer_class": "CLIPTokenizer", "model_max_length": length, "do_lower_case": True, **special}

@@ -53,7 +53,7 @@ def weights(model: ClipModel) -> Weights:
 def open_clip_description(model: ClipModel, config: ModelConfig) -> dict[str, object]:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
-    details["vision_cfg"].pop("patch_dropout", None)  # for training only
+    details["vision_cfg"].pop("patch_dropout", None)  # used in training only
     if not SAFE_TEXT.fullmatch(details["text_cfg"].get("hf_tokenizer_name") or TOKENIZER):  # a folder
         details["text_cfg"]["hf_tokenizer_name"] = TOKENIZER
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one

@@ -79,7 +79,7 @@ class BlockMeter:
         """Called when the first block begins (`first_begins`) or ends, in the forward or in the backward pass."""
         peak = self.tracker.take_peak() - self.base
         self.peak = max(self.peak, peak + self.added)
-        if self.entered is not None:  # what the first block added counts for each that is left out
+        if self.entered is not None:  # each block that is left out adds as much as the first one
             self.added += self.omitted * (self.tracker.live - self.entered)
             self.peak = max(self.peak, peak + self.added)
             self.operations_added += self.omitted * (self.tracker.operations - self.operations_entered)

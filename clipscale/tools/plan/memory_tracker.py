@@ -181,7 +181,7 @@ class DryCommunicator(Communicator):
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the same operations in float32 as on CUDA."""
-    kernels = torch.library.Library("aten", "IMPL")  # its kernels disappear with it
+    kernels = torch.library.Library("aten", "IMPL")  # the library's kernels disappear with it
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
         for name in ASSUMED.float32_on_cuda:
             packet, _, overload = name.partition(".")

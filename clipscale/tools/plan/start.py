@@ -20,7 +20,7 @@ def start_plan(config: TrainConfig) -> Record:
     Raises UserError, and any error of the dry run.
     """
     gpu = gpu_here() if config.device != "cpu" else None
-    unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi
+    unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # in a container without nvidia-smi
     hardware = hardware_of(gpu) if gpu else "cpu"
     if unknown or hardware is None:
         return {"fits": True, "lines": []}

@@ -125,7 +125,7 @@ class StepEstimate:
 
     def budget(self, most: float) -> float:
         """The most bytes that kept graphs may take if the step is to take at most `most` bytes."""
-        if_kept: dict[str, float] = {}  # what peaks gain once graphs are kept, beside these
+        if_kept: dict[str, float] = {}  # how much the peaks grow once graphs are kept, without the graphs
         for name, chunk in zip(TOWERS, self.passes):
             if_kept[f"encode {name}"] = max(0, chunk.encode_kept - chunk.encode)
             if_kept[f"replay {name}"] = -chunk.graph

@@ -83,7 +83,7 @@ def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]
     image = chosen[0]
     inside = is_picture(types[image])
     read_as = {name: bytes_type(column_type, name in chosen) for name, column_type in types.items()}
-    if inside:  # its cells are read later
+    if inside:  # the column's cells are read later
         del read_as[image]
     names = [name for name, as_type in read_as.items() if as_type is not None]
     number = 0

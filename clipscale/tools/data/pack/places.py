@@ -127,7 +127,7 @@ class Column:
     def cell(self, row: int) -> Any:
         """The cell of a row, which is not before the first in memory."""
         while row >= self.first + len(self.cells):
-            cells = next(self.batches)  # raises for a damaged page, and from then on
+            cells = next(self.batches)  # raises for a damaged page, and at each later call
             self.first += len(self.cells)
             self.cells = cells
         return self.cells[row - self.first]

@@ -2,7 +2,7 @@
 
 A value in quotes may have several lines. But captions may also begin with a quote that nothing closes. A reader that
 takes it for the start of a value reads the rest of the table as that value. Here a quote opens a value of several lines
-only if it closes properly before another row begins. Otherwise the line is read by itself.
+only if it closes properly before another row begins. Otherwise the line is read alone.
 """
 
 import csv

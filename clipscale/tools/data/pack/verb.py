@@ -332,7 +332,7 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         pixels = picture.decode()
         if side:
             data = resized(pixels, side) if min(picture.width, picture.height) > side else data
-            picture = Picture.read(data)  # what is packed has to be what training takes
+            picture = Picture.read(data)  # a packed picture must be one that training takes
     except BrokenSampleError as error:
         raise BrokenSampleError(suffix_of(data) or error.reason, str(error)) from error
     fields = {"source": pair.name, "width": picture.width, "height": picture.height} | pair.fields
