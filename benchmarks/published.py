@@ -29,7 +29,7 @@ from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_bytes
 from clipscale.config.presets import conf_dir
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
-from clipscale.tools.plan.step_memory import outside_torch
+from clipscale.tools.plan.step_memory import bytes_outside_torch
 from clipscale.tools.plan.step_time import PLAIN_STEPS, plain_share
 
 DEFAULTS = {
@@ -157,7 +157,7 @@ def figures(model: Model, method: Method, *, batch: int, gpus: int, chunk: int, 
     waiting = min(chunk, local) if offload else local
     # Weights, AdamW's two moments and, with several ranks, DDP's buckets. Gradients are separate from the buckets.
     copies = 4 if gpus > 1 else 3
-    start = copies * model.weights + model.sample * waiting + outside_torch(gpus)
+    start = copies * model.weights + model.sample * waiting + bytes_outside_torch(gpus)
     if chunk >= local:  # without a cache the loss is on top of the graph
         peak = start + model.graph + max(loss, model.weights)
     else:

@@ -23,7 +23,7 @@ UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= continues without it"
 
 
-def complete_checkpoints_or_credentials_error(store: DirFileSystem, run: Path, address: str) -> list[Path]:
+def accessible_checkpoints(store: DirFileSystem, run: Path, address: str) -> list[Path]:
     """`complete_checkpoints`, but a store that needs credentials also raises UserError. `address`: for the message."""
     try:
         return complete_checkpoints(store, run)
@@ -36,7 +36,7 @@ def complete_checkpoints_or_credentials_error(store: DirFileSystem, run: Path, a
 def check_copy(run: Path, address: str) -> None:
     """Raise UserError if the store cannot be read, or holds another run's copy or other files."""
     with to_user_error(UNREADABLE.format(address), WITHOUT_COPY):
-        complete_checkpoints_or_credentials_error(open_store(address), run, address)
+        accessible_checkpoints(open_store(address), run, address)
 
 
 def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
@@ -53,7 +53,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
     with to_user_error(unreadable, WITHOUT_COPY):
         store = open_store(address)
         try:
-            in_store = complete_checkpoints_or_credentials_error(store, run, address)
+            in_store = accessible_checkpoints(store, run, address)
         except Exception as error:
             if not newest_own or isinstance(error, UserError):
                 raise
@@ -111,7 +111,7 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
         best = None
         if goal:
             finder = BestFinder(run, Goal.parse("checkpoint.best", goal))
-            best = finder.among(map(step_of, [*own, *earlier]))
+            best = finder.best_step(map(step_of, [*own, *earlier]))
         for path in earlier:
             if step_of(path) == best and not (run / path).exists():
                 name = f"the best checkpoint, {path.name},"

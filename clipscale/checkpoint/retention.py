@@ -21,7 +21,7 @@ class Retention:
     def outdated(self, checkpoints: list[Path], up_to: str) -> list[Path]:
         """Which of the `checkpoints`, sorted by step, to delete. Those after the one named `up_to` are left alone."""
         earlier = [path for path in checkpoints if step_of(path) <= step_of(Path(up_to))]
-        best = self.best.among(map(step_of, earlier)) if self.best else None
+        best = self.best.best_step(map(step_of, earlier)) if self.best else None
         candidates = [path for path in earlier if step_of(path) != best]
         if self.every:
             candidates = [path for path in candidates if step_of(path) % self.every]

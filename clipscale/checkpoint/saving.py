@@ -32,7 +32,7 @@ from clipscale.common.terminal import log_warning
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import TEMPORARY, discard, remove_checkpoint
-from clipscale.run_folder.paths import META, checkpoints_of, path_of
+from clipscale.run_folder.paths import META, checkpoint_path, checkpoints_of
 
 # Rank 0 waits at most this many seconds for a file that another rank has written.
 FILES_APPEAR_WITHIN_S = 10.0
@@ -139,8 +139,8 @@ class Saver:
                 raise
             kept = "earlier ones stay" if checkpoints_of(self.run_dir) else "there is no earlier one"
             raise UnwritableError(
-                f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); {kept}; make room, or "
-                "give the command again when the run's folder lies on another disk"
+                f"checkpoint {checkpoint_path(self.run_dir, step)} could not be written ({reasons[0]}); {kept}; make "
+                "room, or give the command again when the run's folder lies on another disk"
             ) from error
 
     def wait_for_copy(self, limit_s: float) -> None:
@@ -187,11 +187,11 @@ class Saver:
                 log_warning(f"{error}; training continues without it" if goes_on else str(error))
 
     def _temporary(self, step: int) -> Path:
-        return path_of(self.run_dir, step).with_suffix(TEMPORARY)
+        return checkpoint_path(self.run_dir, step).with_suffix(TEMPORARY)
 
     def commit(self, step: int) -> None:
         """Give the checkpoint its name, and delete outdated ones. Rank 0 calls it when everything is on the disk."""
-        path = path_of(self.run_dir, step)
+        path = checkpoint_path(self.run_dir, step)
         if path.exists():
             remove_checkpoint(path)
         self._temporary(step).replace(path)

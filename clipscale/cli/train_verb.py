@@ -37,7 +37,7 @@ def resumes_other_batch(config: TrainConfig) -> bool:
     if config.stages or not checkpoint:
         return False
     try:
-        return bool(described_values(checkpoint)["batch"] != config.batch)
+        return bool(checkpoint_values(checkpoint)["batch"] != config.batch)
     except files.DAMAGED_OR_FOREIGN:
         return False
 

@@ -41,7 +41,7 @@ class Selection:
     # Whether a sample's first caption is taken, which teachers have seen, and none is drawn.
     first_caption_only: bool = False
 
-    def members(self) -> set[str]:
+    def extensions_to_read(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
         members = {source.name.partition(":")[0] for source in self.captions}
         reads_field = any(condition.is_of_field for condition in self.conditions)

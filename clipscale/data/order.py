@@ -162,12 +162,12 @@ class Epochs:
     num_streams: int
     seed: int
     # Samples of an average epoch, where sample weights skip some of `counts` in some epochs.
-    expected: float | None = None
+    expected_samples: float | None = None
 
     @property
     def epoch_samples(self) -> int:
         """Samples of an average epoch, of all streams."""
-        return sum(self.counts) if self.expected is None else round(self.expected)
+        return sum(self.counts) if self.expected_samples is None else round(self.expected_samples)
 
     def segments(self, stream_id: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""

@@ -23,7 +23,7 @@ def print_summary(result: RunResult, *, precision: str, published: PublishedBand
         log_line(line)
     log_line(f"done: {folder} (step {step}, loss {result['loss']:.4f})")
     if best:
-        best_step = best.among(map(step_of, checkpoints_of(folder)))
+        best_step = best.best_step(map(step_of, checkpoints_of(folder)))
         line = f"best by {best.goal}: step {best_step}" if best_step else f"no checkpoint has a {best.goal}"
-        log_line(f"{line}; the start was better" if best_step and best.among([0, best_step]) == 0 else line)
+        log_line(f"{line}; the start was better" if best_step and best.best_step([0, best_step]) == 0 else line)
     log_line(f"clipscale report {shlex.quote(str(folder))} shows it")

@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.run_folder.paths import EVAL, checkpoints_of, path_of, step_of
+from clipscale.run_folder.paths import EVAL, checkpoint_path, checkpoints_of, step_of
 from clipscale.run_folder.records import read_evaluation, settings_of_run
 
 
@@ -38,7 +38,7 @@ class BestFinder:
             label: value for label, value in found.items() if isinstance(value, int | float) and not math.isnan(value)
         }
 
-    def among(self, steps: Iterable[int]) -> int | None:
+    def best_step(self, steps: Iterable[int]) -> int | None:
         """The step with the best value, and the earliest in a tie; None if no step has a value.
 
         All steps are compared on the set that most of them have. Some steps may have results on more sets, which
@@ -67,33 +67,33 @@ class BestFinder:
             )
             return False
         steps = [*map(step_of, checkpoints_of(self.run)), step]
-        better = self.among(steps if pending is None else [*steps, pending]) == step
+        better = self.best_step(steps if pending is None else [*steps, pending]) == step
         if better:
             log_line(f"step {step} is the best so far: {self.goal} is {values[min(values, key=len)]:.4f}")
         return better
 
 
-def best_of(run: Path) -> Path:
+def best_checkpoint(run: Path) -> Path:
     """The checkpoint that is best by the run's setting `checkpoint.best`. Raises UserError where there is none."""
     goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
     if not goal:
         raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
-    step = BestFinder(run, Goal.parse("checkpoint.best", goal)).among(map(step_of, checkpoints_of(run)))
+    step = BestFinder(run, Goal.parse("checkpoint.best", goal)).best_step(map(step_of, checkpoints_of(run)))
     if step is None:
         raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / EVAL}; give a step's number")
-    return path_of(run, step)
+    return checkpoint_path(run, step)
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
     """A run's checkpoint: `latest`, `best`, a step number, or its path. Raises UserError where there is none."""
     if which == "best":
-        return best_of(run)
+        return best_checkpoint(run)
     checkpoints = checkpoints_of(run)
     if which == "latest":
         if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return checkpoints[-1]
-    path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
+    path = checkpoint_path(run, int(which)) if which.isdecimal() else Path(which).expanduser()
     if not path.exists():
         raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
     if path.resolve() not in [own.resolve() for own in checkpoints]:  # its results would replace the run's own

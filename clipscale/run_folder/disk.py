@@ -8,7 +8,7 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.files import UNFINISHED_END, first_existing
 from clipscale.common.units import format_bytes
-from clipscale.run_folder.paths import EVAL, check_own, checkpoints_of
+from clipscale.run_folder.paths import EVAL, check_is_run_folder, checkpoints_of
 from clipscale.run_folder.records import RUN_RECORDS
 
 # Suffix of the names of files and folders that are being written or deleted.
@@ -26,7 +26,7 @@ TEMPORARY_NAMES = re.compile(
 def make_folder(run_dir: Path) -> None:
     """Make the run's folder. Raises UserError where it cannot be written, or is somebody else's."""
     try:
-        check_own(run_dir)
+        check_is_run_folder(run_dir)
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass

@@ -91,12 +91,12 @@ def named_checkpoints(resume: str) -> list[Path]:
     return [path] if path in checkpoints_of(path.parent.parent) else checkpoints_of(path)
 
 
-def is_run(folder: Path) -> bool:
+def is_run_or_checkpoint(folder: Path) -> bool:
     """Whether this is the folder of a run, or one of its checkpoints."""
     return (folder / "checkpoints").is_dir() or (folder / META).is_file()
 
 
-def path_of(run: Path, step: int) -> Path:
+def checkpoint_path(run: Path, step: int) -> Path:
     """The path of a run's checkpoint of a step, whether it is there or not."""
     return run / "checkpoints" / f"step_{step:08d}"
 
@@ -112,7 +112,7 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
-def described_values(checkpoint: Path) -> Record:
+def checkpoint_values(checkpoint: Path) -> Record:
     """A checkpoint's values other than tensors, without torch and without a look at their checksum.
 
     A start reads them by `checkpoint.read_description`. Raises files.DAMAGED_OR_FOREIGN.
@@ -121,7 +121,7 @@ def described_values(checkpoint: Path) -> Record:
     return cast(Record, files.read_json(checkpoint / META)["meta"]["values"])
 
 
-def check_own(run: Path) -> None:
+def check_is_run_folder(run: Path) -> None:
     """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
 
     Files below checkpoints/ count. Files with LOG_SUFFIXES do not.

@@ -30,7 +30,7 @@ from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import discard, remove_temporary
-from clipscale.run_folder.paths import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoint_path, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.train import train
 from tests.conftest import Capture
@@ -71,7 +71,7 @@ def test_a_run_whose_folder_or_newest_checkpoint_is_lost_goes_on_from_its_copy_b
     run = tmp_path / "run"
     config = copied(shards, run, address or tmp_path / "store", LaunchConfig(parallel=parallel))
     start(replace(config, samples=24))
-    shutil.rmtree(run if address else path_of(run, 2))
+    shutil.rmtree(run if address else checkpoint_path(run, 2))
     start(config)
     assert (run / "result.json").is_file()
     start(replace(config, run=str(tmp_path / "whole"), checkpoint=CheckpointConfig()))
@@ -118,7 +118,7 @@ def fetched_slowly(rank: int, world_size: int, root: Path) -> Path | None:
 def test_a_copy_may_take_longer_than_the_ranks_wait_for_each_other(tmp_path: Path) -> None:
     save(tmp_path, [1])
     shutil.rmtree(tmp_path / "run")
-    assert run_ranks(fetched_slowly, 2, tmp_path) == [path_of(tmp_path / "run", 1)] * 2
+    assert run_ranks(fetched_slowly, 2, tmp_path) == [checkpoint_path(tmp_path / "run", 1)] * 2
 
 
 def copying(run: Path, store: Path, **retention: int) -> checkpoint.Saver:
@@ -134,7 +134,7 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
     saver = copying(root / "run", root / "store", **changes)
     for step in steps:
         saver.save(checkpoint.CheckpointState(step), wait=True)
-        while not (path_of(root / "store", step) / "meta.json").exists():
+        while not (checkpoint_path(root / "store", step) / "meta.json").exists():
             time.sleep(0.01)
     saver.uploader.finish(60)
     return saver
@@ -150,7 +150,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
         (folder / "metrics.jsonl").write_text(folder.name)
     for path in run.glob(lost):
         discard(path)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
     assert (run / "metrics.jsonl").read_text() == "store"
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
@@ -162,18 +162,18 @@ def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_i
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 2)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
     assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
 
 
 def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, [1])
     store = tmp_path / "store"
-    path_of(store, 3).mkdir()  # of a start that was killed while it copied
+    checkpoint_path(store, 3).mkdir()  # of a start that was killed while it copied
     for name in ("step_note.txt", "step_00000010.mine", "step_by_step/step_00000003"):
         (store / "checkpoints" / name).mkdir(parents=True)
     save(tmp_path, [4, 5, 6, 7], keep_newest=2, every=4)
-    shutil.rmtree(path_of(tmp_path / "run", 7))
+    shutil.rmtree(checkpoint_path(tmp_path / "run", 7))
     save(tmp_path, [], keep_newest=1, every=4)
     assert steps(store) == [4, 6, 7], "what is later than the run stays"
     assert len([*store.rglob("step_*")]) == 7, "with four of somebody else's"
@@ -187,8 +187,8 @@ def test_results_that_the_run_has_set_aside_leave_the_store(tmp_path: Path) -> N
     for step in (1, 2, 3):
         write_result(run, step, 0.5)
     save(tmp_path, [2])
-    shutil.rmtree(path_of(run, 2))
-    shutil.rmtree(path_of(store, 2))
+    shutil.rmtree(checkpoint_path(run, 2))
+    shutil.rmtree(checkpoint_path(store, 2))
     set_aside_for_resume(run, 1, starts_from_other_folder=False)
     write_result(run, 3, 0.7)  # it has come to this step again
     write_result(store, 9, 0.1)  # the run knows nothing of it
@@ -207,7 +207,7 @@ def test_a_checkpoint_stays_on_the_disk_from_the_moment_when_it_is_listed_for_it
     """A save that ends just then, in its own thread, does not delete it."""
     saver = save(tmp_path, [1], keep_newest=1)
     assert saver.uploader
-    path_of(tmp_path / "run", 2).with_suffix(".tmp").mkdir()
+    checkpoint_path(tmp_path / "run", 2).with_suffix(".tmp").mkdir()
     commit = threading.Thread(target=saver.commit, args=(2,))
 
     def list_then_commit(run: Path) -> list[Path]:
@@ -229,13 +229,13 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     run = tmp_path / "run"
     store = tmp_path / "store"
     shutil.rmtree(run)
-    (path_of(store, 3) / "meta.json").unlink()
-    (path_of(store, 2) / ".metadata").write_bytes(b"")
+    (checkpoint_path(store, 3) / "meta.json").unlink()
+    (checkpoint_path(store, 2) / ".metadata").write_bytes(b"")
     restore_from_copy(run, str(store), "auto")
     assert steps(run) == [1] and not [*run.rglob("*.tmp")]
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
     shutil.rmtree(run)
-    (path_of(store, 1) / ".metadata").unlink()
+    (checkpoint_path(store, 1) / ".metadata").unlink()
     with refused("holds no intact checkpoint .*; give another address"):
         restore_from_copy(run, str(store), "auto")
 
@@ -249,7 +249,7 @@ def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: 
         write_result(store, step, score)
     (store / "config.yaml").write_text("checkpoint: {best: birds/top1}")
     if is_damaged:
-        (path_of(store, 2) / ".metadata").write_bytes(b"")
+        (checkpoint_path(store, 2) / ".metadata").write_bytes(b"")
     shutil.rmtree(run)
     assert restore_from_copy(run, str(store), "auto")
     assert steps(run) == ([4] if is_damaged else [2, 4]) and not [*run.rglob("*.tmp")]
@@ -281,7 +281,7 @@ def test_a_later_start_takes_the_best_checkpoint_that_did_not_come_back(
         checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store))
     assert steps(run) == [4]
     for _ in range(2):
-        assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 4)
+        assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 4)
         assert steps(run) == [2, 4]
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_config_yaml_of_the_store_costs_the_best_checkpoint_alone(tmp_
     store = tmp_path / "store"
     (store / "config.yaml").write_text("{")
     shutil.rmtree(run)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == path_of(run, 1)
+    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 1)
     assert "the best checkpoint could not be fetched and remains only there" in capsys.readouterr().out
 
 
@@ -334,7 +334,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
     def fail(*given: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("clipscale.checkpoint.restore.complete_checkpoints_or_credentials_error", fail)
+    monkeypatch.setattr("clipscale.checkpoint.restore.accessible_checkpoints", fail)
     with refused("cannot be read.*the disk is gone.*checkpoint.copy= continues without it"):
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
@@ -381,13 +381,13 @@ def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: p
         saver.uploader.finish(60)
 
     copied(1)
-    size = sum(path.stat().st_size for path in path_of(store, 1).iterdir())
+    size = sum(path.stat().st_size for path in checkpoint_path(store, 1).iterdir())
     foreign.parent.mkdir()
     foreign.write_bytes(b"x" * size)
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
     room = 2 * size + 100
     copied(2)
-    assert not (path_of(store, 2) / "meta.json").exists()
+    assert not (checkpoint_path(store, 2) / "meta.json").exists()
     shutil.rmtree(foreign.parent)
     copied(3)
     assert steps(store) == [3]
@@ -424,7 +424,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     with monkeypatch.context() as patched:
         patched.setattr(LocalFileSystem, "mv", killed)
         with pytest.raises(KeyboardInterrupt):
-            restore_from_copy(run, str(store), "auto", path_of(run, 1))
+            restore_from_copy(run, str(store), "auto", checkpoint_path(run, 1))
     left = {*tmp_path.rglob("*")} - before
     assert len(left) == 1
     for path in left:

@@ -14,7 +14,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.saving import assign_writers
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
-from clipscale.run_folder.paths import path_of
+from clipscale.run_folder.paths import checkpoint_path
 from tests.support.checkpoints import save, saver_of
 from tests.support.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def read(rank: int, world_size: int, run: Path) -> None:
 
 def test_each_rank_writes_its_share_and_any_number_of_ranks_reads_it(tmp_path: Path) -> None:
     assert run_ranks(write, 2, tmp_path, 1) == ["", ""]
-    path = path_of(tmp_path, 1)
+    path = checkpoint_path(tmp_path, 1)
     sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     total = 2 * sum(t.nbytes for t in WHOLE.values())
     assert sum(sizes) == pytest.approx(total, rel=0.03), "each tensor once"

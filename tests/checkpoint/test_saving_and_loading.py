@@ -28,7 +28,7 @@ from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.distributed.world import World
 from clipscale.run_folder.chosen_checkpoint import BestFinder, find_checkpoint
-from clipscale.run_folder.paths import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoint_path, checkpoints_of
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, save, saver_of, steps, write_result
@@ -216,10 +216,10 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         save(tmp_path, 2, some_state(value), keep=0)
         set_aside_for_resume(tmp_path, 1, starts_from_other_folder=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
-        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == path_of(tmp_path, 1)
-    names = [path.name for path in path_of(tmp_path, 1).parent.glob("*02*")]
+        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == checkpoint_path(tmp_path, 1)
+    names = [path.name for path in checkpoint_path(tmp_path, 1).parent.glob("*02*")]
     assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
-    first = path_of(tmp_path, 1).with_name("step_00000002.aside")
+    first = checkpoint_path(tmp_path, 1).with_name("step_00000002.aside")
     assert checkpoint.load(first).model["w"][0] == 1.0
 
 

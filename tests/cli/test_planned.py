@@ -18,7 +18,7 @@ from clipscale.checkpoint.format import meta_text, values_text
 from clipscale.cli.planned import planning
 from clipscale.cli.planned import send_plan as planners
 from clipscale.config.train_config import TrainConfig
-from clipscale.run_folder.paths import META, path_of
+from clipscale.run_folder.paths import META, checkpoint_path
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
@@ -123,10 +123,10 @@ def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
     monkeypatch.setattr("clipscale.cli.train_verb.planning", planning)
     monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
     for run, step, written in (("a", 4, 16), ("b", 2, 32), ("b", 9, 64)):
-        path = path_of(tmp_path / "runs" / run, step)
+        path = checkpoint_path(tmp_path / "runs" / run, step)
         path.mkdir(parents=True)
         (path / META).write_text(meta_text(values_text({"batch": written}), {}))
-    resume = resume.format(path=path_of(Path("runs/b"), 2))
+    resume = resume.format(path=checkpoint_path(Path("runs/b"), 2))
     words = tiny(f"data.train={shards}", "run=a", "plan=true", f"batch={batch}", f"resume={resume}")
     assert cli(*words)[0] == 0
     assert len(planned_runs) == plans

@@ -50,7 +50,10 @@ def test_what_costs_least_is_looked_at_first() -> None:
     sample = raw(size=(8, 5), text="ab")
     assert reason_for(chosen("side>=6", "similarity>=0.3", "caption>=3"), sample) == "filter_caption"
     assert reason_for(chosen("side>=6", "similarity>=0.3"), sample) == "filter_no_similarity"
-    assert [chosen(condition).members() for condition in ("side>=6", "similarity>=0.3")] == [{"txt"}, {"txt", "json"}]
+    assert [chosen(condition).extensions_to_read() for condition in ("side>=6", "similarity>=0.3")] == [
+        {"txt"},
+        {"txt", "json"},
+    ]
 
 
 @pytest.mark.parametrize(

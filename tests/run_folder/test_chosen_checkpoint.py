@@ -16,7 +16,7 @@ def test_the_best_checkpoint_is_compared_on_what_all_were_evaluated_on(tmp_path:
     for step, value in ((1, 0.3), (2, 0.7), (3, 0.5)):
         results = {"birds (limit 9)": {"top1": value}} | ({"birds": {"top1": 0.4}} if step == 1 else {})
         files.write_json(tmp_path / f"eval/step_{step:08d}.json", {"results": results})
-    assert BestFinder(tmp_path, Goal("birds", "top1")).among([1, 2, 3]) == 2
+    assert BestFinder(tmp_path, Goal("birds", "top1")).best_step([1, 2, 3]) == 2
 
 
 @pytest.mark.parametrize(("goal", "line"), [("birds/top11", "metrics: top1"), ("dogs/top1", "metrics: none")])

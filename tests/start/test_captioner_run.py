@@ -16,7 +16,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
-from clipscale.run_folder.paths import path_of
+from clipscale.run_folder.paths import checkpoint_path
 from clipscale.train import train
 from clipscale.trained_model import load_model
 from tests.support.killed_runs import whole_and_killed
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(shards: str, tmp_path:
     model = ModelConfig(name="test", architecture=CAPTIONER, patch_dropout=0.3)
     given = {"model": model, "ema": 0.9, "checkpoint": CheckpointConfig(every="2", keep=0)}
     train(captioning(shards, tmp_path / "whole", **given))
-    resume = str(path_of(tmp_path / "whole", 2))
+    resume = str(checkpoint_path(tmp_path / "whole", 2))
     train(captioning(shards, tmp_path / "resumed", resume=resume, **given))
     whole, resumed = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "resumed"))
     for key in ("loss", "contrastive_loss", "caption_loss", "grad_norm"):

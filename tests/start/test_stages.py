@@ -38,7 +38,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime
-from clipscale.run_folder.paths import checkpoints_of, path_of, step_of
+from clipscale.run_folder.paths import checkpoint_path, checkpoints_of, step_of
 from clipscale.start.start_run import start_run
 from clipscale.train import train
 from tests.eval.sets import pair_set
@@ -68,7 +68,7 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return dict(checkpoint.load(path_of(run, step), entries=("model",)).model)
+    return dict(checkpoint.load(checkpoint_path(run, step), entries=("model",)).model)
 
 
 def test_a_stage_that_does_not_start_waits_for_the_copy_of_the_one_before(
@@ -144,7 +144,7 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     rates = [1e-3, 2e-3, 2e-3, 5e-5, 1e-4, 1e-4, 5e-5]  # each stage has its warm-up and its cosine
     assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60, checkpoint=CheckpointConfig(every="0")))
-    ends = (path_of(undisturbed, 7), path_of(tmp_path / "plain", 5))
+    ends = (checkpoint_path(undisturbed, 7), checkpoint_path(tmp_path / "plain", 5))
     ours, reference = (checkpoint.read_description(end).position for end in ends)
     assert ours == reference, "60 samples of the same order"
 
@@ -193,7 +193,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in step.model.named_parameters())
     assert step.ema is not None and step.ema.values[image].shape == (10, 32)
-    moments = checkpoint.load(path_of(run, 3), entries=("optimizer",)).optimizer["state"]
+    moments = checkpoint.load(checkpoint_path(run, 3), entries=("optimizer",)).optimizer["state"]
     for name, p in step.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
             assert not step.optimizer.state.get(p), name

@@ -22,7 +22,7 @@ from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, OptimConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import build_model
-from clipscale.run_folder.paths import path_of
+from clipscale.run_folder.paths import checkpoint_path
 from clipscale.step.checkpoint_state import load_state
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import train
@@ -42,10 +42,10 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     at_once = tmp_path / "at_once"
     resumed = tmp_path / "resumed"
     train(four_step_config(shards, at_once, checkpoint=CheckpointConfig(every="2", keep=0), **settings))
-    train(four_step_config(shards, resumed, resume=str(path_of(at_once, 2)), **settings))
+    train(four_step_config(shards, resumed, resume=str(checkpoint_path(at_once, 2)), **settings))
     assert [record["loss"] for record in records(resumed)] == [record["loss"] for record in records(at_once)][2:]
-    expected = checkpoint.load(path_of(at_once, 4))
-    actual = checkpoint.load(path_of(resumed, 4))
+    expected = checkpoint.load(checkpoint_path(at_once, 4))
+    actual = checkpoint.load(checkpoint_path(resumed, 4))
     torch.testing.assert_close(actual.model, expected.model, rtol=0, atol=0)
     torch.testing.assert_close(actual.ema, expected.ema, rtol=0, atol=0)
     torch.testing.assert_close(actual.optimizer["state"], expected.optimizer["state"], rtol=0, atol=0)
@@ -60,7 +60,7 @@ def test_another_factor_of_the_learning_rate_resumes_with_the_optimizers_state(s
     train(four_step_config(shards, tmp_path / "run", samples=24, model=slow_text))
     run = train_loop(four_step_config(shards, tmp_path / "run"), ONE_RANK)
     run.stream.close()
-    saved = checkpoint.load(path_of(tmp_path / "run", 2))
+    saved = checkpoint.load(checkpoint_path(tmp_path / "run", 2))
     groups = run.train_step.optimizer.param_groups
     assert len(groups) < len(saved.optimizer["param_groups"]) and {group["lr_scale"] for group in groups} == {1.0}
     names = {parameter: name for name, parameter in run.train_step.model.named_parameters()}
@@ -87,8 +87,8 @@ def test_an_optimizer_that_was_not_fused_goes_on_as_one_that_is(
             shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), optim=fused
         )
         train(config)
-    train(four_step_config(shards, tmp_path / "parts", optim=fused, resume=str(path_of(tmp_path / "whole", 2))))
-    whole, parts = (checkpoint.load(path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
+    train(four_step_config(shards, tmp_path / "parts", optim=fused, resume=str(checkpoint_path(tmp_path / "whole", 2))))
+    whole, parts = (checkpoint.load(checkpoint_path(tmp_path / run, 4)) for run in ("whole", "parts"))
     assert any(group.get("fused") for group in parts.optimizer["param_groups"])
     tolerance = 1e-3 if name == "muon" else 1e-6  # Muon's matrices were rounded to bfloat16
     torch.testing.assert_close(parts.model, whole.model, rtol=0, atol=tolerance)
@@ -108,7 +108,7 @@ def test_a_loss_scale_goes_on_where_there_is_one(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=1024.0))
     train(four_step_config(shards, tmp_path / "run", precision=before))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=512.0))
-    last = str(path_of(tmp_path / "run", 4))
+    last = str(checkpoint_path(tmp_path / "run", 4))
     run = train_loop(four_step_config(shards, tmp_path / "on", precision=after, resume=last, samples=72), ONE_RANK)
     run.stream.close()
     found = run.train_step.precision.scaler
@@ -136,7 +136,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     capsys.readouterr()
     assert run("described", weights=str(folder)) == expected
     assert "mean [0.5, 0.5, 0.5], deviation [0.5, 0.5, 0.5]" in capsys.readouterr().out
-    first = path_of(tmp_path / "described", 1)
+    first = checkpoint_path(tmp_path / "described", 1)
     assert tuple(checkpoint.load(first).model_config["preprocess"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
     assert run("described", weights=str(folder)) == expected

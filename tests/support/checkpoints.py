@@ -11,7 +11,7 @@ from clipscale import checkpoint
 from clipscale.config.model import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.run_folder.paths import checkpoints_of, path_of, step_of
+from clipscale.run_folder.paths import checkpoint_path, checkpoints_of, step_of
 
 # A run of one process.
 ONE_RANK = World(0, 1, torch.device("cpu"))
@@ -31,7 +31,7 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: 
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     retention = checkpoint.Retention(keep, keep_every)
     saver_of(run, retention).save(checkpoint.CheckpointState(step, **state), wait=True)
-    return path_of(run, step)
+    return checkpoint_path(run, step)
 
 
 def save_model(run: Path, model: ClipModel, config: ModelConfig, step: int = 7) -> None:

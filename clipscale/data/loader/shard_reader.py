@@ -110,16 +110,16 @@ class WindowCursor:
 
 
 # An epoch, a segment in it, and a sample of the segment, which may be missing.
-Item = tuple[int, Segment, RawSample]
+SegmentSample = tuple[int, Segment, RawSample]
 # A sample that a reader gives out, with its segment.
-Given = tuple[Segment, RawSample]
+OutgoingSample = tuple[Segment, RawSample]
 
 
 @dataclass
 class Window:
     """The samples of a shuffle window that are still to be given out, in reverse order: the next one is last."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[SegmentSample] = field(default_factory=list)
     num_bytes: int = 0
 
     @classmethod
@@ -127,7 +127,7 @@ class Window:
         """`samples`: in the order in which they are given out."""
         return cls([(epoch, segment, sample) for sample in reversed(samples)], _num_bytes(samples))
 
-    def pop(self) -> Item:
+    def pop(self) -> SegmentSample:
         """Remove the next one."""
         item = self.items.pop()
         self.num_bytes -= item[2].num_bytes
@@ -192,7 +192,7 @@ class ShardReader:
         # All samples from the position on, with their segments.
         self.items = self._items()
 
-    def _items(self) -> Generator[Given, None, None]:
+    def _items(self) -> Generator[OutgoingSample, None, None]:
         """Give out each window while the next one is read."""
         try:
             for epoch, segment in self._segments():
@@ -210,7 +210,7 @@ class ShardReader:
                 yield epoch, segment
             skip = 0
 
-    def _read_segment(self, epoch: int, segment: Segment) -> Iterator[Given]:
+    def _read_segment(self, epoch: int, segment: Segment) -> Iterator[OutgoingSample]:
         """Read the windows of one segment. Gives out the window before each."""
         url = self._shards.urls[segment.shard]
         cursor = WindowCursor(segment, self._shards.window, self._shards.order.seed)
@@ -240,7 +240,7 @@ class ShardReader:
             self._outgoing = Window.of(epoch, segment, samples)
             del samples_read, samples  # a sample's memory is then free once it is given out
 
-    def _read_window(self, cursor: WindowCursor) -> Generator[Given, None, list[RawSample]]:
+    def _read_window(self, cursor: WindowCursor) -> Generator[OutgoingSample, None, list[RawSample]]:
         """Read and return the samples of the current window, up to WINDOW_BYTES. Gives out earlier ones meanwhile."""
         samples_read = []
         num_bytes = 0
@@ -253,7 +253,7 @@ class ShardReader:
                 break
         return samples_read
 
-    def _drain_early(self, bytes_read: int) -> Iterator[Given]:
+    def _drain_early(self, bytes_read: int) -> Iterator[OutgoingSample]:
         """Give out a sample, and more while both windows together exceed WINDOW_BYTES.
 
         `bytes_read`: bytes of the window that is being read. A call after each sample that is read spreads requests
@@ -264,7 +264,7 @@ class ShardReader:
             if self._outgoing.num_bytes + bytes_read <= WINDOW_BYTES:
                 break
 
-    def _next_outgoing(self) -> Given:
+    def _next_outgoing(self) -> OutgoingSample:
         """The next sample to give out. Moves the position."""
         epoch, segment, sample = self._outgoing.pop()
         if epoch != self.epoch:

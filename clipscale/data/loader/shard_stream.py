@@ -224,7 +224,7 @@ def open_shard_stream(
     else:
         starts = [(0, 0)] * len(sources)
     teacher_members = {teacher.member for teacher in spec.shards.teachers}
-    size_limits = size_limits_of(IMAGE_TYPES, spec.selection.members() | teacher_members)
+    size_limits = size_limits_of(IMAGE_TYPES, spec.selection.extensions_to_read() | teacher_members)
     readers = [
         ShardReader(
             source,

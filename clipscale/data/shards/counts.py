@@ -47,8 +47,8 @@ def shard_entries(
     if state.stale:
         problem = f"the index of {len(state.stale)} of {len(urls)} shards is out of date (first: {min(state.stale)})"
         log.warning(f"{problem}: they have changed; run `clipscale data index` again")
-    if state.old:
-        problem = f"the index of {len(state.old)} of {len(urls)} shards (first: {state.old[0]}) is an earlier version's"
+    if outdated := state.by_earlier_rule:
+        problem = f"the index of {len(outdated)} of {len(urls)} shards (first: {outdated[0]}) is an earlier version's"
         log.warning(
             f"{problem}, which counts no links and takes repeated members for one; run `clipscale data index` again"
         )
@@ -96,7 +96,7 @@ def count_if_quick(config: DataConfig, urls: Sequence[str] | None) -> int | None
             return None
         for url in unknown:
             entries[url] = index.scan_shard(url, subset)
-        return round(sum(entries[url].expected for url in urls))
+        return round(sum(entries[url].expected_samples for url in urls))
     return None
 
 
@@ -108,7 +108,7 @@ def why_damaged(url: str, entry: index.IndexEntry) -> str:
 def _counted(urls: Sequence[str], entries: Sequence[index.IndexEntry | None]) -> tuple[Counts, float, str]:
     """Each shard's number of samples, the known shards' samples in an average epoch, and what is wrong with the first
     damaged shard. The last one is empty if no shard is damaged."""
-    expected = sum(entry.expected for entry in entries if entry)
+    expected = sum(entry.expected_samples for entry in entries if entry)
     damage = ""
     for url, entry in zip(urls, entries):
         if entry and entry.reason:

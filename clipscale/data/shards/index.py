@@ -80,7 +80,7 @@ class IndexEntry(NamedTuple):
         return ObjectState(self.size, self.version.removesuffix(RULE_MARK))
 
     @property
-    def expected(self) -> float:
+    def expected_samples(self) -> float:
         """Its samples in an average epoch."""
         return self.samples if self.weight is None else self.weight
 
@@ -120,7 +120,7 @@ class IndexedShards(NamedTuple):
     stale: list[str]
 
     @property
-    def old(self) -> list[str]:
+    def by_earlier_rule(self) -> list[str]:
         """Shards that an earlier version indexed, by another rule."""
         return [url for url, entry in self.entries.items() if not entry.version.endswith(RULE_MARK)]
 

@@ -59,7 +59,7 @@ def list_shards(config: DataConfig, on_rank0: OnRank0 = in_this_process) -> tupl
     listed = [
         (url, number) for number, source in enumerate(config.train or []) for url in expand(source, notify=notes.append)
     ]
-    gone = {*on_rank0(lambda: _absent([url for url, _ in listed], notes))}
+    gone = {*on_rank0(lambda: _missing([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
     return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
 
@@ -78,7 +78,7 @@ def local_shards(config: DataConfig) -> list[str] | None:
     return shards if all(map(is_local, shards)) else None
 
 
-def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
+def _missing(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
     """Log the notes; returns the addresses at which there is no shard, among about MAX_CHECKED_URLS that are checked.
 
     Raises UserError if none of these exists.
@@ -116,7 +116,7 @@ def expand(source: str, *, setting: str = "data.train", notify: Notify = log.war
     if not present and os.path.isdir(source):  # noqa: PTH112
         raise UserError(
             f"{setting}={source!r}: a folder without shards ({', '.join(SHARD_SUFFIXES)}); make some of its pictures "
-            f"and captions: {packing(source)}"
+            f"and captions: {packing_command(source)}"
         )
     if not present:
         raise UserError(f"{setting}={source!r} {NO_SHARD}")
@@ -162,7 +162,7 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
     paths. The names of a brace list may turn out to be addresses.
     """
     if source.lower().endswith(TABLE_SUFFIXES):
-        raise UserError(f"{setting}={source!r}: a table; make shards of it: {packing(source)}")
+        raise UserError(f"{setting}={source!r}: a table; make shards of it: {packing_command(source)}")
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
         return _shards([as_path(prefix + leaf) for leaf in _leaves(source)], source, notify)
@@ -182,7 +182,7 @@ def _local(source: str, setting: str, notify: Notify) -> list[str]:
     return names
 
 
-def packing(source: str) -> str:
+def packing_command(source: str) -> str:
     """The command that makes shards of a table or a folder of pictures."""
     return f"clipscale data pack {shlex.quote(source)} out=DIR"
 
@@ -211,12 +211,14 @@ def _braces(source: str, subject: str) -> list[str]:
 def check_address(url: str, setting: str) -> None:
     """Raise UserError for what is neither a path nor an address with one of SCHEMES."""
     if scheme_of(url) == "pipe":
-        raise UserError(f"{setting}={url[:200]!r}: no command is run; give what it reads, {setting}='{read_by(url)}'")
+        raise UserError(
+            f"{setting}={url[:200]!r}: no command is run; give what it reads, {setting}='{address_in_command(url)}'"
+        )
     if not is_local(url) and (scheme_of(url) not in SCHEMES or "::" in url):
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:; a file is ./NAME")
 
 
-def read_by(command: str) -> str:
+def address_in_command(command: str) -> str:
     """The address, or else the last path, in a webdataset's command such as `pipe:aws s3 cp s3://b/0.tar -`."""
     if address := ADDRESS.search(command):
         return address[0]
@@ -242,7 +244,7 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
             if not PATTERN.search(url):
                 names.append(url)
                 continue
-            check_answers(url)
+            check_server_answers(url)
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
             listed = within_time(partial(system.glob, path), f"the list of {url}", LISTING_S)
             objects = sorted(str(system.unstrip_protocol(name)) for name in listed)
@@ -251,7 +253,7 @@ def _remote(source: str, setting: str, notify: Notify) -> list[str]:
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 
 
-def check_answers(url: str) -> None:
+def check_server_answers(url: str) -> None:
     """Ask for some object below a pattern or folder: a listing may take minutes, also of a server that answers.
 
     Raises SourceError for an unknown host, and as `probe_objects`.

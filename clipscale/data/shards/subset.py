@@ -51,18 +51,18 @@ class SubsetFile(NamedTuple):
     """A file that lists samples, as a setting names it."""
 
     # The value of the setting.
-    given: str
+    value: str
     # Whether the setting is `data.sample_weights`; otherwise it is `data.only_keys`.
     has_weights: bool
 
     @property
     def setting(self) -> str:
         """The setting with its value, for messages."""
-        return f"data.{'sample_weights' if self.has_weights else 'only_keys'}={self.given}"
+        return f"data.{'sample_weights' if self.has_weights else 'only_keys'}={self.value}"
 
     @property
     def path(self) -> Path:
-        return Path(self.given).expanduser().absolute()
+        return Path(self.value).expanduser().absolute()
 
 
 @dataclass(frozen=True)

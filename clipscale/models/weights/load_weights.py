@@ -22,7 +22,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
 from clipscale.models.weights.key_styles import SHARED, choose_weight_set, key_styles, listed, match_names
 from clipscale.models.weights.renaming import Weights, from_transformers
-from clipscale.models.weights.shapes import names_differ, saved_by_torch, shapes_of
+from clipscale.models.weights.shapes import naming_mismatch, saved_by_torch, shapes_of
 from clipscale.models.weights.sources import SET, Source, find_source, with_architecture_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, pre
     theirs = sorted(state)
     state = {name: value for name, value in state.items() if name.startswith(prefix)}
     if not state.keys() & ours.keys():
-        problem = names_differ(min(name for name in ours if name.startswith(prefix)), theirs)
+        problem = naming_mismatch(min(name for name in ours if name.startswith(prefix)), theirs)
         raise UserError(f"{source.setting} does not fit this architecture: {problem}")
     for name in SHARED:
         if name in state and name in ours and state[name].numel() == 1:

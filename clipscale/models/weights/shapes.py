@@ -73,19 +73,21 @@ def saved_by_torch(path: Path, device: str = "meta") -> dict[str, object]:
     return content
 
 
-def misfit(shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], unmatched: Sequence[str] = ()) -> str:
+def mismatch_message(
+    shapes: Shapes, values: Mapping[str, object], sections: Sequence[str], unmatched: Sequence[str] = ()
+) -> str:
     """The message about weights that differ from a model or its tower; empty if the table shows no difference.
 
     shapes: by the names of a whole model. values: the model's description, by `vision_cfg.width` and the like.
     sections: `vision_cfg`, `text_cfg` or both. unmatched: the file's other keys.
     """
     for section in sections:
-        if problem := _misfit_of(shapes, values, section, unmatched or sorted(shapes)):
+        if problem := _section_mismatch(shapes, values, section, unmatched or sorted(shapes)):
             return problem
     return ""
 
 
-def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, theirs: Sequence[str]) -> str:
+def _section_mismatch(shapes: Shapes, values: Mapping[str, object], section: str, theirs: Sequence[str]) -> str:
     table = TABLE[section]
     layers = values[f"{section}.layers"]
     remedy = "; give another model="
@@ -93,7 +95,7 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
         return f"it has {table['only']}{remedy}" if table["only"] in shapes else ""
     shared = [name for name in table["shapes"] if name in shapes]
     if not shared:
-        return names_differ(next(iter(table["shapes"])), theirs)
+        return naming_mismatch(next(iter(table["shapes"])), theirs)
     for name in shared:
         wanted = tuple(
             word if isinstance(word, int) else values.get(f"{section}.{word}", values.get(word, word))
@@ -105,7 +107,7 @@ def _misfit_of(shapes: Shapes, values: Mapping[str, object], section: str, their
     return "" if len(blocks) == layers else f"its blocks are {len(blocks)}, not {layers}{remedy}"
 
 
-def names_differ(ours: str, theirs: Sequence[str]) -> str:
+def naming_mismatch(ours: str, theirs: Sequence[str]) -> str:
     """The message where the names differ, with one name of the model's and some of the file's.
 
     It proposes no other size of the model: that would not help.

@@ -29,9 +29,9 @@ from clipscale.models.weights.descriptions import (
     least_parameters,
 )
 from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
-from clipscale.models.weights.shapes import misfit, shapes_of
+from clipscale.models.weights.shapes import mismatch_message, shapes_of
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
-from clipscale.run_folder.paths import described_values, is_run, run_folder
+from clipscale.run_folder.paths import checkpoint_values, is_run_or_checkpoint, run_folder
 from clipscale.run_folder.records import settings_of_run
 
 HUB = "hf-hub:"
@@ -105,14 +105,14 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
     path = Path(value).expanduser()
     run_named = run_folder(value.removeprefix(RUN))
     if value.startswith(RUN):
-        if not is_run(run_named):
+        if not is_run_or_checkpoint(run_named):
             raise UserError(f"{origin}: there is no run {run_named}")
         return _in_run(run_named, origin, key)
     if path.is_dir():
         return _in_folder(path, origin, path.resolve().name, key)
     if path.is_file():
         return Source(origin, path, _checked([path], origin), key=key)
-    return _in_run(run_named, origin, key) if is_run(run_named) else None
+    return _in_run(run_named, origin, key) if is_run_or_checkpoint(run_named) else None
 
 
 def resolve_architecture(
@@ -264,7 +264,7 @@ def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     elif match.matched:  # without a match, open_clip may know the names
         if config.is_captioner:
             ours.pop("visual.proj", None)  # CLIP's projection has another width
-        wrong = misfit(ours, comparable(description), sections, match.unmatched)
+        wrong = mismatch_message(ours, comparable(description), sections, match.unmatched)
     if wrong:
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
 
@@ -279,14 +279,14 @@ def _in_run(folder: Path, origin: str, key: str) -> Source:
         folder = find_checkpoint(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
     with files.damage_to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
-        trained = ModelConfig.of(described_values(folder)["model_config"])
+        trained = ModelConfig.of(checkpoint_values(folder)["model_config"])
     return Source(origin, folder, model=trained, key=key)
 
 
 def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        if is_run(folder):
+        if is_run_or_checkpoint(folder):
             return _in_run(folder, origin, key)
         raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
     with to_user_error(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):

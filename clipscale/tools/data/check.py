@@ -29,7 +29,7 @@ from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.subset import subset_of
 from clipscale.data.shards.unusable import RULE, json_remedy, why_unusable
 from clipscale.log.table import TextTable, show
-from clipscale.tools.data.make_index import expanded
+from clipscale.tools.data.make_index import expand_sources
 from clipscale.tools.data.settings import CheckSettings
 
 
@@ -57,7 +57,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
     A sample that a filter leaves out is not broken. Raises UserError.
     """
-    urls = expanded(sources)
+    urls = expand_sources(sources)
     announce_task(f"checking {counted(len(urls), 'shard')}", error=True)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     shards = list(tracked(checked, "checking shards", len(urls)))
@@ -86,7 +86,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     findings = Findings()
     problem = ReadFailure()
     chosen = parse_selection(config)
-    size_limits = size_limits_of(IMAGE_TYPES, chosen.members())
+    size_limits = size_limits_of(IMAGE_TYPES, chosen.extensions_to_read())
     for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
         findings.weight += min(1.0, sample.keep_probability)
         if sample.repeat:

@@ -13,7 +13,7 @@ from clipscale.data.shards.subset import subset_of
 from clipscale.tools.data.settings import IndexSettings
 
 
-def expanded(sources: Sequence[str]) -> list[str]:
+def expand_sources(sources: Sequence[str]) -> list[str]:
     """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
@@ -23,7 +23,7 @@ def expanded(sources: Sequence[str]) -> list[str]:
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Returns 1 if one is damaged or cannot be read."""
-    urls = expanded(sources)
+    urls = expand_sources(sources)
     subset = subset_of(DataConfig(only_keys=settings.only_keys, sample_weights=settings.sample_weights))
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
     entries = index.read_entries(urls, subset).entries.values()

@@ -14,21 +14,22 @@ from clipscale.common.terminal import tracked
 
 Load = Callable[[Tensor], Tensor]
 # Most cosines that are computed at once.
-CELLS = 1 << 24
+MAX_COSINES = 1 << 24
 # Most samples from which the clusters are found.
-TRAINED = 1 << 17
+MAX_TRAINING_SAMPLES = 1 << 17
 # Rounds of k-means.
-ROUNDS = 10
+KMEANS_ROUNDS = 10
 # A sample's near-duplicates are looked for in this many clusters, because some lie across a border.
 PROBES = 2
 
 
 def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:
     """Spherical k-means. Returns the clusters whose centres are nearest to each sample, (n, at most PROBES)."""
-    trained = load(samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))[:TRAINED]])
+    shuffled = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    trained = load(samples[shuffled[:MAX_TRAINING_SAMPLES]])
     centres = trained[:count]
-    step = max(1, CELLS // count)
-    for _ in range(ROUNDS):
+    step = max(1, MAX_COSINES // count)
+    for _ in range(KMEANS_ROUNDS):
         nearest_centre = torch.cat([(rows @ centres.T).argmax(1) for rows in trained.split(step)])
         centres = normalize(torch.zeros_like(centres).index_add_(0, nearest_centre, trained))
     blocks = tracked(samples.split(step), "assigning clusters", -(-len(samples) // step))
@@ -74,7 +75,7 @@ def compare(load: Load, sample_G: Tensor, cosine: float, largest: Tensor, neares
     """
     features_GD = load(sample_G)
     kept_G = torch.ones(len(sample_G), dtype=torch.bool, device=features_GD.device)
-    step = max(1, CELLS // max(1, len(sample_G)))
+    step = max(1, MAX_COSINES // max(1, len(sample_G)))
     for first in range(0, len(sample_G), step):
         block = slice(first, first + step)
         up_to_block = slice(first + step)

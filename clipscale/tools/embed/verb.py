@@ -129,7 +129,7 @@ def write_note(config: EmbedConfig, out: Path, note: FeaturesNote) -> dict[str, 
     with locked(out):
         entries = read(out / SHARDS_FILE)
         for name, url in shards.items():
-            check_source(out, name, str(entries.setdefault(name, {"source": address(url)}).get("source")), url)
+            check_source(out, name, str(entries.setdefault(name, {"source": plain_address(url)}).get("source")), url)
         notes = read(out / FEATURES_FILE)
         if notes:
             for name, (before, now) in differences(notes.pop(format_name, {}), note).items():
@@ -147,7 +147,7 @@ def shards_by_name(config: EmbedConfig, out: Path) -> dict[str, str]:
     shards: dict[str, str] = {}
     for url in list_shards(config.data)[0]:
         name = basename(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
-        check_source(out, name, address(shards.setdefault(name, url)), url)
+        check_source(out, name, plain_address(shards.setdefault(name, url)), url)
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
     return shards
@@ -155,8 +155,10 @@ def shards_by_name(config: EmbedConfig, out: Path) -> dict[str, str]:
 
 def check_source(out: Path, name: str, source: str, url: str) -> None:
     """Raise UserError if the file `name` is of another shard than the one at `url`."""
-    if source != address(url):
-        raise UserError(f"out={out}: {name} is of {source} and of {address(url)}; choose an out=DIR for each source")
+    if source != plain_address(url):
+        raise UserError(
+            f"out={out}: {name} is of {source} and of {plain_address(url)}; choose an out=DIR for each source"
+        )
 
 
 @contextmanager
@@ -204,7 +206,7 @@ def read(path: Path) -> dict[str, dict[str, object]]:
         return {name: dict(entry) for name, entry in content.items()}
 
 
-def address(url: str) -> str:
+def plain_address(url: str) -> str:
     """A shard's address without secrets."""
     return text_without_secrets(str(Path(url).expanduser().absolute()) if is_local(url) else without_query(url))
 
@@ -225,7 +227,7 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
-    return {"source": address(url), "samples": samples}
+    return {"source": plain_address(url), "samples": samples}
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:

@@ -77,7 +77,7 @@ class Explorer:
         matches = nearest_rows(self.embedded.features(side), query_D, count)
         return [{**self.sample(number), "score": score} for number, score in matches]
 
-    def small(self, number: int) -> bytes:
+    def thumbnail(self, number: int) -> bytes:
         """A sample's picture as a JPEG. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
         data = stored_picture(self.embedded, self.sample(number))
         with self.lock:

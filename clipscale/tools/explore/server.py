@@ -22,7 +22,7 @@ from clipscale.tools.explore.search import Explorer
 # Results of a query. The page shows as many of them as its reader has chosen.
 RESULTS = 96
 # Sec-Fetch-Site of this page's requests; older browsers send none.
-OWN = ("same-origin", "none", None)
+OWN_PAGE = ("same-origin", "none", None)
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,9 +39,9 @@ def application(explorer: Explorer) -> Starlette:
         """The model, and what its set holds."""
         return answer({"title": explorer.title, "samples": len(explorer.embedded)})
 
-    def small(request: Request) -> Response:
+    def thumbnail(request: Request) -> Response:
         """A picture of the set, for the page."""
-        return Response(explorer.small(request.path_params["number"]), media_type="image/jpeg")
+        return Response(explorer.thumbnail(request.path_params["number"]), media_type="image/jpeg")
 
     def by_text(request: Request) -> Response:
         """The pictures nearest to a text."""
@@ -59,7 +59,7 @@ def application(explorer: Explorer) -> Starlette:
 
     routes = [
         Route("/model", describe),
-        Route("/small/{number:int}", small),
+        Route("/small/{number:int}", thumbnail),
         Route("/search", by_text),
         Route("/search/{number:path}", by_picture),
         Mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True)),
@@ -85,7 +85,7 @@ def picture_number(request: Request, samples: int) -> int:
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
     """Refuse requests of other pages. Their browser says where a request comes from, and does not show them answers."""
-    if request.headers.get("sec-fetch-site") not in OWN:
+    if request.headers.get("sec-fetch-site") not in OWN_PAGE:
         return PlainTextResponse("another page asks", 403)
     response = await following(request)
     response.headers.update(HEADERS)

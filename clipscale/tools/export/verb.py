@@ -47,7 +47,7 @@ def main(settings: ExportSettings) -> Path:
     origin = settings.weights
     if settings.average:
         shares = average(model, config, settings.average, settings.shares, settings.weights)
-        names = [run.name, *map(started, settings.average)]
+        names = [run.name, *map(name_of_start, settings.average)]
         parts = [f"{share:g} {source}" for share, source in zip(shares, names, strict=True)]
         name += "-average"
         origin = f"{' + '.join(parts)} ({settings.weights})"
@@ -62,7 +62,7 @@ def main(settings: ExportSettings) -> Path:
         if isinstance(model.tokenizer.inner, HFTokenizer):
             model.tokenizer.inner.save_pretrained(str(out))
         # The card goes where the folder goes: it names no path of this machine.
-        write_card(out / "README.md", card(run, model, config, note, call.format(out.name)))
+        write_card(out / "README.md", model_card(run, model, config, note, call.format(out.name)))
     except (OSError, SafetensorError) as error:
         reason = files.reason_of(error)
         raise UserError(f"out={out}: cannot be written ({reason}); make room, or choose another out=FOLDER") from error
@@ -99,20 +99,20 @@ def write_card(path: Path, text: str) -> None:
         print_line(f"{path}: has been edited, and is kept as it is; remove it for a new one")
         return
     with files.replacing(path) as file:
-        file.write(card + mark(card))
+        file.write(card + export_mark(card))
 
 
 def is_unedited(card: bytes) -> bool:
     start = card.rfind(b"\n", 0, -1) + 1
-    return card[start:] == mark(card[:start])
+    return card[start:] == export_mark(card[:start])
 
 
-def mark(card: bytes) -> bytes:
+def export_mark(card: bytes) -> bytes:
     """The last line of a card, with the CRC-32 of what is above."""
     return b"<!-- The next export replaces this text unless it has been edited: %08x -->\n" % zlib.crc32(card)
 
 
-def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
+def model_card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     settings = dict(flatten(settings_of_run(run)))
     results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
@@ -128,14 +128,14 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
         settings=settings,
         scores=scores,
         shown=CARD_SETTINGS,
-        starts=[started(str(settings[name])) for name in START_WEIGHTS if settings.get(name)],
+        starts=[name_of_start(str(settings[name])) for name in START_WEIGHTS if settings.get(name)],
         call=call,
         library="transformers" if "transformers" in call else "open_clip",
         version=__version__,
     )
 
 
-def started(weights: str) -> str:
+def name_of_start(weights: str) -> str:
     """The name of the weights that a run began from, without the path of this machine."""
     path = Path(weights.removeprefix("run:"))
     if weights.startswith("hf-hub:"):

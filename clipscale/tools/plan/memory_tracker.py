@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of live storages: `live`, and their highest number, `peak`.
 
     A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
-    bytes are rounded up as a GPU's allocator does. A kernel's own working memory is not seen.
+    bytes are allocated_bytes up as a GPU's allocator does. A kernel's own working memory is not seen.
 
     `operations` counts the operations seen. A tensor without values reads as 1.0, 0 or false.
     """
@@ -77,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._storages:
             self._storages.add(storage)
-            size = rounded(storage.nbytes())
+            size = allocated_bytes(storage.nbytes())
             weakref.finalize(storage, self._forget, size)
             self.live += size
             self.peak = max(self.peak, self.live)
@@ -107,7 +107,7 @@ def from_shapes(
     return tree_map_only(Tensor, lambda x: x if isinstance(x, FakeTensor) else FakeTensor(mode, x, device), out)
 
 
-def rounded(size: int) -> int:
+def allocated_bytes(size: int) -> int:
     """The bytes that a GPU's allocator takes for a storage."""
     return -(-size // ROUND) * ROUND
 

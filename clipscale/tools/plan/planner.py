@@ -31,8 +31,8 @@ from clipscale.tools.plan.step_memory import (
     StepEstimate,
     StepMemory,
     TowerPair,
+    bytes_outside_torch,
     host_memory,
-    outside_torch,
 )
 from clipscale.tools.plan.step_time import step_time
 
@@ -73,7 +73,7 @@ class Prediction:
         self.free = math.inf
         if gpu:
             self.workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
-            self.outside = outside_torch(config.ranks)
+            self.outside = bytes_outside_torch(config.ranks)
             self.usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve))
             self.free = self.usable - self.workspace - self.outside
 

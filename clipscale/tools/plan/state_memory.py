@@ -16,7 +16,7 @@ from clipscale.distributed.weight_types import PER_PARAMETER, cast_product_weigh
 from clipscale.step.cache.cast_weights import layers_to_cast
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
-from clipscale.tools.plan.memory_tracker import MemoryTracker, rounded
+from clipscale.tools.plan.memory_tracker import MemoryTracker, allocated_bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def update_memory(step: TrainStep, tracker: MemoryTracker) -> tuple[int, int]:
     step.optimizer.zero_grad()
     state = step.optimizer.state
     omitted = sum(
-        others * rounded(x.untyped_storage().nbytes())
+        others * allocated_bytes(x.untyped_storage().nbytes())
         for p, others in updated
         for x in state[p].values()
         if isinstance(x, Tensor)

@@ -19,7 +19,7 @@ from clipscale.tools.plan.settings import PlanConfig
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
 # Bytes of each number of a feature.
-FEATURE = 4
+FEATURE_BYTES = 4
 # One number for the image and one for the text tower: rows, chunk sizes, or kept graphs.
 TowerPair = tuple[int, int]
 
@@ -83,7 +83,7 @@ class StepEstimate:
         whose outputs stay."""
         dry_run = self.dry_run
         features_per_row = 2 if dry_run.trains_captioner else 1
-        features = [rows * dry_run.model.width * FEATURE * features_per_row for rows in self.rows]
+        features = [rows * dry_run.model.width * FEATURE_BYTES * features_per_row for rows in self.rows]
         gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
         held = [self.held_bytes(i, features[i], kept[i]) for i in (0, 1)]
         held[0] += kept_images * dry_run.image_output_bytes
@@ -180,6 +180,6 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}
 
 
-def outside_torch(world_size: int) -> int:
+def bytes_outside_torch(world_size: int) -> int:
     """Memory of a GPU that torch's allocator does not count."""
     return int(ASSUMED.context + (ASSUMED.nccl if world_size > 1 else 0))

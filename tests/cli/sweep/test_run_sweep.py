@@ -6,7 +6,7 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.config.train_config import TrainConfig
-from clipscale.run_folder.paths import META, path_of
+from clipscale.run_folder.paths import META, checkpoint_path
 from tests.cli.conftest import Cli
 from tests.conftest import TINY, Capture
 
@@ -116,9 +116,9 @@ def test_a_run_that_has_gone_on_from_a_path_goes_on_from_its_own_checkpoint(
     trained: list[TrainConfig], shards: str, tmp_path: Path
 ) -> None:
     """A new run begins with the path. The path's run may train on meanwhile, beyond the sweep's."""
-    start = path_of(tmp_path / "runs/b32", 4)
-    later = path_of(tmp_path / "runs/b32", 8)
-    own = path_of(tmp_path / "runs/s/seed=1", 6)
+    start = checkpoint_path(tmp_path / "runs/b32", 4)
+    later = checkpoint_path(tmp_path / "runs/b32", 8)
+    own = checkpoint_path(tmp_path / "runs/s/seed=1", 6)
     for path in (start, later, own):
         path.mkdir(parents=True)
         (path / META).touch()

@@ -270,7 +270,7 @@ def test_an_epoch_is_as_long_as_the_weights_of_the_samples_that_are_there(tmp_pa
     assert count_if_quick(config, urls) == 22
     assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     make_index([str(full)], IndexSettings(sample_weights=file))
-    assert [entry.expected for entry in index.read_entries(urls, subset_of(config)).entries.values()] == [16, 6]
+    assert [entry.expected_samples for entry in index.read_entries(urls, subset_of(config)).entries.values()] == [16, 6]
     assert open_stream(full, batch=4, sample_weights=file).epoch_samples == 22
     assert count_if_quick(config, urls) == 22
 

@@ -23,7 +23,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.index import read_entries, update_indexes
 from clipscale.eval.run import evaluate
 from clipscale.launch import local
-from clipscale.run_folder.paths import path_of
+from clipscale.run_folder.paths import checkpoint_path
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation
@@ -87,7 +87,7 @@ def start_of_a_checkpoint(config: TrainConfig) -> dict:
         time.sleep(60)
 
     with mock.patch("clipscale.checkpoint.loading.size_and_crc32", silent):
-        verify(path_of(folder, 1))
+        verify(checkpoint_path(folder, 1))
     return {}
 
 

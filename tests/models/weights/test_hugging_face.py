@@ -26,7 +26,7 @@ from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import local_source
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
-from clipscale.tools.export.verb import main, started
+from clipscale.tools.export.verb import main, name_of_start
 from tests.support.checkpoints import save_model
 from tests.tools.export.test_open_clip import ARCHITECTURE, saved
 
@@ -264,4 +264,4 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
 
 @pytest.mark.parametrize(("weights", "name"), TABLES["cards"].items())
 def test_the_card_names_the_weights_that_a_run_began_from_and_no_path(weights: str, name: str) -> None:
-    assert started(weights) == name
+    assert name_of_start(weights) == name

@@ -26,7 +26,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
-from clipscale.run_folder.paths import path_of
+from clipscale.run_folder.paths import checkpoint_path
 from tests.models.weights.test_load_weights import (
     SMALL,
     config,
@@ -81,7 +81,7 @@ def test_a_run_that_resumes_another_has_the_others_architecture(
     """Its own checkpoints count after a restart and in a sweep."""
     monkeypatch.chdir(tmp_path)
     for name, width in (("other", 16), ("own", 24), ("sweep/0", 24)):
-        path_of(Path("runs") / name, 1).mkdir(parents=True)
+        checkpoint_path(Path("runs") / name, 1).mkdir(parents=True)
         model = config(architecture=SMALL | {"embed_dim": width})
         files.write_json(Path("runs") / name / "config.yaml", {"model": asdict(model)})
     words = ["model.weights=start", "resume=other"]

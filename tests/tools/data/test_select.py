@@ -83,7 +83,7 @@ def test_a_line_says_so_where_copies_are_more_than_half(
 def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
     monkeypatch: pytest.MonkeyPatch, block: int, cosine: float
 ) -> None:
-    monkeypatch.setattr(near, "CELLS", 61 * block)
+    monkeypatch.setattr(near, "MAX_COSINES", 61 * block)
     rows = features(61, width=3)
     order = torch.randperm(61)
     kept: list[int] = []

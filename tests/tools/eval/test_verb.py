@@ -110,12 +110,12 @@ def test_a_checkpoint_of_another_run_or_set_aside_leaves_the_runs_results(tmp_pa
     for name in ("mine", "other"):
         torch.manual_seed(len(name))
         save_model(tmp_path / name, build_model(TINY), TINY)
-    mine = path_of(tmp_path / "mine", 7)
+    mine = checkpoint_path(tmp_path / "mine", 7)
     config = EvalConfig(sets=sets)
     evaluated(tmp_path / "mine", str(mine), eval=config)
     before = read_evaluations(tmp_path / "mine")
     aside = shutil.copytree(mine, mine.with_name(f"{mine.name}.aside"))
-    for path in (path_of(tmp_path / "other", 7), aside):
+    for path in (checkpoint_path(tmp_path / "other", 7), aside):
         with refused(f"checkpoint={path}: no checkpoint of {tmp_path / 'mine'}; give .*run=NAME"):
             evaluated(tmp_path / "mine", str(path), eval=config)
     assert read_evaluations(tmp_path / "mine") == before
@@ -193,7 +193,7 @@ def test_any_weights_have_their_points_and_settings_in_the_sinks(
     places = EvalRunConfig(device="cpu", model=chosen, out=str(tmp_path / "out"), log=SinkConfig(tensorboard=True))
     results = main(replace(places, eval=EvalConfig(sets=sets[:1])))
     assert scalars(tmp_path / "out", "eval/classes/top1") == [(0, pytest.approx(results["classes"]["top1"]))]
-    assert [settings["model"]["weights"] for settings in given] == [str(path_of(tmp_path / "run", 7))]
+    assert [settings["model"]["weights"] for settings in given] == [str(checkpoint_path(tmp_path / "run", 7))]
 
 
 def test_results_of_other_towers_and_sizes_lie_in_another_folder(

@@ -88,7 +88,7 @@ def is_nested(rows: Sequence[Row], name: str) -> bool:
     return has_objects and not has_texts
 
 
-def flattening(file: Path, names: Sequence[str]) -> str:
+def flattening_command(file: Path, names: Sequence[str]) -> str:
     """The line of shell that makes a table of a file with rows of a known nested form; empty for others."""
     captions = [name for name in CAPTIONS if name in names]
     images = [name for name in IMAGES if name in names]

@@ -13,7 +13,7 @@ from clipscale.data.sample import IMAGE_TYPES
 from clipscale.tools.data.pack.objects import json_object
 from clipscale.tools.data.pack.places import Cell, Place
 from clipscale.tools.data.pack.separated import Row
-from clipscale.tools.data.pack.tables import TABLES, PairTable, conversion, open_table
+from clipscale.tools.data.pack.tables import TABLES, PairTable, conversion_command, open_table
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -47,7 +47,7 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
     Raises UserError, OSError, ValueError.
     """
     if path.is_dir():
-        listed = visible(path)
+        listed = visible_files(path)
         # one of each folder, which may have the same pairs in several forms
         tables = [*{file.parent: file for file in listed if file.name in METADATA}.values()]
         tables = tables or [file for file in listed if file.suffix == ".parquet"]
@@ -55,7 +55,7 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
         tables = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
         shard = "; shards are trained on as they are, data.train=FOLDER" if ".tar" in path.name else ""
-        help = shard or f"; {conversion(path.suffix.lower(), path)}".rstrip("; ")
+        help = shard or f"; {conversion_command(path.suffix.lower(), path)}".rstrip("; ")
         raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){help}")
     if by and not tables:
         raise UserError(
@@ -84,7 +84,7 @@ def pairs_of(path: Path, tables: Sequence[PairTable], root: str, splits: Sequenc
 def pairs_of_folder(folder: Path, root: str) -> Iterator[Pair]:
     """Yield the pictures in and below a folder, with their texts. Then the other files: their suffix is the reason why
     they are left out."""
-    listed = visible(folder)
+    listed = visible_files(folder)
     pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
     texts = [path for path in listed if path.suffix.lower() in TEXTS]
     beside = {path.with_suffix(""): path for path in sorted(texts, key=lambda path: -TEXTS.index(path.suffix.lower()))}
@@ -165,10 +165,10 @@ def pictures_beside(path: Path, tables: Sequence[PairTable]) -> set[Path]:
     """The pictures of a folder that METADATA tables describe; none for other sources."""
     if not (path.is_dir() and tables and tables[0].file.name in METADATA):
         return set()
-    return {file for file in visible(path) if file.suffix[1:].lower() in IMAGE_TYPES}
+    return {file for file in visible_files(path) if file.suffix[1:].lower() in IMAGE_TYPES}
 
 
-def taking_named(pairs: Iterator[Pair], pictures: set[Path]) -> Iterator[Pair]:
+def removing_named_pictures(pairs: Iterator[Pair], pictures: set[Path]) -> Iterator[Pair]:
     """The pairs. The pictures that they name are taken out of the set; all, if pictures lie inside of a table."""
     for pair in pairs:
         if isinstance(pair.place, Cell):
@@ -187,7 +187,7 @@ def is_plain(value: object, levels: int = 3) -> bool:
     return isinstance(value, str | int | float)
 
 
-def visible(folder: Path) -> list[Path]:
+def visible_files(folder: Path) -> list[Path]:
     """The files in and below a folder, and the links to folders, which are not followed.
 
     Names that begin with a dot are left out.

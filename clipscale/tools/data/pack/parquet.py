@@ -89,12 +89,12 @@ def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Row]]
     number = 0
     for group in range(table.num_row_groups):
         batches = table.iter_batches(BATCH, row_groups=[group], columns=names)
-        for row, values in enumerate(chain.from_iterable(records(batch, read_as) for batch in batches)):
+        for row, values in enumerate(chain.from_iterable(rows_of_batch(batch, read_as) for batch in batches)):
             yield number, values | ({image: Cell(str(file), group, row, image)} if inside else {})
             number += 1
 
 
-def records(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> list[Row]:
+def rows_of_batch(batch: "RecordBatch", read_as: Mapping[str, "DataType | None"]) -> list[Row]:
     """A batch of rows."""
     columns = [column.cast(read_as[name]).to_pylist() for name, column in zip(batch.schema.names, batch.columns)]
     if not columns:

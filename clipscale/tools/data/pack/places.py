@@ -89,7 +89,7 @@ def local_file(place: Place) -> Path:
     raise BrokenSampleError("windows_path" if "\\" in place.name else "unreadable_file", "no such file")
 
 
-def resolved(root: str) -> str:
+def resolved_root(root: str) -> str:
     """A root without links; addresses end with a slash. Raises UserError."""
     if ADDRESS.match(root):
         return f"{root.rstrip('/')}/"

@@ -64,7 +64,7 @@ class QuotedRow(NamedTuple):
     num_lines: int
 
 
-def quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> QuotedRow | None:
+def parse_quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> QuotedRow | None:
     """The row that these lines begin with, by the rules of quotes; None if they are broken.
 
     `escape`: the character that makes the quote after it an ordinary character.
@@ -77,7 +77,7 @@ def quoted(lines: Iterable[str], separator: str, escape: str | None = None) -> Q
     return QuotedRow([value.strip() for value in values], reader.line_num)
 
 
-def literal(line: str, separator: str) -> list[str]:
+def parse_unquoted(line: str, separator: str) -> list[str]:
     """The values of a line in which quotes are ordinary characters. Only quotes around a whole value are removed."""
     values = [value.strip() for value in line.split(separator)]
     if '"' not in line:
@@ -85,7 +85,7 @@ def literal(line: str, separator: str) -> list[str]:
     return [value[1:-1] if re.fullmatch('"[^"]*"', value) else value for value in values]
 
 
-def tolerant(line: str, separator: str) -> list[str]:
+def parse_tolerantly(line: str, separator: str) -> list[str]:
     """The values of a line with quotes at wrong places; none if a quote is still open at its end."""
     try:
         values = next(csv.reader([line.rstrip("\r\n") + "\n"], delimiter=separator), [])
@@ -97,8 +97,8 @@ def tolerant(line: str, separator: str) -> list[str]:
 def header_values(line: str, separator: str) -> list[str]:
     """The values of a table's first line. Sets the limit of csv for a value."""
     csv.field_size_limit(MAX_TEXT_BYTES)
-    row = quoted([line], separator)
-    return row.values if row and row.values else literal(line, separator)
+    row = parse_quoted([line], separator)
+    return row.values if row and row.values else parse_unquoted(line, separator)
 
 
 class Separated:
@@ -119,7 +119,9 @@ class Separated:
         source = Lines(lines)
         first = [*islice(source, FIRST_LINES)]
         source.put_back(first)
-        self.has_suffixes = any(PICTURE.fullmatch(value) for line in first for value in literal(line, self.separator))
+        self.has_suffixes = any(
+            PICTURE.fullmatch(value) for line in first for value in parse_unquoted(line, self.separator)
+        )
         for line in source:
             number = source.number
             values = self.values_of(line, source)
@@ -132,14 +134,14 @@ class Separated:
         If the row cannot be understood, there are fewer or more values than names.
         """
         if '"' not in line:
-            return literal(line, self.separator)
-        row = quoted([line], self.separator) or self.row_of_several_lines(line, source)
+            return parse_unquoted(line, self.separator)
+        row = parse_quoted([line], self.separator) or self.row_of_several_lines(line, source)
         if not self.escaped_at and not (row and self.fits(row.values)) and self.has_escaped_quotes(line):
             self.escaped_at = source.number
         if row:
             return row.values
-        alone = literal(line, self.separator)
-        return alone if self.fits(alone) else tolerant(line, self.separator) or [line]
+        alone = parse_unquoted(line, self.separator)
+        return alone if self.fits(alone) else parse_tolerantly(line, self.separator) or [line]
 
     def row_of_several_lines(self, line: str, source: Lines) -> QuotedRow | None:
         """The row of a line with an open quote and of the next lines, which are taken from the source.
@@ -147,7 +149,7 @@ class Separated:
         None, and no line is taken, if the quote does not close before another row begins.
         """
         following = source.take_until(self.is_row)
-        row = quoted([line, *following], self.separator)
+        row = parse_quoted([line, *following], self.separator)
         if row and self.fits(row.values):
             last = following[row.num_lines - 2]
             swallows_a_row = self.is_row(line) and self.is_row(last)
@@ -159,7 +161,7 @@ class Separated:
 
     def has_escaped_quotes(self, line: str) -> bool:
         """Whether a line, which is no row as it stands, is one if a backslash before a quote makes it a letter."""
-        row = quoted([line], self.separator, escape="\\") if '\\"' in line else None
+        row = parse_quoted([line], self.separator, escape="\\") if '\\"' in line else None
         return row is not None and self.fits(row.values)
 
     def fits(self, values: list[str]) -> bool:
@@ -170,6 +172,6 @@ class Separated:
 
     def is_row(self, line: str) -> bool:
         """Whether a line alone is a row with a picture, if quotes are letters."""
-        values = literal(line, self.separator)
+        values = parse_unquoted(line, self.separator)
         names_picture = PICTURE.fullmatch if self.has_suffixes else bool
         return self.fits(values) and bool(names_picture(values[self.image]))

@@ -18,7 +18,7 @@ from clipscale.common.terminal import print_line
 from clipscale.data.content import PROBE_BYTES, kind_of
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.pack.lines import lines_of
-from clipscale.tools.data.pack.objects import flattening, is_nested, json_rows
+from clipscale.tools.data.pack.objects import flattening_command, is_nested, json_rows
 from clipscale.tools.data.pack.parquet import parquet_rows, unread_columns
 from clipscale.tools.data.pack.separated import PICTURE, Row, Separated, header_values
 
@@ -67,7 +67,7 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
         names = list(dict.fromkeys(name for row in shown for name in row))
     chosen = chosen_columns(names, columns)
     check_columns(file, names, chosen, by, shown)
-    remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated(names)]
+    remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated_names(names)]
     if CAPTION_LIST in names and CAPTION_LIST not in chosen:
         remarks.append(
             f"column {CAPTION_LIST!r} is lost where a pair has several captions, whose list has this name; rename it"
@@ -88,13 +88,13 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
 
     `shown`: the first rows of JSON.
     """
-    if twice := repeated(chosen):
+    if twice := repeated_names(chosen):
         raise UserError(f"columns names {twice[0]!r} twice; give 'columns=[IMAGE,CAPTION]'")
     wanted = [*chosen, by] if by else chosen
     missing = [name for name in wanted if name not in names]
     with_objects = [name for name in chosen[1:] if is_nested(shown, name)]
     if with_objects or (missing and missing[0] != by):
-        line = flattening(file, names)
+        line = flattening_command(file, names)
         if line:
             raise UserError(f"{file.name}: its captions are nested; this makes a table of it, to be packed: {line}")
     if with_objects:
@@ -114,17 +114,17 @@ def check_content(file: Path) -> None:
     with file.open("rb") as start:
         kind = kind_of(start.read(PROBE_BYTES))
     if kind and kind.suffix in CONVERSIONS:
-        raise UserError(f"{file.name} is not text; {conversion(kind.suffix, file)}")
+        raise UserError(f"{file.name} is not text; {conversion_command(kind.suffix, file)}")
 
 
-def conversion(suffix: str, file: Path) -> str:
+def conversion_command(suffix: str, file: Path) -> str:
     """The command that makes a table of a file of this kind; empty for an unknown kind."""
     table = file.with_suffix("") if file.suffix == suffix else file.with_name(f"{file.stem}-2{file.suffix}")
     names = {"file": file, "table": table, "stem": file.with_suffix("")}
     return CONVERSIONS.get(suffix, "").format(**{name: shlex.quote(str(path)) for name, path in names.items()})
 
 
-def repeated(names: Sequence[str]) -> list[str]:
+def repeated_names(names: Sequence[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if name and count > 1]
 
 

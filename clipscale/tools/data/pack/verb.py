@@ -36,9 +36,17 @@ from clipscale.data.shards import index
 from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.eval.sets.known import HELD_OUT
 from clipscale.tools.data.pack.kinds import OTHER_PICTURES, suffix_of
-from clipscale.tools.data.pack.pairs import SPLIT, TEXTS, Pair, pairs_of, pictures_beside, tables_of, taking_named
-from clipscale.tools.data.pack.places import ADDRESS, read, resolved
-from clipscale.tools.data.pack.tables import CAPTION_LIST, TABLES, conversion
+from clipscale.tools.data.pack.pairs import (
+    SPLIT,
+    TEXTS,
+    Pair,
+    pairs_of,
+    pictures_beside,
+    removing_named_pictures,
+    tables_of,
+)
+from clipscale.tools.data.pack.places import ADDRESS, read, resolved_root
+from clipscale.tools.data.pack.tables import CAPTION_LIST, TABLES, conversion_command
 from clipscale.tools.data.settings import PackSettings
 
 SHARD_SAMPLES = 10_000
@@ -101,13 +109,13 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         print_line(f"columns: {', '.join(tables[0].columns)}")
     for remark in dict.fromkeys(remark for table in tables for remark in table.remarks):
         print_line(remark)
-    root = resolved(settings.root) if settings.root else ""
+    root = resolved_root(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
     is_new = not Path(settings.out).expanduser().exists()
     out = prepare_folder(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     try:
         without_row = pictures_beside(path, tables)
-        pairs = taking_named(pairs_of(path, tables, root, settings.splits), without_row)
+        pairs = removing_named_pictures(pairs_of(path, tables, root, settings.splits), without_row)
         notes = pack_parts(pairs, settings, out)
         pictures = "files" if path.is_dir() else "images"
         report(path, out, notes, "rows" if tables else pictures, sorted(without_row))
@@ -145,7 +153,7 @@ def report(source: Path, out: Path, notes: Sequence[PartNote], read_units: str, 
         if not sizes and not folder:
             why = reasons or ("it has no rows" if read_units == "rows" else "it is empty")
             if not left_out.keys() & {*TEXTS}:
-                why += for_classes(left_out.get("no_caption", []), source)
+                why += class_folders_command(left_out.get("no_caption", []), source)
             raise UserError(f"{source}: no pair could be packed: {why}")
         if sizes:
             files.write_json(out / folder / "sizes.json", sizes)
@@ -168,16 +176,16 @@ def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
     if reason.startswith(SPLIT):
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
     if reason in TEXTS:
-        return gathering(left_out[reason], left_out.get("no_caption", []), source)
-    if reason == ".json" and (command := command_of_captions(left_out[reason], source)):
+        return gathering_command(left_out[reason], left_out.get("no_caption", []), source)
+    if reason == ".json" and (command := caption_file_command(left_out[reason], source)):
         return f"; its pictures are there: {command}"
     if reason == "unreadable_file" and ADDRESS.match(left_out[reason][0]):
         return "; an address that could not be fetched: check it, and the network"
-    helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
+    helps = REMEDIES.get(reason) or conversion_command(reason, source / left_out[reason][0])
     return f"; {helps}" if helps else ""
 
 
-def command_of_captions(names: Sequence[str], folder: Path) -> str:
+def caption_file_command(names: Sequence[str], folder: Path) -> str:
     """The command that packs the first of these files with COCO's or Karpathy's captions whose pictures are there.
 
     Empty if there is none.
@@ -192,7 +200,7 @@ def command_of_captions(names: Sequence[str], folder: Path) -> str:
     return ""
 
 
-def for_classes(pictures: Sequence[str], folder: Path) -> str:
+def class_folders_command(pictures: Sequence[str], folder: Path) -> str:
     """Advice about folders named after their classes, if these pictures without a text lie in some; else empty."""
     if not folder.is_dir() or len({PurePath(name).parent for name in pictures} - {PurePath()}) < 2:
         return ""
@@ -202,7 +210,7 @@ def for_classes(pictures: Sequence[str], folder: Path) -> str:
     )
 
 
-def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> str:
+def gathering_command(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> str:
     """A command that puts texts from a folder of their own beside the pictures of their names; empty if none fits."""
     without = {PurePath(name).stem: PurePath(name).parent for name in pictures}
     for text in map(PurePath, texts):

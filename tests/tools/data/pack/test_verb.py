@@ -18,7 +18,7 @@ from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.data.pack import verb
-from clipscale.tools.data.pack.places import Cell, Place, read, resolved
+from clipscale.tools.data.pack.places import Cell, Place, read, resolved_root
 from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Capture
 from tests.data.shards.web import Web, serving
@@ -106,7 +106,7 @@ def test_a_table_names_no_file_outside_of_its_root(pictures: Path, tmp_path: Pat
 
 def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
     """fsspec's memory stands for a store as s3://. The pool's processes would not see it."""
-    place = Place("memory://set/red.png", str(pictures), resolved("memory://set"))
+    place = Place("memory://set/red.png", str(pictures), resolved_root("memory://set"))
     fsspec.filesystem("memory").pipe({"/set/red.png": b"red", "/settled/red.png": b"no", "/red.png": b"no"})
     assert read(place) == b"red"
     for name in ("memory://settled/red.png", "memory://set/../red.png", "memory://red.png"):
