@@ -8,7 +8,7 @@ from clipscale.common.terminal import log_line
 from clipscale.config.config_file import changed_settings, to_yaml
 from clipscale.config.setting import changes_weights
 from clipscale.config.train_config import TrainConfig
-from clipscale.run_folder.paths import RESULT, path_of
+from clipscale.run_folder.paths import RESULT, checkpoint_path
 from clipscale.run_folder.records import read_result, written_settings
 
 
@@ -27,7 +27,7 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
         return None
     differing = changed_settings(trained, to_yaml(config))
     changed = any(invalidates_result(key, typed) for key, (_, typed) in differing.items())
-    return result if path_of(folder, result["step"]).is_dir() and not changed else None
+    return result if checkpoint_path(folder, result["step"]).is_dir() and not changed else None
 
 
 def result_written(folder: str) -> int | None:

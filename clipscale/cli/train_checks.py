@@ -16,7 +16,7 @@ from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.eval.set_paths import check_set_paths
 from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.log.sinks import wandb_module
-from clipscale.run_folder.paths import check_own, path_or_run, run_folder, run_to_resume
+from clipscale.run_folder.paths import check_is_run_folder, path_or_run, run_folder, run_to_resume
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
 
 # Values of `resume` that are not paths.
@@ -35,9 +35,9 @@ def check_without_torch(config: TrainConfig) -> None:
     check_settings(config)
     check_resume(config.resume)
     if config.run and is_main_rank():
-        check_own(run_folder(config.run))
+        check_is_run_folder(run_folder(config.run))
         check_writable(run_folder(config.run))
-    if ranks.under_launcher():  # there all ranks find missing shards together
+    if ranks.under_launcher():  # all ranks look for missing shards together, later
         return
     missing = is_missing(config.data.train or ())
     check_set_paths(config.eval, rendered=evaluation_sets(user_folder()) if missing else ())

@@ -19,7 +19,7 @@ from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, default_run_
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 from clipscale.lifecycle.stopping import exit_on_signal
-from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, described_values, run_folder
+from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, checkpoint_values, run_folder
 from clipscale.run_folder.records import read_result
 from clipscale.tools.data.demo_folder import is_missing
 

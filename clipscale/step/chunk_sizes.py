@@ -141,7 +141,7 @@ class ChunkProbe:
     """Measures an encoder's passes over chunks of random inputs on a GPU."""
 
     encoder: nn.Module
-    # Draws so many samples.
+    # Draws this many samples.
     draw: Callable[[int], TowerInput]
     device: torch.device
     # See `other_step_bytes`.

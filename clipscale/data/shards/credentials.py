@@ -25,7 +25,7 @@ def check_credentials(scheme: str, subject: str) -> None:
     from fsspec import get_filesystem_class
     from fsspec.config import conf
 
-    get_filesystem_class(scheme)  # raises ImportError if it is not installed
+    get_filesystem_class(scheme)  # raises ImportError if the scheme's library is not installed
     if any(name in conf.get(each, {}) for each in GOOGLE for name in ("token", "endpoint_url")):
         return
     from google import auth

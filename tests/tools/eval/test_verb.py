@@ -23,7 +23,7 @@ from clipscale.log.records import read_evaluations
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
-from clipscale.run_folder.paths import checkpoints_of, path_of
+from clipscale.run_folder.paths import checkpoint_path, checkpoints_of
 from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run
 from clipscale.tools.eval.verb import main
 from clipscale.train import train
